@@ -1,0 +1,73 @@
+"""Every refusal of the library, below one base.
+
+    ForetokenError
+    ├── ConfigError              a parameter is unknown, out of range or contradicts another
+    ├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
+    ├── ContextLengthError       a prompt does not fit the context of the model
+    ├── TreeError                a draft tree is malformed
+    ├── ShapeError               tensors given to a pure function do not fit together
+    ├── ProbabilityError         a draft carries a token that its own law cannot produce
+    ├── NumericsError            the model returned NaN, or left no token possible
+    ├── UnsupportedModelError    the model cannot be verified exactly; the message says why
+    │   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
+    │   └── ProbeError               chains through the adapter disagree with the model itself
+    ├── TokenizerMismatchError   drafter and target do not share a tokenizer
+    ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
+    └── EngineBusyError          one engine was entered from two threads at once
+"""
+
+
+class ForetokenError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(ForetokenError, ValueError):
+    """A parameter is unknown, out of range, or contradicts another."""
+
+
+class PromptError(ForetokenError, ValueError):
+    """A prompt is empty, malformed, or holds token ids outside the vocabulary."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt leaves no room for a single new token in the model's context."""
+
+
+class TreeError(ForetokenError, ValueError):
+    """A draft tree is malformed."""
+
+
+class ShapeError(ForetokenError, ValueError):
+    """Tensors given to a pure function do not fit together."""
+
+
+class ProbabilityError(ForetokenError, ValueError):
+    """A draft carries a token to which its own law gives probability zero."""
+
+
+class NumericsError(ForetokenError, ArithmeticError):
+    """The model returned NaN, or the sampling parameters left no token possible."""
+
+
+class UnsupportedModelError(ForetokenError, ValueError):
+    """The model cannot be decoded exactly by this library."""
+
+
+class UnsupportedStateError(UnsupportedModelError):
+    """The model keeps state that cannot be rolled back exactly."""
+
+
+class ProbeError(UnsupportedModelError):
+    """Logits of a chain through the adapter differ from the model's own."""
+
+
+class TokenizerMismatchError(ForetokenError, ValueError):
+    """Drafter and target do not share one tokenizer."""
+
+
+class CheckpointError(ForetokenError, OSError):
+    """A checkpoint is missing, truncated, or of an unknown layout."""
+
+
+class EngineBusyError(ForetokenError, RuntimeError):
+    """An engine was entered from two threads at once."""

@@ -1,0 +1,72 @@
+"""One row of a batch: its tokens, parameters, law and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foretoken.engine.stats import SequenceStats
+
+if TYPE_CHECKING:
+    from foretoken.engine.sampling import SamplingLaw
+    from foretoken.params import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been generated for it.
+
+    Between steps the last token is *pending*: part of ``token_ids``, not yet in any cache.
+
+    Args:
+      id: unique within an engine; drafters key their state by it.
+      request_id: the request this row belongs to.
+      index: which of the request's ``n`` samples this is.
+      token_ids: prompt and output.
+      num_prompt_tokens: how many of them are the prompt.
+      params: what the user asked for.
+      seed: of this row; sample i of n has ``mix(seed of the request, i)``.
+      law: turns logits of this row into its target distribution; holds the incremental history.
+      max_length: prompt and output together never exceed it.
+    """
+
+    id: int
+    request_id: str
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    law: SamplingLaw
+    max_length: int
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    num_steps: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def pending(self) -> int:
+        return self.token_ids[-1]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many more tokens the budget and the context allow."""
+        return self.max_length - len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Append emitted tokens and carry the law's history along."""
+        self.token_ids.extend(tokens)
+        self.law.extend(tokens)

@@ -1,0 +1,55 @@
+"""Counters of speculation, with vLLM's definitions.
+
+acceptance rate = accepted / drafted; mean acceptance length = 1 + accepted / steps that drafted (bonus included);
+tokens per step (tau) = emitted tokens / all decode steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SequenceStats:
+    """What happened to one row, step by step."""
+
+    num_steps: int = 0
+    num_spec_steps: int = 0
+    num_emitted_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: Counter[int] = field(default_factory=Counter)
+
+    def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one verify step."""
+        self.num_steps += 1
+        self.num_emitted_tokens += num_emitted
+        if num_drafted:
+            self.num_spec_steps += 1
+            self.num_draft_tokens += num_drafted
+            self.num_accepted_draft_tokens += num_accepted
+            self.acceptance_histogram[num_accepted] += 1
+
+    def add(self, other: SequenceStats) -> None:
+        """Pool another row's counters into this one."""
+        self.num_steps += other.num_steps
+        self.num_spec_steps += other.num_spec_steps
+        self.num_emitted_tokens += other.num_emitted_tokens
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
+        self.acceptance_histogram.update(other.acceptance_histogram)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / steps that drafted, the bonus included; 1.0 when no step drafted."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """tau: emitted tokens per decode step, every step counted; 0.0 before the first step."""
+        return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0

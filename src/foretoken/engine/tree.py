@@ -1,0 +1,175 @@
+"""The draft: a tree of proposed tokens below the pending token. A chain is a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from foretoken.engine.errors import TreeError
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Proposed continuations of one sequence, checked by the target in one forward pass.
+
+    Node 0 is the pending token, parents stand before their children, siblings carry different tokens and
+    stand in the order in which they were drawn.
+
+    Args:
+      tokens: N token ids; ``tokens[0]`` is the pending token.
+      parents: N node indices, ``parents[0] == -1`` and ``parents[i] < i``.
+      probs: float tensor (M, V), M > every node that has children: row i is the law from which the children of
+        node i were drawn, without replacement. None when the draft is not a sample of a known law.
+      scores: N estimates in 0..1 of the chance that a node is accepted, or None.
+      source: name of the drafter.
+
+    Raises: TreeError when the arrays do not describe such a tree.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    probs: torch.Tensor | None = None
+    scores: tuple[float, ...] | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.parents):
+            raise TreeError(f"{len(self.tokens)} tokens and {len(self.parents)} parents; want as many, at least one")
+        if self.parents[0] != -1:
+            raise TreeError(f"node 0 is the pending token and has parent -1, not {self.parents[0]}")
+        if any(not 0 <= parent < node for node, parent in enumerate(self.parents[1:], 1)):
+            raise TreeError(f"parents {self.parents} must stand before their children")
+        if len(self._child_of) != len(self.tokens) - 1:
+            raise TreeError(f"two siblings share a token: tokens {self.tokens}, parents {self.parents}")
+        if self.scores is not None and len(self.scores) != len(self.tokens):
+            raise TreeError(f"{len(self.scores)} scores for {len(self.tokens)} nodes")
+        if self.probs is not None and self.probs.shape[0] <= max(self.parents):
+            raise TreeError(f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children")
+
+    @classmethod
+    def root(cls, pending: int, source: str = "") -> DraftTree:
+        """The empty draft: plain decoding."""
+        return cls((pending,), (-1,), source=source)
+
+    @classmethod
+    def chain(
+        cls, pending: int, draft: Sequence[int], probs: torch.Tensor | None = None, source: str = ""
+    ) -> DraftTree:
+        """One continuation; ``probs`` (K, V) are the laws its K tokens were drawn from."""
+        return cls((pending, *draft), tuple(range(-1, len(draft))), probs=probs, source=source)
+
+    @classmethod
+    def from_paths(
+        cls, pending: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None, source: str = ""
+    ) -> DraftTree:
+        """Merge continuations, best first, into a trie of at most ``max_nodes`` nodes, root included.
+
+        [[5, 6], [5, 7]] below 1 becomes tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
+        """
+        tokens, parents, child_of = [pending], [-1], {}
+        for path in paths:
+            node = 0
+            for token in path:
+                child = child_of.get((node, token))
+                if child is None:
+                    if max_nodes is not None and len(tokens) >= max_nodes:
+                        break
+                    child = child_of[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return cls(tuple(tokens), tuple(parents), source=source)
+
+    def __len__(self) -> int:
+        """Number of nodes N, root included."""
+        return len(self.tokens)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    @cached_property
+    def _child_of(self) -> dict[tuple[int, int], int]:
+        pairs = zip(self.parents[1:], self.tokens[1:], strict=True)
+        return {pair: node for node, pair in enumerate(pairs, 1)}
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of ``node`` that carries ``token``, or None."""
+        return self._child_of.get((node, token))
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node, in draw order."""
+        lists: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parents[1:], 1):
+            lists[parent].append(node)
+        return tuple(map(tuple, lists))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of every node from the root, which has depth 0."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest continuation."""
+        return max(self.depths)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+
+    @cached_property
+    def ancestor_mask(self) -> np.ndarray:
+        """Bool (N, N): ``[i, j]`` is True where node j is node i or one of its ancestors.
+
+        For parents (-1, 0, 0, 2):
+            1 0 0 0
+            1 1 0 0
+            1 0 1 0
+            1 0 1 1
+        """
+        num_nodes = len(self.tokens)
+        mask = np.eye(num_nodes, dtype=bool)
+        if self.is_chain:
+            return np.tri(num_nodes, dtype=bool)
+        for node, parent in enumerate(self.parents[1:], 1):
+            mask[node] |= mask[parent]
+        return mask
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root to ``node``, both included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Draft tokens from below the root to ``node``; empty for the root."""
+        return tuple(self.tokens[i] for i in self.path(node)[1:])
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        return tuple(node for node, children in enumerate(self.children) if not children)
+
+    def cut(self, max_depth: int) -> DraftTree:
+        """The tree without the nodes deeper than ``max_depth``."""
+        if self.depth <= max_depth:
+            return self
+        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
+        new_index = {node: i for i, node in enumerate(keep)} | {-1: -1}
+        return replace(
+            self,
+            tokens=tuple(self.tokens[node] for node in keep),
+            parents=tuple(new_index[self.parents[node]] for node in keep),
+            probs=None if self.probs is None else self.probs[[n for n in keep if n < len(self.probs)]],
+            scores=None if self.scores is None else tuple(self.scores[node] for node in keep),
+        )
