@@ -1,13 +1,12 @@
 """Tiny random models of every supported architecture, and of those that must be refused.
 
-Weights are strong (see `foretoken.testing.strengthen`): at the default initialisation a wrong mask or position
-hardly moves the logits, and a test over such a model cannot fail. Sliding windows are 8 wide, so that they fill.
+Weights are strong (see `foretoken.testing.strengthen`): at the default initialisation a wrong mask or
+position hardly moves the logits, and a test over such a model cannot fail. Sliding windows are 8 wide, so
+that they fill.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -23,19 +22,19 @@ CONTEXT = 256
 WINDOW = 8
 SLIDING_FULL = ["sliding_attention", "full_attention"]
 
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=CONTEXT,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,14 @@ class Architecture:
         options = {key: value for key, value in options.items() if value is not ...}
         return getattr(transformers, f"{self.family}Config")(**options)
 
-    def build(self, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    def build(
+        self, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0
+    ) -> PreTrainedModel:
         model_class = getattr(transformers, self.model_class or f"{self.family}ForCausalLM")
         torch.manual_seed(seed)
         config = self.config()
         config._attn_implementation = attention
+        config._experts_implementation = "eager"  # the grouped kernel takes no float64
         model = model_class(config)
         model.generation_config.eos_token_id = None
         return strengthen(model, seed).to(dtype).eval()
@@ -71,70 +73,121 @@ class Architecture:
 
 def _only(**options: Any) -> dict[str, Any]:
     """Options of a config that does not know the common names."""
-    return {key: ... for key in _COMMON} | options
+    return dict.fromkeys(_COMMON, ...) | options
 
 
-_MOE = dict(num_experts_per_tok=2)
-_IDS = dict(vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False)
+_MOE = {"num_experts_per_tok": 2}
+_IDS = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama"),
-    "qwen2": Architecture("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen2": Architecture("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-sliding": Architecture(
-        "Qwen2", dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0, layer_types=SLIDING_FULL)
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 0,
+            "layer_types": SLIDING_FULL,
+        },
     ),
-    "qwen3": Architecture("Qwen3", dict(head_dim=16)),
+    "qwen3": Architecture("Qwen3", {"head_dim": 16}),
     "qwen3-moe": Architecture(
         "Qwen3Moe", dict(head_dim=16, num_experts=4, moe_intermediate_size=48, decoder_sparse_step=1, **_MOE)
     ),
-    "mistral": Architecture("Mistral", dict(sliding_window=None)),
-    "mistral-window": Architecture("Mistral", dict(sliding_window=128)),
-    "mistral-filled": Architecture("Mistral", dict(sliding_window=WINDOW)),
+    "mistral": Architecture("Mistral", {"sliding_window": None}),
+    "mistral-window": Architecture("Mistral", {"sliding_window": 128}),
+    "mistral-filled": Architecture("Mistral", {"sliding_window": WINDOW}),
     "mixtral": Architecture("Mixtral", dict(num_local_experts=4, sliding_window=None, **_MOE)),
-    "gemma": Architecture("Gemma", dict(head_dim=16, tie_word_embeddings=True)),
+    "gemma": Architecture("Gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": Architecture(
         "Gemma2",
-        dict(head_dim=16, sliding_window=WINDOW, layer_types=SLIDING_FULL, query_pre_attn_scalar=16, final_logit_softcapping=10.0),
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": SLIDING_FULL,
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 10.0,
+        },
+        attention=("eager",),
     ),
     "gemma3": Architecture(
-        "Gemma3",
-        dict(head_dim=16, sliding_window=WINDOW, layer_types=SLIDING_FULL, query_pre_attn_scalar=16),
+        "Gemma3Text",
+        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": SLIDING_FULL, "query_pre_attn_scalar": 16},
         model_class="Gemma3ForCausalLM",
     ),
-    "phi": Architecture("Phi", dict(partial_rotary_factor=0.5)),
-    "phi3": Architecture("Phi3", dict(sliding_window=None)),
+    "phi": Architecture("Phi", {"partial_rotary_factor": 0.5}),
+    "phi3": Architecture("Phi3", {"sliding_window": None}),
     "gpt2": Architecture(
-        "GPT2", _only(n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, n_inner=96, **_IDS)
+        "GPT2",
+        _only(n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, n_inner=96, **_IDS),
+        model_class="GPT2LMHeadModel",
     ),
-    "gpt-neox": Architecture("GPTNeoX", dict(num_key_value_heads=..., rotary_pct=0.25)),
+    "gpt-neox": Architecture("GPTNeoX", {"num_key_value_heads": ..., "rotary_pct": 0.25}),
     "opt": Architecture(
         "OPT",
-        dict(num_key_value_heads=..., intermediate_size=..., ffn_dim=96, word_embed_proj_dim=64, pad_token_id=1),
+        {
+            "num_key_value_heads": ...,
+            "intermediate_size": ...,
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 64,
+            "pad_token_id": 1,
+        },
     ),
     "falcon": Architecture(
         "Falcon",
-        dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False, num_key_value_heads=..., intermediate_size=..., ffn_hidden_size=96),
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "alibi": False,
+            "num_key_value_heads": ...,
+            "intermediate_size": ...,
+            "ffn_hidden_size": 96,
+        },
     ),
     "falcon-multi-query": Architecture(
         "Falcon",
-        dict(
-            new_decoder_architecture=False, multi_query=True, parallel_attn=True, alibi=False,
-            num_key_value_heads=..., intermediate_size=..., ffn_hidden_size=96, bias=True,
-        ),
+        {
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "parallel_attn": True,
+            "alibi": False,
+            "num_key_value_heads": ...,
+            "intermediate_size": ...,
+            "ffn_hidden_size": 96,
+            "bias": True,
+        },
     ),
-    "stablelm": Architecture("StableLm", dict(partial_rotary_factor=0.5, use_qkv_bias=True)),
+    "stablelm": Architecture("StableLm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "olmo2": Architecture("Olmo2"),
     "granite": Architecture(
         "Granite",
-        dict(embedding_multiplier=2.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=0.8),
+        {
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 0.8,
+        },
     ),
-    "cohere": Architecture("Cohere", dict(logit_scale=0.8, use_qk_norm=True, tie_word_embeddings=True)),
-    "smollm3": Architecture("SmolLM3", dict(no_rope_layers=[1, 0])),
+    "cohere": Architecture("Cohere", {"logit_scale": 0.8, "use_qk_norm": True, "tie_word_embeddings": True}),
+    "smollm3": Architecture("SmolLM3", {"no_rope_layers": [1, 0]}),
     "smollm3-sliding": Architecture(
-        "SmolLM3", dict(no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=WINDOW, layer_types=SLIDING_FULL)
+        "SmolLM3",
+        {
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": SLIDING_FULL,
+        },
     ),
-    "starcoder2": Architecture("Starcoder2", dict(sliding_window=None, use_bias=True)),
-    "starcoder2-filled": Architecture("Starcoder2", dict(sliding_window=WINDOW, use_bias=True)),
+    "starcoder2": Architecture("Starcoder2", {"sliding_window": None, "use_bias": True}),
+    "starcoder2-filled": Architecture("Starcoder2", {"sliding_window": WINDOW, "use_bias": True}),
     "gpt-oss": Architecture(
         "GptOss",
         dict(head_dim=16, num_local_experts=4, sliding_window=WINDOW, layer_types=SLIDING_FULL, **_MOE),
@@ -143,12 +196,157 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek-v3": Architecture(
         "DeepseekV3",
         dict(
-            num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
-            v_head_dim=16, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
-            moe_intermediate_size=48, n_shared_experts=1, **_MOE,
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            moe_intermediate_size=48,
+            n_shared_experts=1,
+            **_MOE,
         ),
     ),
 }
+
+
+REFUSED: dict[str, Architecture] = {
+    "bloom": Architecture("Bloom", _only(hidden_size=64, n_layer=2, n_head=4, **_IDS), attention=("eager",)),
+    "falcon-alibi": Architecture(
+        "Falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "alibi": True,
+            "num_key_value_heads": ...,
+            "intermediate_size": ...,
+        },
+    ),
+    "mpt": Architecture(
+        "Mpt", _only(d_model=64, n_layers=2, n_heads=4, max_seq_len=CONTEXT, **_IDS), attention=("eager",)
+    ),
+    "bart": Architecture(
+        "Bart",
+        _only(
+            d_model=64,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=CONTEXT,
+            vocab_size=VOCAB_SIZE,
+        ),
+        model_class="BartForConditionalGeneration",
+    ),
+    "t5": Architecture(
+        "T5",
+        _only(d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB_SIZE),
+        model_class="T5ForConditionalGeneration",
+    ),
+    "mamba": Architecture(
+        "Mamba", _only(hidden_size=64, num_hidden_layers=2, state_size=8, **_IDS), attention=("eager",)
+    ),
+    "mamba2": Architecture(
+        "Mamba2",
+        _only(
+            hidden_size=64, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=16, n_groups=1, **_IDS
+        ),
+        attention=("eager",),
+    ),
+    "falcon-mamba": Architecture(
+        "FalconMamba", _only(hidden_size=64, num_hidden_layers=2, state_size=8, **_IDS), attention=("eager",)
+    ),
+    "rwkv": Architecture(
+        "Rwkv",
+        _only(hidden_size=64, num_hidden_layers=2, context_length=CONTEXT, **_IDS),
+        attention=("eager",),
+    ),
+    "recurrent-gemma": Architecture(
+        "RecurrentGemma",
+        {
+            "lru_width": 64,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+            "num_key_value_heads": 1,
+        },
+    ),
+    "jamba": Architecture(
+        "Jamba",
+        {
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "bamba": Architecture(
+        "Bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+        },
+    ),
+    "zamba": Architecture(
+        "Zamba",
+        {
+            "layer_types": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+            "n_mamba_heads": 2,
+            "num_key_value_heads": 4,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "zamba2": Architecture(
+        "Zamba2",
+        {
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+            "num_mem_blocks": 1,
+        },
+    ),
+    "lfm2": Architecture("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "qwen3-next": Architecture(
+        "Qwen3Next",
+        dict(
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=4,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=48,
+            **_MOE,
+        ),
+    ),
+    "falcon-h1": Architecture(
+        "FalconH1",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+    ),
+}
+"""Models whose state or positions allow no exact verification: refused before anything is drafted."""
 
 
 @cache

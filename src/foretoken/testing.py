@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from foretoken.engine.tree import DraftTree
 
 
-def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.2) -> PreTrainedModel:
+def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> PreTrainedModel:
     """Redraw the weights of a random model, in place, so that every mask and position shows in its logits.
 
     Matrices get the standard deviation ``scale``, norms and biases are spread around the value they start at.
@@ -21,9 +21,11 @@ def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.2) -> Pre
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            start = parameter.flatten()[0].item() if parameter.ndim == 1 else 0.0
-            parameter.copy_((start if start in (0.0, 1.0) else 0.0) + noise.to(parameter))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            noise *= scale if parameter.ndim > 1 else scale / 2
+            start = parameter.flatten()[0]
+            is_constant = bool((parameter == start).all()) and start.item() in (0.0, 1.0)
+            parameter.copy_(noise.to(parameter) + (start if is_constant else 0.0))
     return model
 
 
@@ -48,7 +50,7 @@ def perturbed(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrained
 def reference_node_logits(model: PreTrainedModel, prefix: list[int], tree: DraftTree) -> torch.Tensor:
     """Logits (N, V) after every node of a tree, by one plain forward per root-to-leaf path.
 
-    No cache, no mask and no position is given to the model: this is the oracle for every other way of computing them.
+    No cache, no mask and no position is given to the model: the oracle for every other way of computing them.
 
     Args:
       prefix: tokens before the pending one, which is the root of ``tree``.
