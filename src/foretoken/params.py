@@ -45,9 +45,21 @@ def _canonical(
             raise _unknown_key(owner, key, names | aliases.keys())
         if name in values and not _same(values[name], value):
             raise ConfigError(
-                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; give one"
+                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; "
+                "give one"
             )
         spelled[name], values[name] = key, value
+    return values
+
+
+def _respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]) -> dict[str, Any]:
+    """The given keys, dashes and the like made regular."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = normal(key)
+        if name in values and not _same(values[name], value):
+            raise ConfigError(f"{owner} got {name} twice, as {values[name]!r} and as {value!r}; give it once")
+        values[name] = value
     return values
 
 
@@ -56,9 +68,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _strict_keywords(
-    aliases: Mapping[str, str], normal: Callable[[str], str]
+    aliases: Mapping[str, str],
+    normal: Callable[[str], str] = str,
+    implied: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Class decorator: the constructor of a dataclass takes aliases too, and names the nearest key of an unknown one."""
+    """Class decorator: a dataclass whose constructor takes aliases and names the nearest known key.
+
+    ``implied`` holds aliases that say more than their value: other keys, set where they are not given.
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         generated = cls.__init__
@@ -66,9 +83,10 @@ def _strict_keywords(
 
         @functools.wraps(generated)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            values = _canonical(
-                cls.__name__, {normal(key): value for key, value in kwargs.items()}, names, aliases
-            )
+            given = _respelled(cls.__name__, kwargs, normal)
+            values = _canonical(cls.__name__, given, names, aliases)
+            for alias in given.keys() & (implied or {}).keys():
+                values = {**(implied or {})[alias], **values}
             twice = set(names[: len(args)]) & values.keys()
             if twice:
                 raise ConfigError(
@@ -76,7 +94,7 @@ def _strict_keywords(
                 )
             generated(self, *args, **values)
 
-        cls.__init__ = init  # type: ignore[method-assign, assignment]
+        cls.__init__ = init  # type: ignore[method-assign]
         return cls
 
     return decorate
@@ -145,10 +163,10 @@ SAMPLING_ALIASES = {
 """Names of transformers and of the OpenAI API for fields of `SamplingParams`."""
 
 
-@_strict_keywords(SAMPLING_ALIASES, lambda key: key)
+@_strict_keywords(SAMPLING_ALIASES)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Field names and defaults are vLLM's, the order of the processors HF's.
+    """How the tokens of one request are chosen. Names and defaults are vLLM's, the order of processors is HF's.
 
     Args:
       n: samples per prompt; sample i has the seed ``mix(seed, i)``.
@@ -159,7 +177,8 @@ class SamplingParams:
       typical_p: mass of locally typical tokens kept, in (0, 1]; 1 is off.
       presence_penalty: subtracted once from tokens that the output holds; -2..2.
       frequency_penalty: subtracted as often as the output holds the token; -2..2.
-      repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output; 1 is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, prompt
+        included; 1 is off.
       no_repeat_ngram_size: n-grams of this size occur once in prompt and output; 0 is off.
       stop: string or strings that end the output.
       stop_token_ids: tokens that end the output, beside EOS.
@@ -174,8 +193,8 @@ class SamplingParams:
       ignore_eos: EOS does not end the output.
       skip_special_tokens: leave special tokens out of the text.
       detokenize: produce text; stop strings need it.
-      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They must be
-        functions of their arguments alone, since drafts show them prefixes that may not come to be.
+      logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They
+        must be functions of their arguments alone: drafts show them prefixes that may not come to be.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """
@@ -257,7 +276,7 @@ class SamplingParams:
         temperature = real("temperature", self.temperature, 0.0, remedy="0 is greedy decoding")
         if 0.0 < temperature < MIN_TEMPERATURE:
             raise ConfigError(
-                f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy decoding"
+                f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy"
             )
         self._set("temperature", temperature)
         self._set("top_p", real("top_p", self.top_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
@@ -297,7 +316,7 @@ class SamplingParams:
         return _integer("SamplingParams", name, token, 0, remedy="token ids are not negative")
 
     def _token_sequence(self, words: Any) -> tuple[int, ...]:
-        if isinstance(words, (int, str)) or not words:
+        if not isinstance(words, Sequence) or isinstance(words, str) or not words:
             raise ConfigError(
                 f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of token ids"
             )
@@ -340,13 +359,11 @@ class Method:
       keys: the keys of `SpeculativeConfig` that have a meaning for it.
       num_speculative_tokens: default draft length.
       defaults: defaults of other keys that depend on the method.
-      is_deterministic: its drafts are not samples of a known law.
     """
 
     keys: frozenset[str]
     num_speculative_tokens: int
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    is_deterministic: bool = True
 
 
 _COMMON_KEYS = frozenset(
@@ -359,7 +376,6 @@ METHODS: dict[str, Method] = {
         keys=_COMMON_KEYS | {"model", "revision", "dtype", "draft_sample_method", "num_draft_branches"},
         num_speculative_tokens=5,
         defaults={"draft_sample_method": "probabilistic", "num_draft_branches": 1},
-        is_deterministic=False,
     ),
     "ngram": Method(
         keys=_COMMON_KEYS | {"prompt_lookup_min", "prompt_lookup_max", "num_prompt_lookup_candidates"},
@@ -400,6 +416,8 @@ SPECULATIVE_ALIASES = {
     "speculative_draft_model_path": "model",
     "speculative_draft_model_revision": "revision",
     "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_draft_tokens": "max_draft_nodes",
+    "speculative_eagle_topk": "num_draft_branches",
     "speculative_ngram_min_match_window_size": "prompt_lookup_min",
     "speculative_ngram_max_match_window_size": "prompt_lookup_max",
     # llama.cpp
@@ -422,9 +440,10 @@ SPECULATIVE_ALIASES = {
     "acceptance": "rejection_sample_method",
     "num_lookup_candidates": "num_prompt_lookup_candidates",
 }
-"""Names of other systems for keys of `SpeculativeConfig`. ``speculative_num_draft_tokens`` of SGLang is not among them:
-it counts the nodes of a tree, root included, and is ``max_draft_nodes``."""
-SPECULATIVE_ALIASES["speculative_num_draft_tokens"] = "max_draft_nodes"
+"""Names of other systems for keys of `SpeculativeConfig`. SGLang's ``num_draft_tokens`` counts nodes,
+root included; vLLM's K and its kin count drafted tokens, the bonus not among them."""
+
+_IMPLIED = {"prompt_lookup_num_tokens": {"method": "ngram"}}
 
 _CHOICES = {
     "draft_sample_method": {"greedy": "greedy", "probabilistic": "probabilistic", "gumbel": "probabilistic"},
@@ -450,23 +469,23 @@ def _spelling(key: str) -> str:
     return key.lstrip("-").replace("-", "_")
 
 
-@_strict_keywords(SPECULATIVE_ALIASES, _spelling)
+@_strict_keywords(SPECULATIVE_ALIASES, _spelling, _IMPLIED)
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How drafts are made and accepted. Keys are vLLM's; those of transformers, SGLang and llama.cpp are understood.
+    """How drafts are made and accepted. Keys are vLLM's; those of other systems are aliases.
 
-    A key left at None takes the default of the method, from the table `METHODS`; keys without a meaning for the
-    method stay None and may not be given.
+    A key left at None takes the default of the method, from the table `METHODS`. Keys without a meaning for
+    the method stay None and may not be given.
 
     Args:
-      method: ``draft_model``, ``ngram`` (prompt lookup), ``nasd`` (n-gram storage) or ``none``. Left out, it follows
-        from the other keys: a model means ``draft_model``, a key of one method means that method.
-      model: drafter of ``draft_model``: a path, a hub id, ``zoo:NAME`` or a loaded model; None where the target
-        brings its own (``zoo:X``).
+      method: ``draft_model``, ``ngram`` (prompt lookup), ``nasd`` (n-gram storage) or ``none``. Left out, it
+        follows from the other keys: a model means ``draft_model``, a key of one method means that method.
+      model: drafter of ``draft_model``: a path, a hub id, ``zoo:NAME`` or a loaded model; None where the
+        target brings its own (``zoo:X``).
       num_speculative_tokens: longest draft, the bonus not counted.
       revision, dtype: of a drafter that is loaded by name.
       draft_sample_method: "greedy" or "probabilistic".
-      rejection_sample_method: "match" (equal tokens for any draft), "standard" (rejection sampling) or "block".
+      rejection_sample_method: "match" (equal tokens for any draft), "standard" (rejection sampling), "block".
       num_draft_branches: siblings per drafted position; 1 is a chain.
       max_draft_nodes: limit of a draft tree, root included; None for what branches and length amount to.
       length_policy: "fixed" or "heuristic".
@@ -502,7 +521,7 @@ class SpeculativeConfig:
         for key, choices in _CHOICES.items():
             self._set(key, self._choice(key, choices))
         self._check_ranges()
-        self._check_acceptance(METHODS[name])
+        self._check_acceptance()
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
@@ -557,7 +576,8 @@ class SpeculativeConfig:
         fitting = [name for name, method in METHODS.items() if special and special <= method.keys]
         if len(fitting) != 1:
             raise ConfigError(
-                f"the method does not follow from the keys {sorted(self._given())}; add method, one of {', '.join(METHODS)}"
+                f"the method does not follow from the keys {sorted(self._given())}; add method, one of "
+                f"{', '.join(METHODS)}"
             )
         return fitting[0]
 
@@ -615,24 +635,24 @@ class SpeculativeConfig:
             value = getattr(self, key)
             if value is not None:
                 self._set(key, _integer("SpeculativeConfig", key, value, low))
-        if self.prompt_lookup_min is not None and self.prompt_lookup_max is not None:
-            if self.prompt_lookup_min > self.prompt_lookup_max:
-                raise ConfigError(
-                    f"prompt_lookup_min={self.prompt_lookup_min} is more than "
-                    f"prompt_lookup_max={self.prompt_lookup_max}; lower the first or raise the second"
-                )
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is not None and longest is not None and shortest > longest:
+            raise ConfigError(
+                f"prompt_lookup_min={shortest} is more than prompt_lookup_max={longest}; lower the first or raise "
+                "the second"
+            )
 
-    def _check_acceptance(self, method: Method) -> None:
+    def _check_acceptance(self) -> None:
         """Refuse rules that are not exact for the drafts this config makes.
 
-        "match" takes any draft. "standard" needs the law of a sampled draft, or a deterministic one, whose tokens are
-        point masses. "block" takes chains only.
+        "match" takes any draft. "standard" takes samples of a known law, and deterministic drafts, whose tokens
+        are point masses. "block" takes chains only.
         """
         widest = max(self.num_draft_branches or 1, self.num_prompt_lookup_candidates or 1)
         if self.rejection_sample_method == "block" and widest > 1:
             raise ConfigError(
-                f"rejection_sample_method='block' takes chains, and this config drafts {widest} branches; use 'match' "
-                "or 'standard', or one branch"
+                f"rejection_sample_method='block' takes chains, and this config drafts {widest} branches; "
+                "use 'match' or 'standard', or one branch"
             )
 
 
