@@ -53,3 +53,35 @@ class SequenceStats:
     def tokens_per_step(self) -> float:
         """tau: emitted tokens per decode step, every step counted; 0.0 before the first step."""
         return self.num_emitted_tokens / self.num_steps if self.num_steps else 0.0
+
+
+@dataclass
+class StepProfile:
+    """Where the time of an engine goes, in seconds, by the verbs of the loop."""
+
+    num_prefill_tokens: int = 0
+    num_steps: int = 0
+    prefill_seconds: float = 0.0
+    propose_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    observe_seconds: float = 0.0
+    emit_seconds: float = 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """All of a decode step."""
+        return (
+            self.propose_seconds
+            + self.verify_seconds
+            + self.accept_seconds
+            + self.commit_seconds
+            + self.observe_seconds
+            + self.emit_seconds
+        )
+
+    @property
+    def host_seconds(self) -> float:
+        """What a decode step spends outside of drafting and verifying."""
+        return self.accept_seconds + self.commit_seconds + self.observe_seconds + self.emit_seconds

@@ -48,7 +48,9 @@ class DraftTree:
         if self.scores is not None and len(self.scores) != len(self.tokens):
             raise TreeError(f"{len(self.scores)} scores for {len(self.tokens)} nodes")
         if self.probs is not None and self.probs.shape[0] <= max(self.parents):
-            raise TreeError(f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children")
+            raise TreeError(
+                f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children"
+            )
 
     @classmethod
     def root(cls, pending: int, source: str = "") -> DraftTree:
@@ -173,3 +175,12 @@ class DraftTree:
             probs=None if self.probs is None else self.probs[[n for n in keep if n < len(self.probs)]],
             scores=None if self.scores is None else tuple(self.scores[node] for node in keep),
         )
+
+    def main_chain(self) -> DraftTree:
+        """The continuation of first children: what remains of a tree where only chains can be verified."""
+        if self.is_chain:
+            return self
+        nodes = [0]
+        while self.children[nodes[-1]]:
+            nodes.append(self.children[nodes[-1]][0])
+        return DraftTree.chain(self.tokens[0], [self.tokens[node] for node in nodes[1:]], source=self.source)

@@ -1,0 +1,360 @@
+"""A smaller causal language model as drafter: chains or trees, batched, with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.engine.cache import KVCache
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.noise import DRAFT, gumbel_at, stream_key
+from foretoken.engine.sampling import choose, choose_siblings, log_probs
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A tree in the making, and the state of its row in the drafter's cache.
+
+    The first ``trunk`` tokens of the sequence are in the cache. Drafted nodes that were fed lie behind them:
+    node i in column ``trunk + offset_of[i]``.
+    """
+
+    slot: int
+    trunk: int = 0
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    laws: dict[int, torch.Tensor] = field(default_factory=dict)
+    offset_of: dict[int, int] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=list)
+    cap: int = 0
+
+    def begin(self, pending: int, cap: int) -> None:
+        self.tokens, self.parents, self.depths, self.scores = [pending], [-1], [0], [0.0]
+        self.laws, self.offset_of, self.frontier, self.cap = {}, {}, [0], cap
+
+    def add(self, parent: int, token: int, score: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(self.scores[parent] + score)
+        return len(self.tokens) - 1
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        return tuple(self.tokens[i] for i in self.path(node))
+
+    def fed_along(self, tokens: Iterable[int]) -> list[int]:
+        """Columns, counted from the trunk, of the fed nodes along a path of tokens from the root."""
+        children = {pair: node for node, pair in enumerate(zip(self.parents, self.tokens, strict=True)) if node}
+        node, offsets = 0, []
+        for token in tokens:
+            node = children.get((node, token), -1)
+            if node not in self.offset_of:
+                break
+            offsets.append(self.offset_of[node])
+        return offsets
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a causal language model that shares the target's tokenizer.
+
+    Source: speculative sampling, Leviathan et al. 2022 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318);
+    trees as in SpecInfer (Miao et al. 2023, arXiv:2305.09781), siblings by Gumbel-top-k (Kool et al. 2019,
+    arXiv:1903.06059) under the target's own keyed noise.
+
+    Args:
+      model: the drafter; its vocabulary may be padded differently from the target's.
+      num_speculative_tokens: K, depth of the draft.
+      num_branches: siblings per node, and nodes that are expanded per level; 1 drafts chains.
+      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its argmax.
+      acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
+        a stream of their own, the tree carries their law, and only first draws are expanded.
+      policy: decides before every token whether to go on.
+
+    Exactness: lossless for any drafter.
+    Randomness: keyed, see ``acceptance``; none when greedy.
+    """
+
+    name = "draft_model"
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        target_vocab_size: int,
+        num_speculative_tokens: int = 4,
+        num_branches: int = 1,
+        sample_method: str = "probabilistic",
+        acceptance: str = "match",
+        policy: LengthPolicy | None = None,
+    ) -> None:
+        if num_branches < 1:
+            raise ConfigError(f"num_draft_branches is {num_branches}; it must be 1 or more")
+        self.model = model
+        self.policy = policy or Fixed(num_speculative_tokens)
+        self.num_branches = num_branches if model.supports_trees else 1
+        self._is_greedy = sample_method == "greedy"
+        self._shares_noise = acceptance == "match"
+        self._vocab_size = target_vocab_size
+        self._cache: KVCache = model.new_cache()
+        self._order: list[int] = []  # row ids in cache order
+        self._drafts: dict[int, _Draft] = {}
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        """Feed the prompts, all but the last token; samples of one prompt share the work."""
+        first_slot = self._cache.num_rows
+        slot_of: dict[tuple[int, ...], int] = {}
+        forks = []
+        for row in rows:
+            prompt = tuple(row.token_ids[:-1])
+            if prompt in slot_of:
+                forks.append((row, slot_of[prompt]))
+            else:
+                slot_of[prompt] = self._enter(row, self._cache.add_rows())
+        self._feed(first_slot, list(slot_of))
+        for row, slot in forks:
+            self._enter(row, self._cache.fork(slot))
+        for row in rows:
+            draft = self._drafts[row.id]
+            draft.trunk = self._cache.lengths[draft.slot]
+
+    def _enter(self, row: Sequence, slot: int) -> int:
+        self._order.append(row.id)
+        self._drafts[row.id] = _Draft(slot)
+        return slot
+
+    def _feed(self, first_slot: int, texts: Seq[Seq[int]]) -> None:
+        """Run texts through the drafter, chunk by chunk, all rows at once."""
+        for start in range(0, max(map(len, texts)), PREFILL_CHUNK):
+            chunks = [text[start : start + PREFILL_CHUNK] for text in texts]
+            self.model.forward(Nodes.from_chains(chunks), self._cache, first_row=first_slot, keep=slice(0, 0))
+            self._cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self.policy.forget(row)
+            draft = self._drafts.pop(row.id, None)
+            if draft is None:
+                continue
+            self._cache.remove(draft.slot)
+            last = self._order.pop()
+            if last != row.id:
+                self._order[draft.slot] = last
+                self._drafts[last].slot = draft.slot
+
+    def _align(self, rows: Seq[Sequence]) -> None:
+        """Bring the rows to the front of the cache, in order. Moves nothing as long as the engine keeps its order."""
+        for place, row in enumerate(rows):
+            draft = self._drafts[row.id]
+            other = self._order[place]
+            if other != row.id:
+                self._cache.swap(draft.slot, place)
+                self._order[draft.slot], self._order[place] = other, row.id
+                self._drafts[other].slot, draft.slot = draft.slot, place
+
+    # -- propose -----------------------------------------------------------------------------------------------
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        self._align(rows)
+        drafts = [self._drafts[row.id] for row in rows]
+        for row, draft, budget in zip(rows, drafts, budgets, strict=True):
+            draft.begin(row.pending, min(self.policy.begin(row), budget))
+        self._cache.rollback([draft.trunk for draft in drafts])
+        depth = max(draft.cap for draft in drafts)
+        if depth > 0:
+            logits = self._catch_up(rows, drafts)
+            self._extend(rows, drafts, logits, 0)
+        for level in range(1, depth):
+            if not any(self._is_open(draft, level) for draft in drafts):
+                break
+            self._extend(rows, drafts, self._expand(drafts), level)
+        return [self._tree(draft) for draft in drafts]
+
+    @staticmethod
+    def _is_open(draft: _Draft, level: int) -> bool:
+        return bool(draft.frontier) and level < draft.cap
+
+    def _catch_up(self, rows: Seq[Sequence], drafts: Seq[_Draft]) -> torch.Tensor:
+        """Feed what the cache has not seen of every sequence; logits (B, 1, V) after its last token."""
+        for row, draft in zip(rows, drafts, strict=True):
+            if len(row.token_ids) - draft.trunk > PREFILL_CHUNK:
+                self._feed(draft.slot, [row.token_ids[draft.trunk : -1]])
+                draft.trunk = self._cache.lengths[draft.slot]
+        chains = [row.token_ids[draft.trunk :] for row, draft in zip(rows, drafts, strict=True)]
+        counts = [len(chain) for chain in chains]
+        first = min(counts) - 1
+        logits = self.model.forward(Nodes.from_chains(chains), self._cache, keep=slice(first, max(counts)))
+        self._cache.commit([range(count) for count in counts])
+        for draft, count in zip(drafts, counts, strict=True):
+            draft.trunk += count
+        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
+        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+
+    def _expand(self, drafts: Seq[_Draft]) -> torch.Tensor:
+        """Feed the frontier of every row; logits (B, F, V). Rows with a smaller frontier are padded."""
+        width = max(1, *(len(draft.frontier) for draft in drafts))
+        num_fed = self._cache.lengths[drafts[0].slot] - drafts[0].trunk
+        tokens = torch.zeros((len(drafts), width), dtype=torch.long)
+        for i, draft in enumerate(drafts):
+            for j, node in enumerate(draft.frontier):
+                draft.offset_of[node] = num_fed + j
+                tokens[i, j] = draft.tokens[node]
+        counts = tuple(len(draft.frontier) for draft in drafts)
+        if self.num_branches == 1:
+            nodes = Nodes(tokens, torch.zeros_like(tokens), counts)
+        else:
+            nodes = Nodes(tokens, *self._shape(drafts, num_fed, width), num_fed=num_fed)
+        logits = self.model.forward(nodes, self._cache)
+        self._cache.commit([range(width)] * len(drafts))
+        return logits
+
+    @staticmethod
+    def _shape(drafts: Seq[_Draft], num_fed: int, width: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier behind S fed columns."""
+        depths = torch.zeros((len(drafts), num_fed + width), dtype=torch.long)
+        ancestors = torch.zeros((len(drafts), width, num_fed + width), dtype=torch.bool)
+        for i, draft in enumerate(drafts):
+            for node, offset in draft.offset_of.items():
+                depths[i, offset] = draft.depths[node] - 1  # the pending token is part of the trunk by now
+            for j, node in enumerate(draft.frontier):
+                ancestors[i, j, [draft.offset_of[above] for above in draft.path(node)]] = True
+            for j in range(len(draft.frontier), width):
+                ancestors[i, j, num_fed + j] = True
+        return depths, tuple(len(draft.frontier) for draft in drafts), ancestors
+
+    def _extend(self, rows: Seq[Sequence], drafts: Seq[_Draft], logits: torch.Tensor, level: int) -> None:
+        """Add the children of the frontier, and make the next frontier of them."""
+        picks = [
+            _Pick(row, draft, node, i, j)
+            for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
+            if self._is_open(draft, level) and self.policy.keep_drafting(row, level, None)
+            for j, node in enumerate(draft.frontier)
+        ]
+        for draft in drafts:
+            draft.frontier = []
+        for sampled in (False, True):
+            group = [pick for pick in picks if self._is_sampled(pick.row) == sampled]
+            if group:
+                picked = self._fit(logits[[pick.row_index for pick in group], [pick.column for pick in group]])
+                grow = self._grow_sampled if sampled else self._grow_matched
+                grow(group, picked)
+
+    def _is_sampled(self, row: Sequence) -> bool:
+        """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
+        return not (self._shares_noise or self._is_greedy or row.law.is_greedy)
+
+    def _grow_matched(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """Children by the target's own noise, or the likeliest; the best paths of every row are kept and expanded."""
+        candidates: dict[int, list[tuple[float, _Pick, int, float]]] = {}
+        for pick, children in zip(picks, self._children(picks, logits), strict=True):
+            for token, score in children:
+                total = pick.draft.scores[pick.node] + score
+                candidates.setdefault(pick.row_index, []).append((total, pick, token, score))
+        for row_candidates in candidates.values():
+            row_candidates.sort(key=lambda candidate: -candidate[0])
+            for _, pick, token, score in row_candidates[: self.num_branches]:
+                pick.draft.frontier.append(pick.draft.add(pick.node, token, score))
+
+    def _children(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[list[tuple[int, float]]]:
+        """(token, score) of the children of every picked node, best first."""
+        laws = [pick.row.law for pick in picks]
+        paths = [pick.draft.path_tokens(pick.node) for pick in picks]
+        positions = [len(pick.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
+        if self._is_greedy:
+            best = log_probs(logits, laws, paths).topk(self.num_branches, dim=-1)
+            tokens, scores = best.indices, (best.values - best.values[:, :1]).double()
+        elif self.num_branches == 1:
+            tokens = choose(logits, laws, paths, positions)[:, None]
+            scores = torch.zeros(tokens.shape, dtype=torch.float64)
+        else:
+            tokens, scores = choose_siblings(logits, laws, paths, positions, self.num_branches)
+        return [
+            [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
+            for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _grow_sampled(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """Draw children from the drafter's own law, without replacement, from a stream that the target never uses.
+
+        None of them may be dropped for its value, so all stay and the first draw is the one that is expanded.
+        """
+        paths = [pick.draft.path_tokens(pick.node) for pick in picks]
+        laws = log_probs(logits, [pick.row.law for pick in picks], paths)
+        for pick, path, law in zip(picks, paths, laws, strict=True):
+            position = len(pick.row.token_ids) + len(path)
+            key = stream_key(pick.row.seed, pick.row.num_steps, position, DRAFT)
+            tokens = draw_siblings(law, key, self.num_branches)
+            children = [pick.draft.add(pick.node, token, 0.0) for token in tokens]
+            pick.draft.frontier = children[:1]
+            pick.draft.laws[pick.node] = law.exp()
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
+        missing = self._vocab_size - logits.shape[1]
+        if missing <= 0:
+            return logits[:, : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+    def _tree(self, draft: _Draft) -> DraftTree:
+        probs = None
+        if draft.laws:
+            blank = torch.zeros_like(next(iter(draft.laws.values())))
+            probs = torch.stack([draft.laws.get(node, blank) for node in range(max(draft.laws) + 1)])
+        return DraftTree(tuple(draft.tokens), tuple(draft.parents), probs=probs, source=self.name)
+
+    # -- observe -----------------------------------------------------------------------------------------------
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
+        for row, result in zip(rows, results, strict=True):
+            draft = self._drafts[row.id]
+            kept = draft.fed_along(result.tree.tokens[node] for node in result.path[1:])
+            self._cache.rollback([draft.trunk], draft.slot)
+            self._cache.commit([kept], draft.slot)
+            draft.trunk += len(kept)
+            draft.offset_of = {}
+            self.policy.end(row, result.tree.depth, result.num_accepted)
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A frontier node that is about to get children, and where its logits lie: row and column."""
+
+    row: Sequence
+    draft: _Draft
+    node: int
+    row_index: int
+    column: int
+
+
+def draw_siblings(law: torch.Tensor, key: int, num_siblings: int) -> list[int]:
+    """Draw tokens from log-probabilities (V,) without replacement, in draw order; fewer when the support is smaller.
+
+    Source: Gumbel-top-k, Kool et al. 2019 (arXiv:1903.06059). Randomness: keyed by ``key``.
+    """
+    support = (law > float("-inf")).nonzero()[:, 0]
+    perturbed = law[support].double() + gumbel_at(key, 0, support)
+    best = perturbed.topk(min(num_siblings, len(support))).indices
+    drawn: list[int] = support[best].tolist()
+    return drawn

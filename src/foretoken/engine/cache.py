@@ -1,0 +1,253 @@
+"""Keys and values of many rows of different length, written by unmodified models.
+
+This is the only file that owns lengths, commit and rollback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from foretoken.engine.errors import ShapeError
+
+
+class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
+
+    Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate both buffers in the shape, dtype and device of the first states (B, heads, N, head_dim)."""
+        self.keys = self._allocate(key_states, self._cache.num_slots, self._cache.capacity)
+        self.values = self._allocate(value_states, self._cache.num_slots, self._cache.capacity)
+        self.is_initialized = True
+
+    @staticmethod
+    def _allocate(like: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
+        return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return views up to the last column."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        window = self._cache.window
+        rows = buffer[window.first_row : window.first_row + states.shape[0]]
+        if window.columns is None:
+            rows[:, :, window.offset : window.offset + states.shape[2]] = states
+        else:
+            rows.scatter_(2, window.columns.expand_as(states), states)
+        return rows[:, :, : window.view_length]
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Move both buffers into larger ones."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._allocate(old, num_slots, capacity)
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.window.view_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.window.offset
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Window:
+    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns of their own."""
+
+    __slots__ = ("columns", "first_row", "offset", "view_length")
+
+    def __init__(self, first_row: int, offset: int, columns: torch.Tensor | None, view_length: int) -> None:
+        self.first_row = first_row
+        self.offset = offset
+        self.columns = columns
+        self.view_length = view_length
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """A preallocated `transformers` cache whose rows have lengths of their own.
+
+    ``lengths[row]`` columns of a row are committed; a forward writes its nodes behind them, and nothing counts
+    before ``commit``. Columns grow by doubling, rows too. Sliding-window layers keep every position and are
+    restricted by the mask, so that rollback stays exact after the window has filled.
+
+    Args:
+      num_layers: of the model.
+      num_rows: rows to start with, of length 0.
+      capacity: columns to start with.
+      device: of the model, for index tensors.
+    """
+
+    def __init__(
+        self, num_layers: int, *, num_rows: int = 0, capacity: int = 256, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self.device = torch.device(device)
+        self.lengths: list[int] = [0] * num_rows
+        self.capacity = capacity
+        self.num_slots = max(num_rows, 1)
+        self.window = _Window(0, 0, None, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the buffers hold."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        return sum(buffer.numel() * buffer.element_size() for layer in layers for buffer in (layer.keys, layer.values))
+
+    # -- one forward -------------------------------------------------------------------------------------------
+
+    def open(self, first_row: int, num_rows: int, width: int, view_length: int | None = None) -> int:
+        """Make room for ``width`` new columns behind the committed ones of the given rows.
+
+        Args:
+          view_length: number of columns the model gets to see; by default just enough.
+        Returns: the number of columns T that attention will run over.
+        """
+        lengths = self.row_lengths(first_row, num_rows)
+        needed = max(lengths) + width
+        self.reserve(max(needed, view_length or 0), first_row + num_rows)
+        columns = None
+        if min(lengths) != max(lengths):
+            offsets = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
+            columns = offsets[:, None, :, None]  # (B, 1, N, 1)
+        self.window = _Window(first_row, max(lengths), columns, view_length or needed)
+        return self.window.view_length
+
+    def row_lengths(self, first_row: int, num_rows: int) -> list[int]:
+        """Committed lengths of some rows; 0 for slots behind the last row, which may pad a batch."""
+        lengths = self.lengths[first_row : first_row + num_rows]
+        return lengths + [0] * (num_rows - len(lengths))
+
+    def reserve(self, capacity: int, num_slots: int = 0) -> None:
+        """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling."""
+        if capacity <= self.capacity and num_slots <= self.num_slots:
+            return
+        self.capacity = _doubled(self.capacity, capacity)
+        self.num_slots = _doubled(self.num_slots, num_slots)
+        for layer in self.layers:
+            layer.resize(self.num_slots, self.capacity)
+
+    def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
+        """Keep the accepted nodes of every row, in path order, and forget the others.
+
+        ``paths[i]`` are node indices of row ``first_row + i``, ascending, root first; an empty path commits nothing.
+        Nodes of length L cache lie in columns L + node; path (0, 2, 3) copies columns L + 2, L + 3 to L + 1, L + 2.
+        """
+        rows, sources, targets = [], [], []
+        for row, path in enumerate(paths, first_row):
+            length = self.lengths[row]
+            for i, node in enumerate(path):
+                if node != i:
+                    rows.append(row)
+                    sources.append(length + node)
+                    targets.append(length + i)
+        if rows:
+            self._move(rows, sources, targets)
+        for row, path in enumerate(paths, first_row):
+            self.lengths[row] += len(path)
+
+    def _move(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
+        row_index = torch.tensor(rows, device=self.device)
+        source_index = torch.tensor(sources, device=self.device)
+        target_index = torch.tensor(targets, device=self.device)
+        for buffer in self._buffers():
+            buffer[row_index, :, target_index] = buffer[row_index, :, source_index]  # (moves, heads, head_dim)
+
+    def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
+        """Forget everything behind the given lengths. Costs nothing.
+
+        Raises: ShapeError when a length is negative or longer than what is committed.
+        """
+        for row, length in enumerate(lengths, first_row):
+            if not 0 <= length <= self.lengths[row]:
+                raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
+        self.lengths[first_row : first_row + len(lengths)] = lengths
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def add_rows(self, num_rows: int = 1) -> int:
+        """Append empty rows; returns the index of the first."""
+        first = self.num_rows
+        self.lengths.extend([0] * num_rows)
+        self.reserve(0, self.num_rows)
+        return first
+
+    def fork(self, row: int) -> int:
+        """Append a copy of a row; returns its index."""
+        copy = self.add_rows()
+        self._copy(row, copy)
+        return copy
+
+    def swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
+        if row == other:
+            return
+        length = max(self.lengths[row], self.lengths[other])
+        for buffer in self._buffers():
+            kept = buffer[row, :, :length].clone()
+            buffer[row, :, :length] = buffer[other, :, :length]
+            buffer[other, :, :length] = kept
+        self.lengths[row], self.lengths[other] = self.lengths[other], self.lengths[row]
+
+    def remove(self, row: int) -> None:
+        """Drop a row; the last row takes its place."""
+        last = self.num_rows - 1
+        if row != last:
+            self._copy(last, row)
+        self.lengths.pop()
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Make the rows these ones, in this order; a row may appear several times or not at all."""
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
+        lengths = [self.lengths[row] for row in rows]
+        self.lengths = self.lengths[: len(lengths)]
+        if len(lengths) > self.num_rows:
+            self.add_rows(len(lengths) - self.num_rows)
+        longest = max(lengths, default=0)
+        for buffer in self._buffers():
+            buffer[: len(lengths), :, :longest] = buffer[index, :, :longest]
+        self.lengths = lengths
+
+    def _copy(self, row: int, target: int) -> None:
+        length = self.lengths[row]
+        for buffer in self._buffers():
+            buffer[target, :, :length] = buffer[row, :, :length]
+        self.lengths[target] = length
+
+    def _buffers(self) -> Iterable[torch.Tensor]:
+        for layer in self.layers:
+            if layer.is_initialized:
+                yield layer.keys
+                yield layer.values
+
+
+def _doubled(size: int, wanted: int) -> int:
+    while size < wanted:
+        size *= 2
+    return size

@@ -1,0 +1,443 @@
+"""The adapter around a `transformers` causal language model, target and drafter alike."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from foretoken.engine.cache import KVCache
+from foretoken.engine.errors import ProbeError, UnsupportedModelError, UnsupportedStateError
+from foretoken.engine.execution import Execution, apply_execution, shadow
+from foretoken.engine.tree import DraftTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("foretoken")
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """B ragged rows of up to N nodes, padded to one width.
+
+    Args:
+      tokens: int64 (B, N).
+      depths: int64 (B, S + N), distance from the root of the row; 0 in padding.
+      counts: number of real nodes of every row; the rest is padding that only sees itself.
+      ancestors: bool (B, N, S + N) or None when every row is a chain.
+      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree, fed
+        earlier: nodes see those among them that are their ancestors, and positions count from before them.
+    """
+
+    tokens: torch.Tensor
+    depths: torch.Tensor
+    counts: tuple[int, ...]
+    ancestors: torch.Tensor | None = None
+    num_fed: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def from_chains(cls, chains: Sequence[Sequence[int]], width: int | None = None) -> Nodes:
+        """Rows of consecutive tokens, for prefill and catch-up."""
+        counts = tuple(map(len, chains))
+        width = width or max(counts)
+        tokens = np.zeros((len(chains), width), dtype=np.int64)
+        depths = np.zeros((len(chains), width), dtype=np.int64)
+        for row, chain in enumerate(chains):
+            tokens[row, : len(chain)] = chain
+            depths[row, : len(chain)] = np.arange(len(chain))
+        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[DraftTree], width: int | None = None) -> Nodes:
+        """One draft per row; chains when they all are."""
+        if all(tree.is_chain for tree in trees):
+            return cls.from_chains([tree.tokens for tree in trees], width)
+        counts = tuple(map(len, trees))
+        width = width or max(counts)
+        tokens = np.zeros((len(trees), width), dtype=np.int64)
+        depths = np.zeros((len(trees), width), dtype=np.int64)
+        ancestors = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
+        for row, tree in enumerate(trees):
+            size = len(tree)
+            tokens[row, :size] = tree.tokens
+            depths[row, :size] = tree.depths
+            ancestors[row, :size, :size] = tree.ancestor_mask
+        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
+
+    @property
+    def is_one_token(self) -> bool:
+        return self.tokens.shape == (1, 1)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Features of one forward, (B, N, H) each, as far as they were asked for."""
+
+    last_hidden: torch.Tensor | None = None
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class CausalLM:
+    """Runs nodes through an unmodified model over a `KVCache`.
+
+    The user's module objects are never entered for speed: a *shadow* shares their tensors and carries private
+    modules and configs. ``forward`` is the only way in.
+
+    Args:
+      model: any `transformers` causal LM whose state can be rolled back.
+      execution: "auto", "eager", "packed" or "compiled".
+      release_originals: let packed weights replace the originals; only for models nobody else holds.
+      probe: compare a tree and ragged chains with plain forwards before anything else runs.
+
+    Raises:
+      UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
+      ProbeError: chains through the adapter differ from the model's own logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        execution: str = "auto",
+        release_originals: bool = False,
+        probe: bool = True,
+    ) -> None:
+        check_supported(model)
+        self.config = model.config.get_text_config(decoder=True)
+        self.name = type(model).__name__
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = self.config.vocab_size
+        self.context_length: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.num_forwards = 0
+        self.supports_trees = True
+        self._layer_types = layer_types(self.config)
+        self._window: int | None = getattr(self.config, "sliding_window", None)
+        self._shadow = shadow(model).eval()
+        self._hooks = _FeatureHooks(self._shadow, self.num_layers)
+        reference = _probe_reference(self._shadow, self.vocab_size, self.device) if probe else None
+        self.execution: Execution = apply_execution(self._shadow, execution, release_originals=release_originals)
+        self._additive_mask = self._shadow.config._attn_implementation == "eager"
+        self._masks_needed = set(self._layer_types) - {FULL}
+        if reference is not None:
+            self._probe(reference)
+
+    def new_cache(self, num_rows: int = 0, capacity: int = 256) -> KVCache:
+        """An empty cache that this model can write into."""
+        return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        *,
+        first_row: int = 0,
+        keep: slice | None = None,
+        view_length: int | None = None,
+    ) -> torch.Tensor:
+        """Logits of every node, given the committed part of its row and its own ancestors.
+
+        Nodes are written behind the committed columns; call ``cache.commit`` to keep any.
+
+        Args:
+          nodes: B rows; row i is row ``first_row + i`` of the cache.
+          keep: which of the N node columns need logits; all by default, an empty slice for none.
+          view_length: fix the number of cache columns that attention runs over.
+        Returns: (B, kept, V) in the dtype of the model.
+        Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
+        """
+        self.num_forwards += 1
+        num_rows, width = nodes.tokens.shape
+        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        columns = cache.open(first_row, num_rows, width, view_length)
+        starts = torch.tensor(trunks, device=self.device)[:, None]
+        positions = starts + nodes.depths.to(self.device)  # (B, S + N)
+        kept = range(width)[keep] if keep is not None else range(width)
+        output = self.execution.run(
+            input_ids=nodes.tokens.to(self.device),
+            position_ids=positions[:, nodes.num_fed :],
+            attention_mask=self._mask(nodes, starts, positions, columns, view_length is not None),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=_logits_to_keep(kept, width, self.device),
+        )
+        logits: torch.Tensor = output.logits
+        return logits[:, : len(kept)]
+
+    @contextmanager
+    def capture(self, *, last_hidden: bool = False, layer_inputs: Sequence[int] = ()) -> Iterator[_Capture]:
+        """Record features of the forwards inside the block; read ``.features`` after each.
+
+        ``last_hidden`` covers the kept columns only.
+        """
+        with self._hooks.recording(last_hidden, tuple(layer_inputs)) as record:
+            yield record
+
+    # -- masks -------------------------------------------------------------------------------------------------
+
+    def _mask(
+        self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """4-D mask (B, 1, N, T), one per layer type where the model has several."""
+        if nodes.is_one_token and not self._masks_needed and not self._additive_mask and not fixed_shape:
+            return None  # a single token sees every column of the view
+        full = self._visible(nodes, starts, columns)
+        masks = {FULL: full}
+        if self._masks_needed:
+            masks[SLIDING] = full & self._in_window(nodes, starts, positions, columns)
+        used = {kind: self._as_mask(masks[kind]) for kind in dict.fromkeys(self._layer_types)}
+        return used if len(used) > 1 else next(iter(used.values()))
+
+    def _visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
+        num_rows, width = nodes.tokens.shape
+        column = torch.arange(columns, device=self.device)
+        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
+        if nodes.ancestors is None:
+            visible = column <= own[:, :, None]
+        else:
+            visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
+            places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
+            visible.scatter_(2, places, nodes.ancestors.to(self.device))
+        if min(nodes.counts) < width:
+            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
+            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
+            visible = torch.where(is_real, visible, column == own[:, :, None])
+        return visible
+
+    def _in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
+        num_rows = len(nodes.counts)
+        column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
+        column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
+        distance = positions[:, nodes.num_fed :, None] - column_positions[:, None, :]
+        return distance < (self._window or 0)
+
+    def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
+        """(B, S + N): the columns of the fed and the new nodes of every row."""
+        return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
+
+    def _as_mask(self, visible: torch.Tensor) -> torch.Tensor:
+        visible = visible[:, None]  # (B, 1, N, T)
+        if not self._additive_mask:
+            return visible
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+    # -- probe -------------------------------------------------------------------------------------------------
+
+    def _probe(self, reference: _Reference) -> None:
+        chain_error = self._probe_error(reference, PROBE_CHAINS)
+        if chain_error > reference.tolerance:
+            raise ProbeError(
+                f"{self.name} does not give the same logits for a draft as for plain text (relative error "
+                f"{chain_error:.2g}, allowed {reference.tolerance:.2g}): it ignores explicit positions or 4-D masks, so "
+                "drafts cannot be verified exactly. Use a model with rotary or learned absolute positions."
+            )
+        tree_error = self._probe_error(reference, PROBE_TREES)
+        if tree_error > reference.tolerance:
+            self.supports_trees = False
+            logger.warning(
+                "%s verifies chains but not trees (relative error %.2g); drafts are reduced to chains.",
+                self.name,
+                tree_error,
+            )
+
+    def _probe_error(self, reference: _Reference, trees: tuple[DraftTree, ...]) -> float:
+        cache = self.new_cache(len(trees), capacity=64)
+        try:
+            prefixes = [list(reference.prefix[:length]) for length in PROBE_LENGTHS]
+            self.forward(Nodes.from_chains(prefixes), cache, keep=slice(0, 0))
+            cache.commit([range(len(prefix)) for prefix in prefixes])
+            trees = tuple(reference.relabel(tree) for tree in trees)
+            logits = self.forward(Nodes.from_trees(trees), cache)
+        except Exception as error:
+            raise ProbeError(
+                f"{self.name} cannot run over 4-D masks and explicit positions ({type(error).__name__}: {error}), "
+                "so drafts cannot be verified exactly."
+            ) from error
+        finally:
+            self.num_forwards = 0
+        return reference.error(logits, prefixes, trees)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
+    name = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise UnsupportedStateError(
+            f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
+            "rolled back after a rejected draft."
+        )
+    text_config = config.get_text_config(decoder=True)
+    for index, layer in enumerate(DynamicCache(config=text_config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedStateError(
+                f"layer {index} of {name} keeps {type(layer).__name__} state, which cannot be rolled back exactly "
+                "after a rejected draft. Models with attention layers only are supported."
+            )
+    unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedModelError(f"{name} has layers of type {', '.join(unknown)}, whose masks are not known here.")
+    if "position_ids" not in parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
+            "given their positions. Use a model with rotary or learned absolute positions."
+        )
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """Attention type of every layer, as `transformers` derives it from a text config."""
+    listed = getattr(config, "layer_types", None)
+    if listed is not None:
+        return tuple(listed)
+    kind = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
+    return (kind,) * int(config.num_hidden_layers)
+
+
+def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
+    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    if len(kept) == width:
+        return 0
+    if len(kept) == 0:
+        return 1
+    if kept.stop == width and kept.step == 1:
+        return len(kept)
+    return torch.tensor(list(kept), device=device)
+
+
+# -- features ----------------------------------------------------------------------------------------------------
+
+
+class _Capture:
+    """Holds what the hooks saw in the latest forward."""
+
+    def __init__(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> None:
+        self.wants_last_hidden = last_hidden
+        self.wants_layers = layer_inputs
+        self.last_hidden: torch.Tensor | None = None
+        self.layer_inputs: dict[int, torch.Tensor] = {}
+
+    @property
+    def features(self) -> Captured:
+        return Captured(self.last_hidden, dict(self.layer_inputs))
+
+
+class _FeatureHooks:
+    """Forward pre-hooks on a shadow: the output embedding and chosen decoder layers."""
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self._head = model.get_output_embeddings()
+        self._layers = _decoder_layers(model, num_layers)
+
+    @contextmanager
+    def recording(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> Iterator[_Capture]:
+        record = _Capture(last_hidden, layer_inputs)
+        handles = []
+
+        def keep_hidden(_module: Any, args: Any) -> None:
+            record.last_hidden = args[0]
+
+        def keep_layer(index: int) -> Any:
+            def hook(_module: Any, args: Any, kwargs: Any) -> None:
+                record.layer_inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        if last_hidden:
+            handles.append(self._head.register_forward_pre_hook(keep_hidden))
+        for index in layer_inputs:
+            handles.append(self._layers[index].register_forward_pre_hook(keep_layer(index), with_kwargs=True))
+        try:
+            yield record
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")
+
+
+# -- probe -------------------------------------------------------------------------------------------------------
+
+PROBE_LENGTHS = (11, 8)  # ragged on purpose
+PROBE_TREES = (
+    DraftTree((0, 1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 1, 2, 4)),  # two siblings on two levels
+    DraftTree((0, 1, 2, 3, 4), (-1, 0, 0, 2, 2)),
+)
+PROBE_CHAINS = (DraftTree.chain(0, (1, 2, 3, 4)), DraftTree.chain(0, (1, 2, 3)))
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+HALF_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Plain forwards of the model over the paths of the probe's trees, without cache and masks."""
+
+    prefix: tuple[int, ...]
+    node_tokens: tuple[int, ...]
+    logits: dict[tuple[int, ...], torch.Tensor]
+    tolerance: float
+
+    def relabel(self, tree: DraftTree) -> DraftTree:
+        """The same shape with real token ids."""
+        return DraftTree(tuple(self.node_tokens[token] for token in tree.tokens), tree.parents)
+
+    def error(self, logits: torch.Tensor, prefixes: Sequence[list[int]], trees: Sequence[DraftTree]) -> float:
+        """Largest root-mean-square error of a node's logits, relative to the spread of the true ones."""
+        worst = 0.0
+        for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
+            for node in range(len(tree)):
+                text = (*prefix, tree.tokens[0], *tree.path_tokens(node))
+                want = self.logits[text]
+                got = logits[row, node].double().cpu()
+                spread = (want - want.mean()).square().mean().sqrt().clamp_min(1e-12)
+                error = ((got - want).square().mean().sqrt() / spread).item()
+                worst = max(worst, error if error == error else float("inf"))  # NaN counts as wrong
+        return worst
+
+
+@torch.inference_mode()
+def _probe_reference(model: PreTrainedModel, vocab_size: int, device: torch.device) -> _Reference:
+    ids = np.random.default_rng(0).permutation(vocab_size)[: max(PROBE_LENGTHS) + 7] % vocab_size
+    ids = np.resize(ids, max(PROBE_LENGTHS) + 7)
+    prefix = tuple(int(i) for i in ids[: max(PROBE_LENGTHS)])
+    node_tokens = tuple(int(i) for i in ids[max(PROBE_LENGTHS) :])
+    logits: dict[tuple[int, ...], torch.Tensor] = {}
+    for trees in (PROBE_TREES, PROBE_CHAINS):
+        for length, shape in zip(PROBE_LENGTHS, trees, strict=True):
+            tree = DraftTree(tuple(node_tokens[token] for token in shape.tokens), shape.parents)
+            for leaf in tree.leaves:
+                text = (*prefix[:length], tree.tokens[0], *tree.path_tokens(leaf))
+                if text not in logits:
+                    rows = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
+                    for end in range(length + 1, len(text) + 1):
+                        logits[text[:end]] = rows[end - 1].double().cpu()
+    dtype = model.get_input_embeddings().weight.dtype
+    return _Reference(prefix, node_tokens, logits, TOLERANCES.get(dtype, HALF_TOLERANCE))

@@ -1,0 +1,122 @@
+"""When a row ends: budget, context, EOS, stop tokens and stop strings, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from foretoken.params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
+
+
+class Detokenizer:
+    """Turns output tokens into text as they arrive; characters appear once they are complete.
+
+    The pieces add up to ``tokenizer.decode(output_ids)``. Only a few trailing tokens are decoded at a time.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._ids: list[int] = []
+        self._prefix_start = 0
+        self._prefix_end = 0
+        self.text = ""
+
+    def append(self, token: int) -> str:
+        """The text that this token completes, possibly empty."""
+        self._ids.append(token)
+        before = self._decode(self._prefix_start, self._prefix_end)
+        after = self._decode(self._prefix_start, len(self._ids))
+        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+            return ""
+        self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
+        self.text += after[len(before) :]
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """The text of trailing tokens that never became complete."""
+        before = self._decode(self._prefix_start, self._prefix_end)
+        rest = self._decode(self._prefix_start, len(self._ids))[len(before) :]
+        self.text += rest
+        return rest
+
+    def _decode(self, start: int, end: int) -> str:
+        ids = self._ids[start:end]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)) if ids else ""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a row ended: vLLM's reason ("stop", "length", "abort", "error") and what caused it."""
+
+    reason: str
+    cause: int | str | None = None
+
+
+class StopChecker:
+    """Decides after every single token whether a row ends with it.
+
+    Args:
+      params: budget, stop tokens and stop strings.
+      eos_token_ids: of the model; any of them ends the row unless ``ignore_eos``.
+      num_prompt_tokens, max_length: prompt length, and the limit for prompt and output together.
+      tokenizer: needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Iterable[int],
+        num_prompt_tokens: int,
+        max_length: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self._stops = params.stop_strings
+        self._min_tokens = params.min_tokens
+        self._length = num_prompt_tokens
+        self._first = num_prompt_tokens
+        self._max_length = max_length
+        self._detokenizer = Detokenizer(tokenizer) if self._stops and tokenizer is not None else None
+
+    def check(self, token: int) -> Finish | None:
+        """Take in the next token; the reason to end with it, or None."""
+        self._length += 1
+        stop = self._stop_string(token) if self._detokenizer is not None else None
+        if self._length - self._first >= self._min_tokens:
+            if token in self._eos:
+                return Finish("stop")
+            if token in self._stop_ids:
+                return Finish("stop", token)
+            if stop is not None:
+                return Finish("stop", stop)
+        return Finish("length") if self._length >= self._max_length else None
+
+    def _stop_string(self, token: int) -> str | None:
+        assert self._detokenizer is not None
+        known = len(self._detokenizer.text)
+        if not self._detokenizer.append(token):
+            return None
+        found = find_stop(self._detokenizer.text, self._stops, known)
+        return found[1] if found else None
+
+
+def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
+    """Where the text is to be cut and by which stop string, as if it had arrived character by character.
+
+    The match that ends first wins; among those that end together, the longest. ``known`` characters are known to
+    hold no match: only matches that end behind them count.
+    """
+    best: tuple[int, int, str] | None = None
+    for stop in stops:
+        start = text.find(stop, max(0, known - len(stop) + 1))
+        if start >= 0 and (best is None or (start + len(stop), start) < best[:2]):
+            best = (start + len(stop), start, stop)
+    return None if best is None else (best[1], best[2])
