@@ -45,8 +45,7 @@ def _canonical(
             raise _unknown_key(owner, key, names | aliases.keys())
         if name in values and not _same(values[name], value):
             raise ConfigError(
-                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; "
-                "give one"
+                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; give one"
             )
         spelled[name], values[name] = key, value
     return values
@@ -89,9 +88,7 @@ def _strict_keywords(
                 values = {**(implied or {})[alias], **values}
             twice = set(names[: len(args)]) & values.keys()
             if twice:
-                raise ConfigError(
-                    f"{cls.__name__} got {sorted(twice)} both by place and by name; give each once"
-                )
+                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by place and by name; give each once")
             generated(self, *args, **values)
 
         cls.__init__ = init  # type: ignore[method-assign]
@@ -166,7 +163,7 @@ SAMPLING_ALIASES = {
 @_strict_keywords(SAMPLING_ALIASES)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and defaults are vLLM's, the order of processors is HF's.
+    """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
 
     Args:
       n: samples per prompt; sample i has the seed ``mix(seed, i)``.
@@ -177,8 +174,8 @@ class SamplingParams:
       typical_p: mass of locally typical tokens kept, in (0, 1]; 1 is off.
       presence_penalty: subtracted once from tokens that the output holds; -2..2.
       frequency_penalty: subtracted as often as the output holds the token; -2..2.
-      repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, prompt
-        included; 1 is off.
+      repetition_penalty: divides positive and multiplies negative logits of tokens seen so far,
+        prompt included; 1 is off.
       no_repeat_ngram_size: n-grams of this size occur once in prompt and output; 0 is off.
       stop: string or strings that end the output.
       stop_token_ids: tokens that end the output, beside EOS.
@@ -214,7 +211,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     max_tokens: int | None = 16
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
     bad_words: str | Sequence[str] | None = ()
     bad_words_ids: Sequence[Sequence[int]] | None = ()
     seed: int | None = None
@@ -229,17 +226,13 @@ class SamplingParams:
         self._check_budget()
         self._set("stop", _strings("SamplingParams", "stop", self.stop))
         self._set("bad_words", _strings("SamplingParams", "bad_words", self.bad_words))
-        self._set(
-            "stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self.stop_token_ids or ())
-        )
+        self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self.stop_token_ids or ()))
         self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self.bad_words_ids or ()))
         self._set("logit_bias", self._checked_bias())
         self._check_processors()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"SamplingParams.{name} is {getattr(self, name)!r}; it must be True or False"
-                )
+                raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be True or False")
         if self.stop and not self.detokenize:
             raise ConfigError(
                 f"SamplingParams.stop={self.stop} needs text; leave detokenize=True or use stop_token_ids"
@@ -249,9 +242,7 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping such as a JSON object; same names, same errors."""
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"sampling parameters are {type(values).__name__}; give a mapping of names to values"
-            )
+            raise ConfigError(f"sampling parameters are {type(values).__name__}; give a mapping of names to values")
         return cls(**{str(key): value for key, value in values.items()})
 
     @property
@@ -275,15 +266,11 @@ class SamplingParams:
         real = functools.partial(_real, "SamplingParams")
         temperature = real("temperature", self.temperature, 0.0, remedy="0 is greedy decoding")
         if 0.0 < temperature < MIN_TEMPERATURE:
-            raise ConfigError(
-                f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy"
-            )
+            raise ConfigError(f"SamplingParams.temperature is {temperature}, below {MIN_TEMPERATURE}; use 0 for greedy")
         self._set("temperature", temperature)
         self._set("top_p", real("top_p", self.top_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
         self._set("min_p", real("min_p", self.min_p, 0.0, 1.0, remedy="0 turns it off"))
-        self._set(
-            "typical_p", real("typical_p", self.typical_p, 0.0, 1.0, above=True, remedy="1 turns it off")
-        )
+        self._set("typical_p", real("typical_p", self.typical_p, 0.0, 1.0, above=True, remedy="1 turns it off"))
         for name in ("presence_penalty", "frequency_penalty"):
             self._set(name, real(name, getattr(self, name), -2.0, 2.0, remedy="0 turns it off"))
         self._set(
@@ -298,9 +285,7 @@ class SamplingParams:
         self._set("no_repeat_ngram_size", whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0))
         self._set("min_tokens", whole("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None:
-            self._set(
-                "max_tokens", whole("max_tokens", self.max_tokens, 1, remedy="None means up to the context")
-            )
+            self._set("max_tokens", whole("max_tokens", self.max_tokens, 1, remedy="None means up to the context"))
             if self.min_tokens > self.max_tokens:
                 raise ConfigError(
                     f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
@@ -317,25 +302,19 @@ class SamplingParams:
 
     def _token_sequence(self, words: Any) -> tuple[int, ...]:
         if not isinstance(words, Sequence) or isinstance(words, str) or not words:
-            raise ConfigError(
-                f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of token ids"
-            )
+            raise ConfigError(f"SamplingParams.bad_words_ids holds {words!r}; every entry must be a list of token ids")
         return tuple(self._token("bad_words_ids", token) for token in words)
 
     def _checked_bias(self) -> dict[int, float] | None:
         if not self.logit_bias:
             return None
         if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(
-                f"SamplingParams.logit_bias is {self.logit_bias!r}; give a mapping of token id to number"
-            )
+            raise ConfigError(f"SamplingParams.logit_bias is {self.logit_bias!r}; give a mapping of token id to number")
         bias = {}
         for key, value in self.logit_bias.items():
             token = self._token("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
             number = (
-                float("-inf")
-                if value == float("-inf")
-                else _real("SamplingParams", "logit_bias", value, -math.inf)
+                float("-inf") if value == float("-inf") else _real("SamplingParams", "logit_bias", value, -math.inf)
             )
             bias[token] = number
         return bias
@@ -366,9 +345,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_COMMON_KEYS = frozenset(
-    {"num_speculative_tokens", "rejection_sample_method", "length_policy", "max_draft_nodes"}
-)
+_COMMON_KEYS = frozenset({"num_speculative_tokens", "rejection_sample_method", "length_policy", "max_draft_nodes"})
 
 METHODS: dict[str, Method] = {
     "none": Method(keys=frozenset(), num_speculative_tokens=0),
@@ -536,9 +513,7 @@ class SpeculativeConfig:
         if isinstance(value, str):
             value = _read_text(value)
         if not isinstance(value, Mapping):
-            raise ConfigError(
-                f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None"
-            )
+            raise ConfigError(f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None")
         return cls(**{str(key): item for key, item in value.items()})
 
     @property
@@ -549,11 +524,7 @@ class SpeculativeConfig:
         object.__setattr__(self, name, value)
 
     def _given(self) -> set[str]:
-        return {
-            f.name
-            for f in dataclasses.fields(self)
-            if f.name != "method" and getattr(self, f.name) is not None
-        }
+        return {f.name for f in dataclasses.fields(self) if f.name != "method" and getattr(self, f.name) is not None}
 
     def _method_name(self) -> str:
         """The method, under its own name; inferred from the keys where it was left out."""
@@ -566,9 +537,7 @@ class SpeculativeConfig:
         if name not in METHODS:
             near = get_close_matches(name, [*METHODS, *METHOD_ALIASES], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"method {self.method!r} is not known; {hint}choose one of {', '.join(METHODS)}"
-            )
+            raise ConfigError(f"method {self.method!r} is not known; {hint}choose one of {', '.join(METHODS)}")
         return name
 
     def _inferred_method(self) -> str:
@@ -615,9 +584,7 @@ class SpeculativeConfig:
             return None
         name = choices.get(_spelling(value).lower()) if isinstance(value, str) else None
         if name is None:
-            raise ConfigError(
-                f"{key} is {value!r}; choose one of {', '.join(dict.fromkeys(choices.values()))}"
-            )
+            raise ConfigError(f"{key} is {value!r}; choose one of {', '.join(dict.fromkeys(choices.values()))}")
         return name
 
     def _check_ranges(self) -> None:
@@ -638,15 +605,15 @@ class SpeculativeConfig:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is not None and longest is not None and shortest > longest:
             raise ConfigError(
-                f"prompt_lookup_min={shortest} is more than prompt_lookup_max={longest}; lower the first or raise "
-                "the second"
+                f"prompt_lookup_min={shortest} is more than prompt_lookup_max={longest}; lower the first or "
+                "raise the second"
             )
 
     def _check_acceptance(self) -> None:
         """Refuse rules that are not exact for the drafts this config makes.
 
-        "match" takes any draft. "standard" takes samples of a known law, and deterministic drafts, whose tokens
-        are point masses. "block" takes chains only.
+        "match" takes any draft. "standard" takes samples of a known law, and deterministic drafts, whose
+        tokens are point masses. "block" takes chains only.
         """
         widest = max(self.num_draft_branches or 1, self.num_prompt_lookup_candidates or 1)
         if self.rejection_sample_method == "block" and widest > 1:
@@ -673,6 +640,4 @@ def _read_text(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}'
-        ) from None
+        raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
