@@ -1,13 +1,52 @@
-"""What a drafter or a model has to pass, and the small models to pass it on."""
+"""What a drafter has to pass, and the small models to pass it on.
+
+`check_drafter` is to drafters what scikit-learn's ``check_estimator`` is to estimators: a new method that
+passes it may be used under every sampling setting, batch and length.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+from foretoken.params import SamplingParams
+
+MakeDrafter = Callable[[int], Drafter]
+"""Builds a fresh drafter that proposes at most so many tokens deep."""
+
+# -- models ----------------------------------------------------------------------------------------------------
+
+
+def toy_model(vocab_size: int = 64, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A two-layer Llama with strong random weights, built in milliseconds.
+
+    Randomness: ``seed``.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return strengthen(LlamaForCausalLM(config), seed).to(dtype).eval()
 
 
 def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> PreTrainedModel:
@@ -64,3 +103,290 @@ def reference_node_logits(model: PreTrainedModel, prefix: list[int], tree: Draft
         for depth, node in enumerate(nodes):
             rows[node] = logits[len(prefix) + depth]
     return torch.stack([row for row in rows if row is not None])
+
+
+# -- drafters that test the engine ---------------------------------------------------------------------------------
+
+
+class PerfectDrafter(Drafter):
+    """Knows what plain decoding says, so that every draft is accepted to its end.
+
+    Args:
+      texts: prompt and output of plain decoding, one per row that will be started, found by their beginning.
+      num_speculative_tokens: depth of the draft.
+      num_branches: with 2 or more, wrong siblings surround every right node, and come first.
+    """
+
+    name = "perfect"
+
+    def __init__(
+        self, texts: Iterable[Seq[int]], num_speculative_tokens: int, *, vocab_size: int, num_branches: int = 1
+    ) -> None:
+        self._texts = [tuple(text) for text in texts]
+        self._num_tokens = num_speculative_tokens
+        self._num_branches = num_branches
+        self._vocab_size = vocab_size
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        return [self._tree(row, min(budget, self._num_tokens)) for row, budget in zip(rows, budgets, strict=True)]
+
+    def _tree(self, row: Sequence, depth: int) -> DraftTree:
+        future = self._future(row)[:depth]
+        wrong = ([token + shift for token in future] for shift in range(1, self._num_branches))
+        decoys = [(*future[:i], tokens[i] % self._vocab_size) for tokens in wrong for i in range(len(future))]
+        return DraftTree.from_paths(row.pending, [*decoys, future], source=self.name)
+
+    def _future(self, row: Sequence) -> tuple[int, ...]:
+        known = tuple(row.token_ids)
+        matches = (text for text in self._texts if text[: len(known)] == known)
+        return next(matches, known)[len(known) :]
+
+
+class WrongDrafter(PerfectDrafter):
+    """Knows what plain decoding says, and proposes something else at every node."""
+
+    name = "wrong"
+
+    def _future(self, row: Sequence) -> tuple[int, ...]:
+        return tuple((token + 1) % self._vocab_size for token in super()._future(row))
+
+
+# -- conformance ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run gave: tokens and finish reason per request, and the number of steps."""
+
+    outputs: dict[str, tuple[int, ...]]
+    reasons: dict[str, str | None]
+    num_steps: int
+
+
+class _Watched(Drafter):
+    """Passes everything on, and checks the contract between engine and drafter on the way."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.requires = drafter.requires
+        self._started: set[int] = set()
+        self._proposed: dict[int, DraftTree] = {}
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        require(len(rows) == len(features), f"start got {len(rows)} rows and {len(features)} features")
+        self._started |= {row.id for row in rows}
+        self.drafter.start(rows, features)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        before = [list(row.token_ids) for row in rows]
+        trees = self.drafter.propose(rows, budgets)
+        require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
+        for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
+            require(row.id in self._started, f"propose before start for row {row.id}")
+            require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
+            require(
+                tree.tokens[0] == tokens[-1],
+                f"{self.name}: the draft's root is {tree.tokens[0]}, pending is {tokens[-1]}",
+            )
+            require(
+                tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep, the budget is {budget}"
+            )
+            self._proposed[row.id] = tree
+        return trees
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
+            require(ends_well, f"observe: row {row.id} does not end with what was emitted, {result.emitted}")
+            path = [result.tree.tokens[node] for node in result.path[1:]]
+            require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
+        self.drafter.observe(rows, results)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        ids = {row.id for row in rows}
+        require(ids <= self._started, f"forget for rows {sorted(ids - self._started)}, which never started")
+        self._started -= ids
+        self.drafter.forget(rows)
+
+    def check_empty(self) -> None:
+        require(not self._started, f"rows {sorted(self._started)} finished, but were never forgotten")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises: AssertionError with the message, also under ``python -O``."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def decode(
+    target: CausalLM,
+    drafter: Drafter,
+    requests: Seq[tuple[Seq[int], SamplingParams]],
+    *,
+    eos_token_ids: Seq[int] = (),
+    config: EngineConfig | None = None,
+    abort_after: tuple[str, int] | None = None,
+) -> Trace:
+    """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
+
+    Args:
+      requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
+      abort_after: a request to be aborted, and the step after which.
+    Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
+      exactly the tokens before the pending one.
+    """
+    watched = _Watched(drafter)
+    engine = Engine(target, watched, config, eos_token_ids=eos_token_ids)
+    rows = []
+    for i, (prompt, params) in enumerate(requests):
+        rows += engine.add_request(prompt, params, str(i))
+    num_steps = 0
+    while engine.has_unfinished:
+        before = target.num_forwards
+        engine.step()
+        num_steps += 1
+        require(target.num_forwards - before == 1, f"step {num_steps} made {target.num_forwards - before} forwards")
+        check_cache_lengths(engine)
+        if abort_after is not None and abort_after[1] == num_steps:
+            engine.abort(abort_after[0])
+            check_cache_lengths(engine)
+    watched.check_empty()
+    names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
+    return Trace(
+        {names[row.id]: tuple(row.output_ids) for row in rows},
+        {names[row.id]: row.finish_reason for row in rows},
+        num_steps,
+    )
+
+
+def check_cache_lengths(engine: Engine) -> None:
+    """Raises: AssertionError unless the cache of every decoding row ends right before its pending token."""
+    lengths = {row.id: len(row.token_ids) - 1 for row in engine.decoding_rows}
+    cached = {row.id: engine.cache.lengths[slot] for slot, row in enumerate(engine.decoding_rows)}
+    require(cached == lengths, f"the cache holds {cached} tokens per row; want {lengths}")
+    require(
+        engine.cache.num_rows == engine.num_running,
+        f"the cache has {engine.cache.num_rows} rows, {engine.num_running} are running",
+    )
+
+
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=1234)
+
+
+def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> None:
+    """Every property that a drafter and the engine around it must have, on one target.
+
+    Token equality with the plain loop, greedy and sampled, for every depth, alone and in a ragged batch whose rows
+    come and go; EOS and budget at every offset inside a draft; empty drafts; a request aborted in the middle;
+    samples of one prompt; several drafters' worth of reuse. After every step the cache must end right before the
+    pending token, and the step must have made one target forward.
+
+    Args:
+      make_drafter: depth -> a fresh drafter.
+      target: the model to draft for; any size, its vocabulary holds at least ten tokens.
+    Raises: AssertionError; the message names the drafter, the setting and both texts.
+    """
+    for params in (GREEDY, SAMPLED):
+        plain = _decode_all(target, EmptyDrafter(), params)
+        for depth in depths:
+            check_identity(make_drafter(depth), target, params, plain, f"K={depth}")
+        deepest = max(depths)
+        check_single_rows(make_drafter, deepest, target, params, plain)
+        check_endings(make_drafter, deepest, target, params, plain)
+        check_rows_come_and_go(make_drafter(deepest), target, params, plain)
+        check_abort(make_drafter(deepest), target, params, plain)
+        check_samples(make_drafter(deepest), target, params)
+        drafter = make_drafter(deepest)
+        for run in ("first", "second"):
+            check_identity(drafter, target, params, plain, f"K={deepest}, {run} run of one drafter")
+
+
+def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **options: Any) -> Trace:
+    return decode(target, drafter, [(prompt, params) for prompt in PROMPTS], **options)
+
+
+def check_identity(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace, setting: str) -> None:
+    """Raises: AssertionError unless all prompts in one batch give the tokens of the plain loop."""
+    compare(_decode_all(target, drafter, params), plain, f"{drafter.name}, {setting}, {_words(params)}")
+
+
+def check_single_rows(
+    make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
+) -> None:
+    """Raises: AssertionError unless a row alone gives the tokens that it gives in a batch."""
+    for i, prompt in enumerate(PROMPTS):
+        trace = decode(target, make_drafter(depth), [(prompt, params)])
+        want = plain.outputs[f"{i}.0"]
+        require(trace.outputs["0.0"] == want, _differ(f"prompt {i} alone", trace.outputs["0.0"], want))
+
+
+def check_endings(
+    make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
+) -> None:
+    """Raises: AssertionError unless EOS and budget end every row exactly, at every offset inside a draft."""
+    text = plain.outputs["0.0"]
+    for offset in range(min(2 * depth + 2, len(text))):
+        name = f"{make_drafter(depth).name}, K={depth}, {_words(params)}"
+        budget = _with(params, max_tokens=offset + 1)
+        trace = _decode_all(target, make_drafter(depth), budget)
+        for key, whole in plain.outputs.items():
+            want = whole[: offset + 1]
+            require(trace.outputs[key] == want, _differ(f"{name}, budget {offset + 1}", trace.outputs[key], want))
+        stopping = _decode_all(target, make_drafter(depth), params, eos_token_ids=(text[offset],))
+        for key, whole in plain.outputs.items():
+            want = cut_after(whole, text[offset])
+            require(stopping.outputs[key] == want, _differ(f"{name}, EOS {text[offset]}", stopping.outputs[key], want))
+            reason = "stop" if text[offset] in whole else "length"
+            require(stopping.reasons[key] == reason, f"{name}: ended by {stopping.reasons[key]}, want {reason}")
+
+
+def check_rows_come_and_go(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
+    """Raises: AssertionError unless rows that share two places, and small prefill chunks, change nothing."""
+    config = EngineConfig(max_num_seqs=2, prefill_chunk_size=3)
+    compare(_decode_all(target, drafter, params, config=config), plain, f"{drafter.name}, two rows at a time")
+
+
+def check_abort(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
+    """Raises: AssertionError unless an aborted row ends where it is and the others go on unharmed."""
+    trace = _decode_all(target, drafter, params, abort_after=("2", 4))
+    for key, want in plain.outputs.items():
+        got = trace.outputs[key]
+        want = want[: len(got)] if key == "2.0" else want
+        require(got == want, _differ(f"{drafter.name}, request 2 aborted", got, want))
+    require(trace.reasons["2.0"] == "abort", f"the aborted row ended by {trace.reasons['2.0']}")
+
+
+def check_samples(drafter: Drafter, target: CausalLM, params: SamplingParams) -> None:
+    """Raises: AssertionError unless three samples of one prompt equal the plain ones."""
+    requests = [(PROMPTS[0], _with(params, n=3)), (PROMPTS[3], params)]
+    compare(decode(target, drafter, requests), decode(target, EmptyDrafter(), requests), f"{drafter.name}, n=3")
+
+
+def compare(trace: Trace, plain: Trace, setting: str) -> None:
+    """Raises: AssertionError at the first row whose tokens or finish reason differ."""
+    for key, want in plain.outputs.items():
+        require(trace.outputs[key] == want, _differ(f"{setting}, row {key}", trace.outputs[key], want))
+        reasons = trace.reasons[key], plain.reasons[key]
+        require(reasons[0] == reasons[1], f"{setting}, row {key}: ended by {reasons[0]}, plain by {reasons[1]}")
+
+
+def cut_after(tokens: tuple[int, ...], last: int) -> tuple[int, ...]:
+    """The tokens up to the first ``last``, included."""
+    return tokens[: tokens.index(last) + 1] if last in tokens else tokens
+
+
+def _with(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return replace(params, **changes)
+
+
+def _words(params: SamplingParams) -> str:
+    return "greedy" if params.temperature == 0 else f"temperature {params.temperature}, seed {params.seed}"
+
+
+def _differ(setting: str, got: Seq[int], want: Seq[int]) -> str:
+    place = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
+    where = f"lengths {len(got)} and {len(want)}" if place is None else f"first at output token {place}"
+    return f"{setting}: differs from plain decoding, {where}: {list(got)} instead of {list(want)}"

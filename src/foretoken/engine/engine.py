@@ -245,6 +245,11 @@ class Engine:
     def num_running(self) -> int:
         return len(self._runs)
 
+    @property
+    def decoding_rows(self) -> list[Sequence]:
+        """Rows past their prefill, in the order of the cache: row i of the cache holds the i-th."""
+        return [run.row for run in self._runs[: self._num_decoding]]
+
     # -- steps -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RowOutput]:
