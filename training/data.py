@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import lzma
 import random
@@ -85,9 +86,7 @@ def dialogue(text: str) -> Iterator[str]:
         else:
             turns.append((speaker, said))
     pairs = [
-        (first[1], second[1])
-        for first, second in zip(turns, turns[1:], strict=False)
-        if first[0] == "A" and second[0] == "B"
+        (first[1], second[1]) for first, second in itertools.pairwise(turns) if first[0] == "A" and second[0] == "B"
     ]
     if pairs:
         yield "".join(exchange(*pair) for pair in pairs)
@@ -209,8 +208,7 @@ class Mixture:
         self.names = sorted(weights)
         self.chances = np.array([weights[name] for name in self.names]) / sum(weights.values())
         self.streams = {
-            name: Stream(np.load(shards / f"{name}.train.npy"), seed + index)
-            for index, name in enumerate(self.names)
+            name: Stream(np.load(shards / f"{name}.train.npy"), seed + index) for index, name in enumerate(self.names)
         }
         self.random = np.random.Generator(np.random.PCG64(seed))
 
@@ -236,7 +234,9 @@ def held_out_shards(shards: Path) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="tokenise the corpora into shards")
     parser.add_argument("--corpora", type=Path, required=True)
-    parser.add_argument("--evaluation", type=Path, help="data/eval: adds GSM8K test and whole books to the held-out set")
+    parser.add_argument(
+        "--evaluation", type=Path, help="data/eval: adds GSM8K test and whole books to the held-out set"
+    )
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -1,0 +1,262 @@
+"""Train (or go on training) a tiny Llama on CPU: resumable, pausable, held-out loss of every source watched.
+
+    python training/train_tiny.py --shards SHARDS --init TARGET_DIR --out RUN --steps 2000
+
+Started again with the same ``--out`` it goes on where the newest checkpoint stopped: weights, optimizer, random
+state and data position. ``--steps`` may be raised or lowered between starts; the schedule is warm-up, constant,
+then a decay over the last ``--decay-steps`` steps (WSD), so a run of unknown length is cut short by lowering
+``--steps``. While ``--pause-file`` exists the run sleeps.
+
+Losses: cross entropy on the corpora; with ``--teacher`` the forward divergence from a teacher's distribution as well
+(drafters); with ``--repeat-rate`` some steps continue prompts greedily and push down tokens that complete an n-gram
+already seen (sequence-level unlikelihood, Welleck et al. 2019, arXiv:1908.04319, section 5).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from data import Mixture, held_out_shards
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+IGNORED = -100
+END_IDS = (0, 3)
+
+
+def rate_at(step: int, options: argparse.Namespace) -> float:
+    """Warm-up, constant, linear decay to a tenth. Step 0 of 100 warm-up steps gives 1/100 of the peak."""
+    warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
+    left = (options.steps - step) / max(1, options.decay_steps)
+    return float(options.learning_rate * warm * max(0.1, min(1.0, left)))
+
+
+def optimizer_for(model: LlamaForCausalLM, options: argparse.Namespace) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def likelihood_loss(
+    model: LlamaForCausalLM, batch: torch.Tensor, teacher: LlamaForCausalLM | None, teacher_share: float
+) -> torch.Tensor:
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits  # [B, T-1, V]
+    loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    if teacher is None:
+        return loss
+    with torch.no_grad():
+        wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.log_softmax(-1)
+    divergence = functional.kl_div(
+        logits.log_softmax(-1).flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True
+    )
+    return (1 - teacher_share) * loss + teacher_share * divergence
+
+
+def repeated(tokens: torch.Tensor, order: int, start: int) -> torch.Tensor:
+    """True where the token completes an n-gram of ``order`` that already occurred in its row; only from ``start``."""
+    marks = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, ids in enumerate(tokens.tolist()):
+        seen: set[tuple[int, ...]] = set()
+        for end in range(order, len(ids) + 1):
+            gram = tuple(ids[end - order : end])
+            if end > start and gram in seen:
+                marks[row, end - 1] = True
+            seen.add(gram)
+            if end > start and ids[end - 1] in END_IDS:
+                break
+    return marks
+
+
+def repetition_loss(
+    model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int, order: int
+) -> tuple[torch.Tensor, float]:
+    """Sequence-level unlikelihood of the model's own greedy continuation, and the share of repeating tokens."""
+    model.eval()
+    with torch.no_grad():
+        tokens = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, do_sample=False
+        )
+    model.train()
+    marks = repeated(tokens, order, prompts.shape[1])[:, 1:]
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    chance = logits.softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    penalty = -torch.log1p(-chance.clamp(max=1 - 1e-4))
+    generated = max(1, tokens.numel() - prompts.numel())
+    return (penalty * marks).sum() / marks.sum().clamp(min=1), float(marks.sum()) / generated
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: LlamaForCausalLM, shards: dict[str, object], length: int, tokens_per_source: int
+) -> dict[str, float]:
+    model.eval()
+    losses = {}
+    for name, ids in shards.items():
+        total, count = 0.0, 0
+        for begin in range(0, min(len(ids), tokens_per_source) - 1, length):  # type: ignore[arg-type]
+            block = torch.as_tensor(ids[begin : begin + length + 1].astype("int64"))[None]  # type: ignore[index]
+            if block.shape[1] < 2:
+                break
+            logits = model(input_ids=block[:, :-1], use_cache=False).logits
+            total += float(functional.cross_entropy(logits[0], block[0, 1:], reduction="sum"))
+            count += block.shape[1] - 1
+        losses[name] = total / count
+    model.train()
+    return losses
+
+
+def save_checkpoint(out: Path, model, optimizer, mixture: Mixture, step: int, spent_seconds: float) -> None:
+    """Write beside, then rename: a kill at any moment leaves the previous checkpoint whole."""
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "mixture": mixture.state(),
+        "torch_random": torch.get_rng_state(),
+        "step": step,
+        "spent_seconds": spent_seconds,
+    }
+    beside = out / "checkpoint.pt.new"
+    torch.save(state, beside)
+    os.replace(beside, out / "checkpoint.pt")
+
+
+def save_pretrained(out: Path, model: LlamaForCausalLM) -> None:
+    """The weights as transformers reads them, bfloat16."""
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = model.generation_config
+    copy.to(torch.bfloat16).save_pretrained(out / "model")
+
+
+def build(options: argparse.Namespace) -> LlamaForCausalLM:
+    model = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+    if not options.from_scratch:
+        return model
+    torch.manual_seed(options.seed)
+    return LlamaForCausalLM(model.config)
+
+
+def train(options: argparse.Namespace) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(options.seed)
+    model = build(options).train()
+    optimizer = optimizer_for(model, options)
+    mixture = Mixture(options.shards, options.weights, options.seed)
+    teacher = None
+    if options.teacher is not None:
+        teacher = LlamaForCausalLM.from_pretrained(options.teacher, dtype=torch.float32).eval()
+    held_out = held_out_shards(options.shards)
+    step, spent = 0, 0.0
+    if (options.out / "checkpoint.pt").exists():
+        state = torch.load(options.out / "checkpoint.pt", weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        mixture.restore(state["mixture"])
+        torch.set_rng_state(state["torch_random"])
+        step, spent = state["step"], state["spent_seconds"]
+    log = (options.out / "log.jsonl").open("a", encoding="utf8")
+
+    def note(**record: object) -> None:
+        log.write(json.dumps(record) + "\n")
+        log.flush()
+
+    def evaluate() -> None:
+        losses = held_out_loss(model, held_out, 512, options.held_out_tokens)
+        note(step=step, held_out={name: round(loss, 4) for name, loss in losses.items()})
+
+    if step == 0:
+        evaluate()
+    began, saved, smoothed, loops = time.monotonic(), time.monotonic(), math.nan, math.nan
+    while step < options.steps:
+        while options.pause_file is not None and options.pause_file.exists():
+            time.sleep(1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step, options)
+        long = options.long_every > 0 and step % options.long_every == options.long_every - 1
+        length = options.long_length if long else options.length
+        rows = max(1, options.tokens_per_step // length)
+        loss = likelihood_loss(model, torch.from_numpy(mixture.batch(rows, length)), teacher, options.teacher_share)
+        total = loss
+        if options.repeat_rate > 0 and (step * options.repeat_rate) % 1.0 < options.repeat_rate:
+            prompts = torch.from_numpy(mixture.batch(options.repeat_rows, options.repeat_prompt))
+            penalty, share = repetition_loss(model, prompts, options.repeat_tokens, options.repeat_order)
+            total = loss + options.repeat_weight * penalty
+            loops = share if math.isnan(loops) else 0.95 * loops + 0.05 * share
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        value = float(loss.detach())
+        smoothed = value if math.isnan(smoothed) else 0.98 * smoothed + 0.02 * value
+        now = time.monotonic()
+        if step % 20 == 0 or step == options.steps:
+            tokens = 20 * rows * length
+            spent, rate, began = spent + now - began, tokens / (now - began), now
+            note(
+                step=step, loss=round(smoothed, 4), loops=round(loops, 4), rate=rate_at(step, options),
+                tokens_per_second=round(rate), spent_seconds=round(spent),
+            )  # fmt: skip
+        if step % options.evaluate_every == 0 or step == options.steps:
+            evaluate()
+        if now - saved > options.save_seconds or step == options.steps:
+            save_checkpoint(options.out, model, optimizer, mixture, step, spent)
+            saved = now
+    save_pretrained(options.out, model)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("marker", nargs="*", help="ignored: a word that scripts find this process by")
+    parser.add_argument("--shards", type=Path, required=True)
+    parser.add_argument("--init", type=Path, required=True, help="weights to start from")
+    parser.add_argument("--from-scratch", action="store_true", help="only the configuration of --init")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--teacher", type=Path)
+    parser.add_argument("--teacher-share", type=float, default=0.8)
+    parser.add_argument("--weights", type=json.loads, default=MIXTURE, help="JSON: source to weight")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--warmup-steps", type=int, default=100)
+    parser.add_argument("--decay-steps", type=int, default=800)
+    parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--long-length", type=int, default=1536)
+    parser.add_argument("--long-every", type=int, default=6, help="every n-th step uses --long-length; 0: never")
+    parser.add_argument("--repeat-rate", type=float, default=0.0, help="share of steps with the repetition loss")
+    parser.add_argument("--repeat-weight", type=float, default=1.0)
+    parser.add_argument("--repeat-rows", type=int, default=8)
+    parser.add_argument("--repeat-prompt", type=int, default=48)
+    parser.add_argument("--repeat-tokens", type=int, default=128)
+    parser.add_argument("--repeat-order", type=int, default=4)
+    parser.add_argument("--evaluate-every", type=int, default=200)
+    parser.add_argument("--held-out-tokens", type=int, default=8192)
+    parser.add_argument("--save-seconds", type=float, default=120.0)
+    parser.add_argument("--pause-file", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+MIXTURE = {
+    "dialogue": 0.26,
+    "gsm8k": 0.20,
+    "books": 0.20,
+    "tldr": 0.14,
+    "stories": 0.08,
+    "python": 0.07,
+    "factbook": 0.05,
+}
+
+if __name__ == "__main__":
+    train(parse())
