@@ -13,7 +13,7 @@ from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.noise import DRAFT, gumbel_at, stream_key
+from foretoken.engine.noise import KeyedNoise
 from foretoken.engine.sampling import choose, choose_siblings, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
@@ -302,12 +302,12 @@ class DraftModelDrafter(Drafter):
         paths = [pick.draft.path_tokens(pick.node) for pick in picks]
         laws = log_probs(logits, [pick.row.law for pick in picks], paths)
         for pick, path, law in zip(picks, paths, laws, strict=True):
-            position = len(pick.row.token_ids) + len(path)
-            key = stream_key(pick.row.seed, pick.row.num_steps, position, DRAFT)
-            tokens = draw_siblings(law, key, self.num_branches)
+            noise = KeyedNoise(pick.row.seed, pick.row.num_steps, len(pick.row.token_ids))
+            probs = law.exp()
+            tokens = noise.draft(len(path), probs, self.num_branches)
             children = [pick.draft.add(pick.node, token, 0.0) for token in tokens]
             pick.draft.frontier = children[:1]
-            pick.draft.laws[pick.node] = law.exp()
+            pick.draft.laws[pick.node] = probs
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
@@ -346,15 +346,3 @@ class _Pick:
     node: int
     row_index: int
     column: int
-
-
-def draw_siblings(law: torch.Tensor, key: int, num_siblings: int) -> list[int]:
-    """Draw tokens from log-probabilities (V,) without replacement, in draw order; fewer when the support is smaller.
-
-    Source: Gumbel-top-k, Kool et al. 2019 (arXiv:1903.06059). Randomness: keyed by ``key``.
-    """
-    support = (law > float("-inf")).nonzero()[:, 0]
-    perturbed = law[support].double() + gumbel_at(key, 0, support)
-    best = perturbed.topk(min(num_siblings, len(support))).indices
-    drawn: list[int] = support[best].tolist()
-    return drawn

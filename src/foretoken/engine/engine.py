@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -26,13 +25,13 @@ from foretoken.engine.errors import (
 )
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.noise import mix
+from foretoken.engine.noise import KeyedNoise, fresh_seed, mix
 from foretoken.engine.sampling import SamplingLaw, choose, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import RejectionNoise, Verdict, block, rejection, walk
+from foretoken.engine.verify import Verdict, block, rejection, walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -180,7 +179,7 @@ class Engine:
         """
         prompt = [int(token) for token in prompt_ids]
         self._check_prompt(prompt)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = fresh_seed() if params.seed is None else params.seed
         request_id = request_id if request_id is not None else f"request-{self._next_id}"
         runs = [self._new_run(prompt, params, request_id, index, mix(seed, index)) for index in range(params.n)]
         runs[0].forks = runs[1:]
@@ -243,11 +242,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
+        """Rows in the cache, decoding or still prefilling."""
         return len(self._runs)
 
     @property
     def decoding_rows(self) -> list[Sequence]:
-        """Rows past their prefill, in the order of the cache: row i of the cache holds the i-th."""
+        """Rows whose prompt is in the cache, in cache order."""
         return [run.row for run in self._runs[: self._num_decoding]]
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class Engine:
         return [verdicts[i] for i in range(len(rows))]
 
     def _accept_sampled(self, row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
+        noise = KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
 
         def target_probs(node: int) -> torch.Tensor:
             return log_probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0].exp()

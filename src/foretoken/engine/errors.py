@@ -1,19 +1,19 @@
 """Every refusal of the library, below one base.
 
-    ForetokenError
-    ├── ConfigError              a parameter is unknown, out of range or contradicts another
-    ├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
-    ├── ContextLengthError       a prompt does not fit the context of the model
-    ├── TreeError                a draft tree is malformed
-    ├── ShapeError               tensors given to a pure function do not fit together
-    ├── ProbabilityError         a draft carries a token that its own law cannot produce
-    ├── NumericsError            the model returned NaN, or left no token possible
-    ├── UnsupportedModelError    the model cannot be verified exactly; the message says why
-    │   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
-    │   └── ProbeError               chains through the adapter disagree with the model itself
-    ├── TokenizerMismatchError   drafter and target do not share a tokenizer
-    ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
-    └── EngineBusyError          one engine was entered from two threads at once
+ForetokenError
+├── ConfigError              a parameter is unknown, out of range or contradicts another
+├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
+├── ContextLengthError       a prompt does not fit the context of the model
+├── TreeError                a draft tree is malformed
+├── ShapeError               tensors given to a pure function do not fit together
+├── ProbabilityError         a draft carries a token that its own law cannot produce
+├── NumericsError            the model returned NaN, or left no token possible
+├── UnsupportedModelError    the model cannot be verified exactly; the message says why
+│   ├── UnsupportedStateError    state that cannot be rolled back (recurrent, convolutional)
+│   └── ProbeError               chains through the adapter disagree with the model itself
+├── TokenizerMismatchError   drafter and target do not share a tokenizer
+├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
+└── EngineBusyError          one engine was entered from two threads at once
 """
 
 

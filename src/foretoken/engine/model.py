@@ -249,8 +249,8 @@ class CausalLM:
         if chain_error > reference.tolerance:
             raise ProbeError(
                 f"{self.name} does not give the same logits for a draft as for plain text (relative error "
-                f"{chain_error:.2g}, allowed {reference.tolerance:.2g}): it ignores explicit positions or 4-D masks, so "
-                "drafts cannot be verified exactly. Use a model with rotary or learned absolute positions."
+                f"{chain_error:.2g}, allowed {reference.tolerance:.2g}): it ignores explicit positions or 4-D masks, "
+                "so drafts cannot be verified exactly. Use a model with rotary or learned absolute positions."
             )
         tree_error = self._probe_error(reference, PROBE_TREES)
         if tree_error > reference.tolerance:
