@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class DraftModelDrafter(Drafter):
       sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its argmax.
       acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
         a stream of their own, the tree carries their law, and only first draws are expanded.
+      max_nodes: limit of a draft, root included; None for what depth and branches amount to.
       policy: decides before every token whether to go on.
 
     Exactness: lossless for any drafter.
@@ -105,6 +107,7 @@ class DraftModelDrafter(Drafter):
         num_branches: int = 1,
         sample_method: str = "probabilistic",
         acceptance: str = "match",
+        max_nodes: int | None = None,
         policy: LengthPolicy | None = None,
     ) -> None:
         if num_branches < 1:
@@ -112,6 +115,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.policy = policy or Fixed(num_speculative_tokens)
         self.num_branches = num_branches if model.supports_trees else 1
+        self._max_nodes = max_nodes or sys.maxsize
         self._is_greedy = sample_method == "greedy"
         self._shares_noise = acceptance == "match"
         self._vocab_size = target_vocab_size
@@ -191,9 +195,8 @@ class DraftModelDrafter(Drafter):
             self._extend(rows, drafts, self._expand(drafts), level)
         return [self._tree(draft) for draft in drafts]
 
-    @staticmethod
-    def _is_open(draft: _Draft, level: int) -> bool:
-        return bool(draft.frontier) and level < draft.cap
+    def _is_open(self, draft: _Draft, level: int) -> bool:
+        return bool(draft.frontier) and level < draft.cap and self._room(draft) > 0
 
     def _catch_up(self, rows: Seq[Sequence], drafts: Seq[_Draft]) -> torch.Tensor:
         """Feed what the cache has not seen of every sequence; logits (B, 1, V) after its last token."""
@@ -260,6 +263,10 @@ class DraftModelDrafter(Drafter):
                 grow = self._grow_sampled if sampled else self._grow_matched
                 grow(group, picked)
 
+    def _room(self, draft: _Draft) -> int:
+        """How many nodes the next level may have."""
+        return min(self.num_branches, self._max_nodes - len(draft.tokens))
+
     def _is_sampled(self, row: Sequence) -> bool:
         """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
         return not (self._shares_noise or self._is_greedy or row.law.is_greedy)
@@ -273,7 +280,7 @@ class DraftModelDrafter(Drafter):
                 candidates.setdefault(pick.row_index, []).append((total, pick, token, score))
         for row_candidates in candidates.values():
             row_candidates.sort(key=lambda candidate: -candidate[0])
-            for _, pick, token, score in row_candidates[: self.num_branches]:
+            for _, pick, token, score in row_candidates[: self._room(row_candidates[0][1].draft)]:
                 pick.draft.frontier.append(pick.draft.add(pick.node, token, score))
 
     def _children(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[list[tuple[int, float]]]:
@@ -304,7 +311,7 @@ class DraftModelDrafter(Drafter):
         for pick, path, law in zip(picks, paths, laws, strict=True):
             noise = KeyedNoise(pick.row.seed, pick.row.num_steps, len(pick.row.token_ids))
             probs = law.exp()
-            tokens = noise.draft(len(path), probs, self.num_branches)
+            tokens = noise.draft(len(path), probs, self._room(pick.draft))
             children = [pick.draft.add(pick.node, token, 0.0) for token in tokens]
             pick.draft.frontier = children[:1]
             pick.draft.laws[pick.node] = probs

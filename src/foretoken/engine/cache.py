@@ -54,6 +54,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
             rows.scatter_(2, window.columns.expand_as(states), states)
         return rows[:, :, : window.view_length]
 
+    @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:
         """Move both buffers into larger ones."""
         if not self.is_initialized:
@@ -172,6 +173,7 @@ class KVCache(Cache):  # type: ignore[misc]
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)
 
+    @torch.inference_mode()
     def _move(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
         row_index = torch.tensor(rows, device=self.device)
         source_index = torch.tensor(sources, device=self.device)
@@ -204,6 +206,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._copy(row, copy)
         return copy
 
+    @torch.inference_mode()
     def swap(self, row: int, other: int) -> None:
         """Exchange two rows."""
         if row == other:
@@ -222,6 +225,7 @@ class KVCache(Cache):  # type: ignore[misc]
             self._copy(last, row)
         self.lengths.pop()
 
+    @torch.inference_mode()
     def reorder(self, rows: Sequence[int]) -> None:
         """Make the rows these ones, in this order; a row may appear several times or not at all."""
         index = torch.tensor(list(rows), dtype=torch.long, device=self.device)
@@ -234,6 +238,7 @@ class KVCache(Cache):  # type: ignore[misc]
             buffer[: len(lengths), :, :longest] = buffer[index, :, :longest]
         self.lengths = lengths
 
+    @torch.inference_mode()
     def _copy(self, row: int, target: int) -> None:
         length = self.lengths[row]
         for buffer in self._buffers():

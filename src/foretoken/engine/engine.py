@@ -252,6 +252,7 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def step(self) -> list[RowOutput]:
         """One target forward: a prefill chunk, or a round of drafting and verification.
 
