@@ -102,7 +102,7 @@ def write_tokenizer(path: Path, entries: list[tuple[float, bytes]]) -> None:
 
 
 def naive_encode(entries: list[tuple[float, bytes]], text: str) -> list[int]:
-    """run.c's encode: characters or bytes, then the best-scored neighbouring pair (leftmost first) until none is left."""
+    """run.c's encode: characters or bytes, then the best-scored pair (leftmost first) joined until none is left."""
     ids = {piece: index for index, (_, piece) in enumerate(entries)}
     tokens = [1]
     for character in ([" "] if text else []) + list(text):
