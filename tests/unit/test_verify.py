@@ -660,11 +660,11 @@ def test_draw_stays_inside_the_support_at_both_ends(monkeypatch: pytest.MonkeyPa
 
 
 def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: str) -> tuple[list[int], list[float]]:
-    """Counts of the first two tokens of 20,000 steps, and what the target law expects."""
+    """Counts of the first two tokens of 10,000 steps, and what the target law expects."""
     laws = cases(3)[0]
     drafts = list(sampled_trees(laws, SHAPES[shape]))
     picks = torch.multinomial(
-        torch.tensor([weight for weight, _ in drafts]), 20_000, True, generator=torch.Generator().manual_seed(5)
+        torch.tensor([weight for weight, _ in drafts]), 10_000, True, generator=torch.Generator().manual_seed(5)
     )
     extend = torch.Generator().manual_seed(6)
     counts: Counter[Prefix] = Counter()
@@ -676,13 +676,13 @@ def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: 
             said = (*said, int(torch.multinomial(laws.target[said], 1, generator=extend)))
         counts[said] += 1
     pairs = list(product(range(3), repeat=2))
-    expected = [20_000 * float(laws.target[()][a] * laws.target[(a,)][b]) for a, b in pairs]
+    expected = [10_000 * float(laws.target[()][a] * laws.target[(a,)][b]) for a, b in pairs]
     return [counts[pair] for pair in pairs], expected
 
 
 @pytest.mark.parametrize(("rule", "shape"), [(rejection, "K=2"), (rejection, "two levels"), (block, "K=2")])
 def test_keyed_noise_gives_the_target_law(rule: Rule, shape: str) -> None:
-    """Chi-square over two tokens, 20,000 steps; false-alarm rate 1e-6 (fixed seeds: it passes always or never)."""
+    """Chi-square over two tokens, 10,000 steps; false-alarm rate 1e-6 (fixed seeds: it passes always or never)."""
     counts, expected = step_counts(rule, lambda step: RejectionNoise(11, step, 40), shape)
     assert chisquare(counts, expected).pvalue > 1e-6
 

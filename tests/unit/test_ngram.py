@@ -1,0 +1,250 @@
+"""Prompt lookup against a search by scan, on literal texts and on random ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.drafters.base import Features, Requirements, StepResult
+from foretoken.drafters.lengths import Heuristic
+from foretoken.drafters.ngram import NGramDrafter, continuation
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.tree import DraftTree
+
+
+@dataclass
+class Row:
+    """As much of a sequence as a context drafter may use."""
+
+    id: int
+    token_ids: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def started(drafter: NGramDrafter, tokens: list[int], id: int = 1) -> Any:
+    row: Any = Row(id, list(tokens))
+    drafter.start([row], [Features()])
+    return row
+
+
+def proposal(tokens: list[int], budget: int = 9, **options: Any) -> DraftTree:
+    drafter = NGramDrafter(**options)
+    return drafter.propose([started(drafter, tokens)], [budget])[0]
+
+
+def observed(drafter: NGramDrafter, row: Any, tree: DraftTree, path: tuple[int, ...], emitted: list[int]) -> None:
+    row.token_ids.extend(emitted)
+    drafter.observe([row], [StepResult(tree, path, tuple(emitted))])
+
+
+# --- the reference: scan the whole text ------------------------------------------------------------
+
+
+def scanned(tokens: list[int], length: int, shortest: int, longest: int, limit: int) -> list[tuple[int, ...]]:
+    """Distinct continuations by scan: longest suffix first, then the latest occurrence."""
+    found: list[tuple[int, ...]] = []
+    for order in range(longest, shortest - 1, -1):
+        suffix = tokens[len(tokens) - order :]
+        for end in range(len(tokens) - 1, order - 1, -1):
+            if order < len(tokens) and tokens[end - order : end] == suffix:
+                text = list(tokens)
+                for i in range(length):  # one token at a time, from the text as copied so far
+                    text.append(text[end + i])
+                copy = tuple(text[len(tokens) :])
+                if copy not in found and len(found) < limit:
+                    found.append(copy)
+    return found
+
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+@given(texts, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
+def test_draft_equals_the_scan(tokens: list[int], length: int, shortest: int, more: int, limit: int) -> None:
+    tree = proposal(
+        tokens,
+        num_speculative_tokens=length,
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=shortest + more,
+        num_candidates=limit,
+    )
+    want = DraftTree.from_paths(tokens[-1], scanned(tokens, length, shortest, shortest + more, limit))
+    assert (tree.tokens, tree.parents) == (want.tokens, want.parents)
+
+
+@given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
+def test_a_text_that_grew_equals_a_text_that_was_given(tokens: list[int], blocks: list[list[int]]) -> None:
+    drafter = NGramDrafter(num_candidates=3)
+    row = started(drafter, tokens)
+    for emitted in blocks:
+        tree = drafter.propose([row], [5])[0]
+        observed(drafter, row, tree, (0,), emitted)
+    grown = drafter.propose([row], [5])[0]
+    given_at_once = proposal(row.token_ids, num_candidates=3)
+    assert (grown.tokens, grown.parents) == (given_at_once.tokens, given_at_once.parents)
+
+
+# --- literal texts ---------------------------------------------------------------------------------
+
+
+def test_copies_what_followed_the_suffix() -> None:
+    assert proposal([1, 2, 3, 4, 5, 6, 7, 8, 1, 2], num_speculative_tokens=4).tokens == (2, 3, 4, 5, 6)
+
+
+def test_longest_suffix_wins_over_the_more_recent() -> None:
+    """After 1 2 3 came 4; after the later 9 2 3 came 5."""
+    tokens = [1, 2, 3, 4, 0, 9, 2, 3, 5, 0, 1, 2, 3]
+    assert proposal(tokens, num_speculative_tokens=1).tokens == (3, 4)
+    assert proposal(tokens, num_speculative_tokens=1, prompt_lookup_max=2).tokens == (3, 5)
+
+
+def test_most_recent_occurrence_wins_among_equals() -> None:
+    assert proposal([1, 2, 8, 1, 2, 9, 1, 2], num_speculative_tokens=1).tokens == (2, 9)
+
+
+def test_short_matches_are_left_alone() -> None:
+    tokens = [1, 5, 2, 1]
+    assert proposal(tokens).tokens == (1,)
+    assert proposal(tokens, num_speculative_tokens=2, prompt_lookup_min=1).tokens == (1, 5, 2)
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3, 4], [1, 2, 1]])
+def test_nothing_found_is_the_empty_draft(tokens: list[int]) -> None:
+    assert proposal(tokens).tokens == (tokens[-1],)
+
+
+def test_the_suffix_does_not_match_itself() -> None:
+    """The only earlier 7 7 is the one that overlaps the suffix by one token: it predicts another 7."""
+    assert proposal([1, 7, 7]).tokens == (7,)
+    assert proposal([1, 7, 7, 7], num_speculative_tokens=3).tokens == (7, 7, 7, 7)
+
+
+def test_periodic_text_goes_on_with_its_period() -> None:
+    assert proposal([1, 2, 3, 1, 2, 3, 1, 2], num_speculative_tokens=7).tokens == (2, 3, 1, 2, 3, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "copy"),
+    [
+        (1, 5, (2, 3, 2, 3, 2)),
+        (2, 3, (3, 3, 3)),
+        (0, 3, (1, 2, 3)),
+        (0, 2, (1, 2)),
+        (1, 2, (2, 3)),
+        (0, 4, (1, 2, 3, 1)),
+    ],
+)
+def test_continuation_literal(start: int, length: int, copy: tuple[int, ...]) -> None:
+    assert continuation([1, 2, 3], start, length) == copy
+
+
+def test_candidates_become_one_tree() -> None:
+    """1 2 was followed by 3 5, before that by 3 4, before that by 6 7."""
+    tokens = [1, 2, 6, 7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
+    tree = proposal(tokens, num_speculative_tokens=2, num_candidates=3)
+    assert (tree.tokens, tree.parents) == ((2, 3, 5, 4, 6, 7), (-1, 0, 1, 1, 0, 4))
+    assert tree.source == "ngram"
+    limited = proposal(tokens, num_speculative_tokens=2, num_candidates=3, max_nodes=4)
+    assert limited.tokens == (2, 3, 5, 4)
+
+
+def test_a_candidate_from_a_shorter_suffix_fills_up() -> None:
+    tree = proposal([9, 2, 3, 5, 1, 2, 3, 4, 1, 2, 3], num_speculative_tokens=1, num_candidates=2)
+    assert tree.tokens == (3, 4, 5)
+
+
+def test_depth_keeps_to_budget_and_policy() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+    assert proposal(tokens, budget=0).tokens == (2,)
+    assert proposal(tokens, budget=2).tokens == (2, 3, 4)
+    assert proposal(tokens, num_speculative_tokens=0).tokens == (2,)
+    assert proposal(tokens, length_policy=Heuristic(3)).tokens == (2, 3, 4, 5)
+
+
+def test_heuristic_policy_hears_the_outcome() -> None:
+    drafter = NGramDrafter(length_policy=Heuristic(2))
+    row = started(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 1, 2])
+    tree = drafter.propose([row], [9])[0]
+    assert tree.tokens == (2, 3, 4)
+    observed(drafter, row, tree, (0, 1, 2), [3, 4, 5])
+    assert drafter.propose([row], [9])[0].tokens == (5, 6, 7, 8, 1)
+
+
+# --- rows, cost, options ---------------------------------------------------------------------------
+
+
+def test_rows_are_apart_and_leave_nothing_behind() -> None:
+    drafter = NGramDrafter(num_speculative_tokens=2, length_policy=Heuristic(2))
+    first, second = started(drafter, [1, 2, 3, 1, 2], 1), started(drafter, [1, 2, 9, 1, 2], 2)
+    trees = drafter.propose([second, first], [2, 2])
+    assert [tree.tokens for tree in trees] == [(2, 9, 1), (2, 3, 1)]
+    observed(drafter, first, trees[1], (0, 1), [3, 8])
+    drafter.forget([first, second])
+    assert not drafter._index_of
+    again = started(drafter, [5, 1, 2], 1)
+    assert drafter.propose([again], [2])[0].tokens == (2,)
+
+
+def test_forgetting_a_row_that_never_started_is_harmless() -> None:
+    row: Any = Row(5, [1])
+    NGramDrafter().forget([row])
+
+
+def test_a_step_reads_only_the_end_of_the_text() -> None:
+    """No rescans: with 20,000 tokens of context a step reads a few dozen of them, also where all tokens are equal."""
+
+    class Counting(list[int]):
+        read = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            item = super().__getitem__(key)
+            self.read += len(item) if isinstance(key, slice) else 1
+            return item
+
+    drafter = NGramDrafter(num_speculative_tokens=5, num_candidates=4)
+    row: Any = Row(1, Counting([7] * 20_000))
+    drafter.start([row], [Features()])
+    row.token_ids.read = 0
+    for _ in range(10):
+        tree = drafter.propose([row], [5])[0]
+        observed(drafter, row, tree, (0,), [7])
+    assert tree.tokens == (7,) * 6
+    assert row.token_ids.read < 10 * 1000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_lookup_min": 0},
+        {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
+        {"num_candidates": 0},
+        {"max_nodes": 0},
+        {"num_speculative_tokens": -1},
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        NGramDrafter(**options)
+
+
+def test_needs_nothing_of_the_target() -> None:
+    assert NGramDrafter().requires == Requirements()
+
+
+def test_empty_drafter_proposes_roots() -> None:
+    rows: list[Any] = [Row(1, [4, 5]), Row(2, [6])]
+    drafter = EmptyDrafter()
+    drafter.start(rows, [Features(), Features()])
+    trees = drafter.propose(rows, [3, 0])
+    assert [(tree.tokens, tree.parents, tree.source) for tree in trees] == [
+        ((5,), (-1,), "none"),
+        ((6,), (-1,), "none"),
+    ]
