@@ -1,0 +1,250 @@
+"""Randomness as a pure function of its key: a counter-based generator of the splitmix64 type.
+
+Two families that never meet. The *match* stream, keyed by (seed, absolute position, token id), makes the choice of a
+token independent of batch, draft, tree and device; target and drafter may share it. The *rule* streams, keyed by
+(seed, step, position, purpose, index), feed draft draws, acceptance tests and residual draws of the rejection rules:
+position alone is not enough there, since drafts are redrawn after a rejection.
+
+Source: the finaliser of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) over a Weyl sequence;
+the choice by perturbed maximum is the Gumbel-max trick.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+MATCH_SALT = 0xD1B54A32D192ED03
+RULE_SALT = 0x8CB92BA72F3D8DD7
+MIX_SALT = 0xA0761D6478BD642F
+UNIT = 2.0**-53
+
+
+class Purpose(IntEnum):
+    """What a number of a rule stream is for."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+# -- one number at a time: the reference ---------------------------------------------------------------------------
+
+
+def finalise(state: int) -> int:
+    """The splitmix64 finaliser: a bijection of 64-bit words in which every bit of the input reaches every bit."""
+    state &= MASK
+    state = ((state ^ (state >> 30)) * MULTIPLIER_1) & MASK
+    state = ((state ^ (state >> 27)) * MULTIPLIER_2) & MASK
+    return state ^ (state >> 31)
+
+
+def mix(seed: int, *numbers: int) -> int:
+    """A seed, 0..2**64-1, for each combination of numbers; ``mix(seed, 0) == seed``.
+
+    For one seed, different numbers below 2**64 give different results, except that a result may equal the seed itself
+    with a chance of 2**-64. ``mix(seed, i, j) == mix(mix(seed, i), j)``.
+    """
+    for number in numbers:
+        if number:
+            seed = finalise(finalise(seed ^ MIX_SALT) + number * GOLDEN)
+    return seed & MASK
+
+
+def row_key(seed: int, position: int) -> int:
+    """Key of the match stream at one position: where the Weyl sequence over token ids starts."""
+    return finalise(finalise(seed ^ MATCH_SALT) + (position + 1) * GOLDEN)
+
+
+def token_bits(key: int, token: int) -> int:
+    """64 bits of the match stream for one token."""
+    return finalise(key + (token + 1) * GOLDEN)
+
+
+def unit(bits: int) -> float:
+    """53 bits as a float64 strictly inside (0, 1): 2**-53 to 1 - 2**-53."""
+    return max(bits >> 11, 1) * UNIT
+
+
+def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
+    """Key of a rule stream; never one of the match stream, whose salt differs."""
+    key = finalise(seed ^ RULE_SALT)
+    for number in (step, position, int(purpose)):
+        key = finalise(key + (number + 1) * GOLDEN)
+    return key
+
+
+def uniform(key: int, index: int = 0) -> float:
+    """The ``index``-th uniform, strictly inside (0, 1), of the stream with that key."""
+    return unit(token_bits(key, index))
+
+
+def fresh_seed() -> int:
+    """A seed from the operating system, for requests without one; 0..2**53-1, so that JSON carries it exactly."""
+    return secrets.randbits(53)
+
+
+# -- many numbers at a time ----------------------------------------------------------------------------------------
+
+
+def as_int64(words: Iterable[int]) -> list[int]:
+    """64-bit words as the signed integers that torch holds."""
+    return [((word & MASK) ^ (1 << 63)) - (1 << 63) for word in words]
+
+
+def row_keys(seed_keys: Tensor, positions: Tensor) -> Tensor:
+    """`row_key` of M rows: int64 (M,) seeds and positions -> int64 (M,)."""
+    start = _finalise(seed_keys ^ _signed(MATCH_SALT))
+    return _finalise(start + (positions + 1) * _signed(GOLDEN))
+
+
+def bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """`token_bits` elementwise: int64 keys (M, 1) or (S,), int64 token ids (M, S) or (S,) -> int64 of their shape."""
+    return _finalise(keys + (token_ids + 1) * _signed(GOLDEN))
+
+
+def gumbel_of_bits(words: Tensor) -> Tensor:
+    """Standard Gumbel noise from 64-bit words, float64: between -3.61 and 36.74."""
+    mantissa = ((words >> 11) & ((1 << 53) - 1)).clamp_(min=1)
+    return mantissa.double().mul_(UNIT).log_().neg_().log_().neg_()
+
+
+def gumbel(seed_keys: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise of the match stream.
+
+    Args:
+      seed_keys: int64 (M,), seeds as `as_int64` writes them.
+      positions: int64 (M,), absolute index in the sequence of the token that is chosen.
+      token_ids: int64 (M, S), or (S,) for the same tokens in every row.
+
+    Returns: float64 (M, S). The argmax over v of ``log p(v) + gumbel`` has exactly the law p.
+    Exactness: the hash is the same on every device; the two logarithms agree to about 1e-15.
+    Randomness: a pure function of (seed, position, token id).
+    """
+    return gumbel_of_bits(bits(row_keys(seed_keys, positions)[:, None], token_ids))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _finalise(state: Tensor) -> Tensor:
+    """`finalise` on wrapping int64; a shift of a signed word drags its sign along, which the mask removes."""
+    state = (state ^ _shifted(state, 30)) * _signed(MULTIPLIER_1)
+    state = (state ^ _shifted(state, 27)) * _signed(MULTIPLIER_2)
+    return state ^ _shifted(state, 31)
+
+
+def _shifted(state: Tensor, by: int) -> Tensor:
+    return (state >> by) & ((1 << (64 - by)) - 1)
+
+
+# -- the same on numpy's uint64, for CPU rows ----------------------------------------------------------------------
+
+
+@dataclass
+class Scratch:
+    """Buffers for rows of up to V tokens, so that a pass over rows allocates once."""
+
+    state: np.ndarray
+    shifted: np.ndarray
+    steps: np.ndarray
+
+    @classmethod
+    def of(cls, vocab_size: int) -> Scratch:
+        steps = np.arange(1, vocab_size + 1, dtype=np.uint64)
+        steps *= np.uint64(GOLDEN)
+        return cls(np.empty_like(steps), np.empty_like(steps), steps)
+
+
+def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """Match noise of single tokens on the CPU: uint64 keys (S,), int64 token ids (S,) -> float64 (S,)."""
+    state = token_ids.astype(np.uint64)
+    state += np.uint64(1)
+    state *= np.uint64(GOLDEN)
+    state += keys
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(MULTIPLIER_1)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(MULTIPLIER_2)
+    state ^= state >> np.uint64(31)
+    state >>= np.uint64(11)
+    noise = np.maximum(state, np.uint64(1)).astype(np.float64)
+    noise *= UNIT
+    return -np.log(-np.log(noise))
+
+
+def complements(key: int, scratch: Scratch) -> np.ndarray:
+    """1 - u for every token id of the vocabulary, float32 (V,): positive, and right to 2**-32 and 1e-7 of itself.
+
+    It takes the top 31 bits, which the last step of the hash leaves alone. Used to find the few tokens that can win;
+    the winner among them is decided by `token_gumbel`.
+    """
+    state, shifted = scratch.state, scratch.shifted
+    np.add(scratch.steps, np.uint64(key), out=state)
+    np.right_shift(state, np.uint64(30), out=shifted)
+    np.bitwise_xor(state, shifted, out=state)
+    np.multiply(state, np.uint64(MULTIPLIER_1), out=state)
+    np.right_shift(state, np.uint64(27), out=shifted)
+    np.bitwise_xor(state, shifted, out=state)
+    np.multiply(state, np.uint64(MULTIPLIER_2), out=state)
+    np.invert(state, out=state)
+    np.right_shift(state, np.uint64(33), out=state)
+    rest = state.view(np.int64).astype(np.float32)
+    rest += np.float32(0.5)
+    rest *= np.float32(2.0**-31)
+    return rest
+
+
+# -- noise for the rejection rules ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyedNoise:
+    """Numbers for one row in one step, from streams that the match noise never touches.
+
+    Args:
+      seed: of the row.
+      step: number of the verify step, so that a position that is drafted again gets new numbers.
+      position: absolute index of the token that would follow the root of the draft.
+    """
+
+    seed: int
+    step: int
+    position: int
+
+    def uniform(self, depth: int, sibling: int) -> float:
+        """The acceptance uniform of the ``sibling``-th child of the visited node at ``depth``."""
+        return uniform(stream_key(self.seed, self.step, self.position + depth, Purpose.ACCEPT), sibling)
+
+    def draw(self, depth: int, probs: Tensor) -> int:
+        """The residual or bonus token after the visited node at ``depth``, from the law ``probs`` (V,)."""
+        return int(
+            self._race(stream_key(self.seed, self.step, self.position + depth, Purpose.RESIDUAL), probs).argmax()
+        )
+
+    def draft(self, depth: int, probs: Tensor, num_tokens: int = 1, branch: int = 0) -> list[int]:
+        """Tokens of the drafter's law ``probs`` (V,), without replacement, in draw order: the children of a node.
+
+        ``branch`` tells nodes of equal depth apart. Fewer tokens come back where fewer have mass.
+        """
+        key = mix(stream_key(self.seed, self.step, self.position + depth, Purpose.DRAFT), branch)
+        scores, tokens = self._race(key, probs).topk(min(num_tokens, probs.shape[-1]))
+        return [int(t) for s, t in zip(scores.tolist(), tokens.tolist(), strict=True) if s > -math.inf]
+
+    def _race(self, key: int, probs: Tensor) -> Tensor:
+        """log probs + Gumbel noise of the stream, float64 (V,)."""
+        keys = torch.tensor(as_int64([key]), device=probs.device)
+        tokens = torch.arange(probs.shape[-1], device=probs.device)
+        return probs.double().log() + gumbel_of_bits(bits(keys, tokens))
