@@ -46,21 +46,22 @@ class Architecture:
       options: changes to the common config; None drops a key.
       model_class: name of the model class when it is not ``{family}ForCausalLM``.
       attention: implementations the modelling code supports.
+      rounds_in_float32: some matrix product is taken in float32 even in a float64 model, so that the number of
+        rows shows by 1e-7: DeepSeek's router.
     """
 
     family: str
     options: dict[str, Any] = field(default_factory=dict)
     model_class: str = ""
     attention: tuple[str, ...] = ("sdpa", "eager")
+    rounds_in_float32: bool = False
 
     def config(self) -> PreTrainedConfig:
         options = {**_COMMON, **self.options}
         options = {key: value for key, value in options.items() if value is not ...}
         return getattr(transformers, f"{self.family}Config")(**options)
 
-    def build(
-        self, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0
-    ) -> PreTrainedModel:
+    def build(self, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
         model_class = getattr(transformers, self.model_class or f"{self.family}ForCausalLM")
         torch.manual_seed(seed)
         config = self.config()
@@ -210,6 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             n_shared_experts=1,
             **_MOE,
         ),
+        rounds_in_float32=True,
     ),
 }
 
@@ -254,9 +256,7 @@ REFUSED: dict[str, Architecture] = {
     ),
     "mamba2": Architecture(
         "Mamba2",
-        _only(
-            hidden_size=64, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=16, n_groups=1, **_IDS
-        ),
+        _only(hidden_size=64, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=16, n_groups=1, **_IDS),
         attention=("eager",),
     ),
     "falcon-mamba": Architecture(
