@@ -1,0 +1,55 @@
+"""Lossless, batched speculative decoding for unmodified Hugging Face causal language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.engine.errors import ForetokenError
+    from foretoken.llm import LLM
+    from foretoken.modelinfo import ModelInfo
+    from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+    from foretoken.params import SamplingParams, SpeculativeConfig
+    from foretoken.runner import Stream
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ForetokenError",
+    "Logprob",
+    "ModelInfo",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "Stream",
+    "StreamOutput",
+]
+
+_HOME = {
+    "LLM": "llm",
+    "CompletionOutput": "outputs",
+    "ForetokenError": "engine.errors",
+    "Logprob": "outputs",
+    "ModelInfo": "modelinfo",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "params",
+    "SpeculativeConfig": "params",
+    "Stream": "runner",
+    "StreamOutput": "outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are asked for, so that ``foretoken --help`` need not wait for torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,239 @@
+"""LLM: the Python front door."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.engine.noise import mix
+from foretoken.engine.stats import StepProfile
+from foretoken.loading import is_zoo, load_model, load_tokenizer, tokenizer_beside
+from foretoken.modelinfo import Loaded, ModelInfo, describe
+from foretoken.outputs import RequestOutput
+from foretoken.pairing import check_same_tokenizer, check_vocab_sizes, drafter_factory
+from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.progress import progress_bar
+from foretoken.prompts import Prompts, read_params, read_prompts
+from foretoken.runner import Runner, Stream
+
+_SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
+
+ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
+SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
+ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Seq[SamplingParams] | None
+
+
+class LLM:
+    """Generates text with a `transformers` causal language model, drafting ahead where that is asked for.
+
+    Calls from several threads give right results; they take turns step by step and share batches.
+
+    Args:
+      model: a directory, a hub id, ``zoo:NAME``, or a loaded model, which keeps its dtype and stays as it is.
+      speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None for plain decoding.
+      tokenizer: by default the one beside the model; without any, prompts and results are token ids.
+      dtype, device: of what is loaded here. "auto" is the GPU where there is one, and bfloat16 where the device
+        computes in it, else float32.
+      execution: "auto", "eager", "packed" or "compiled".
+      revision, trust_remote_code: of a model from the hub.
+      seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
+      max_num_seqs, max_model_len, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
+
+    Raises:
+      CheckpointError: a model or tokenizer is missing, truncated or unknown.
+      UnsupportedModelError, ProbeError: the model cannot be decoded exactly; the message says why.
+      TokenizerMismatchError: drafter and target do not share a tokenizer.
+      ConfigError: an unknown key, or a value out of range.
+
+    Exactness: under the default ``rejection_sample_method="match"`` the tokens equal plain decoding with the same
+    seed; under "standard" and "block" they follow the same law.
+    Randomness: keyed by the seed of the request; without any seed every request draws one and reports it.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        speculative_config: SpeculativeLike = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = "auto",
+        execution: str = "auto",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int | None = None,
+        max_num_seqs: int = EngineConfig.max_num_seqs,
+        max_model_len: int | None = EngineConfig.max_model_len,
+        prefill_chunk_size: int = EngineConfig.prefill_chunk_size,
+        exactness: str = EngineConfig.exactness,
+        strict_width: int = EngineConfig.strict_width,
+    ) -> None:
+        self.speculative_config = SpeculativeConfig.parse(speculative_config)
+        self.engine_config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            prefill_chunk_size=prefill_chunk_size,
+            acceptance=self.speculative_config.rejection_sample_method or EngineConfig.acceptance,
+            exactness=exactness,
+            strict_width=strict_width,
+        )
+        chosen = None if tokenizer is None else load_tokenizer(tokenizer)
+        loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        self.tokenizer = chosen if chosen is not None else loaded.tokenizer
+        draft = self._load_draft(model, loaded, execution, trust_remote_code)
+        self.target = CausalLM(loaded.model, execution=execution, release_originals=loaded.is_owned)
+        self.model_info = describe(loaded, self.target)
+        self.draft_model_info: ModelInfo | None = draft[0] if draft is not None else None
+        self.draft_model: CausalLM | None = draft[1] if draft is not None else None
+        self._new_drafter = drafter_factory(self.speculative_config, self.target, self.draft_model)
+        self._eos_token_ids = eos_token_ids(loaded.model)
+        self._seed = seed
+        num_spec_tokens = self.speculative_config.num_speculative_tokens or 0
+        self._runner = Runner(self._new_engine, self.tokenizer, num_spec_tokens)
+
+    # -- generation --------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompts, sampling_params: ParamsLike = None, *, use_tqdm: bool | None = None
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many.
+
+        Args:
+          prompts: text, token ids, ``{"prompt": ...}``, ``{"prompt_token_ids": ...}``, or a list of these.
+          sampling_params: one for all prompts, or one for each.
+          use_tqdm: show a progress bar; None shows one for several prompts on a terminal.
+
+        Returns: one result per prompt, in order. A row whose logits turn out NaN ends with the reason "error"; the
+          others are not affected.
+        Raises:
+          PromptError, ConfigError: before anything runs, naming the prompt.
+          NumericsError: every sample of every prompt ended in an error.
+        """
+        with self.stream(prompts, sampling_params) as stream, _bar(use_tqdm, stream.num_prompts) as bar:
+            for delta in stream:
+                if bar is not None and delta.finish_reason is not None:
+                    bar.update(stream.num_finished, stream.num_tokens)
+            return stream.outputs()
+
+    def stream(self, prompts: Prompts, sampling_params: ParamsLike = None) -> Stream:
+        """Like `generate`, handing out every step's text and tokens as they come.
+
+        Closing the stream early, or dropping it, ends its requests; everything else goes on.
+        """
+        read = read_prompts(prompts, self.tokenizer)
+        params = read_params(sampling_params, len(read), self.tokenizer)
+        seeded = [partial(self._seeded, wanted) for wanted in params]
+        return Stream(self._runner, self._runner.open(read, seeded))
+
+    def chat(
+        self,
+        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
+        sampling_params: ParamsLike = None,
+        *,
+        use_tqdm: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the tokenizer's chat template.
+
+        Args:
+          messages: ``[{"role": "user", "content": ...}, ...]``, or a list of such conversations.
+          template_options: for ``apply_chat_template``.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.chat_prompt(messages, **template_options) for messages in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Any, **template_options: Any) -> dict[str, Any]:
+        """The prompt of one conversation, for `generate` or `stream`."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ConfigError("this model has no chat template; give plain prompts, or a tokenizer with a template")
+        options = {"add_generation_prompt": True, **template_options}
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    @property
+    def profile(self) -> StepProfile:
+        """Where the time has gone so far."""
+        return self._runner.profile
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that are queued or running."""
+        return self._runner.num_unfinished
+
+    def _seeded(self, params: SamplingParams, number: int) -> SamplingParams:
+        """The parameters with a seed that can be reported and given again."""
+        if params.seed is not None:
+            return params
+        if self._seed is None:
+            return replace(params, seed=secrets.randbits(_SEED_BITS))
+        return replace(params, seed=mix(self._seed, number) >> (64 - _SEED_BITS))
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def _new_engine(self) -> Engine:
+        return Engine(
+            self.target,
+            self._new_drafter(),
+            self.engine_config,
+            eos_token_ids=self._eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+
+    def _load_draft(
+        self, model: ModelLike, target: Loaded, execution: str, trust_remote_code: bool
+    ) -> tuple[ModelInfo, CausalLM] | None:
+        """The drafter of the method ``draft_model``, checked against the target."""
+        config = self.speculative_config
+        name = config.model if config.model is not None else model if is_zoo(model) else None
+        if config.method != "draft_model" or name is None:
+            return None
+        is_loaded = isinstance(name, PreTrainedModel)
+        draft = load_model(
+            name,
+            part="draft",
+            dtype="auto" if is_loaded else config.dtype or target.model.dtype,
+            device="auto" if is_loaded else target.model.device,
+            revision=config.revision,
+            trust_remote_code=trust_remote_code,
+        )
+        self._check_pair(target, draft)
+        lm = CausalLM(draft.model, execution=execution, release_originals=draft.is_owned)
+        return describe(draft, lm), lm
+
+    def _check_pair(self, target: Loaded, draft: Loaded) -> None:
+        ours = self.tokenizer if self.tokenizer is not None else tokenizer_beside(target.model)
+        theirs = draft.tokenizer if draft.is_owned else tokenizer_beside(draft.model)
+        if ours is not None and theirs is not None:
+            check_same_tokenizer(ours, theirs, target.name, draft.name)
+            return
+        sizes = [loaded.model.config.get_text_config(decoder=True).vocab_size for loaded in (target, draft)]
+        num_tokens = None if ours is None else len(ours)
+        check_vocab_sizes(sizes[0], sizes[1], target.name, draft.name, num_tokens)
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """EOS ids of the generation config: none, one or several."""
+    config = getattr(model, "generation_config", None)
+    eos = None if config is None else config.eos_token_id
+    if eos is None:
+        return ()
+    ids: Iterable[Any] = eos if isinstance(eos, Iterable) else (eos,)
+    return tuple(int(token) for token in ids)
+
+
+def _bar(use_tqdm: bool | None, num_prompts: int) -> AbstractContextManager[Any]:
+    return progress_bar(num_prompts, shown=use_tqdm) if use_tqdm is not False else nullcontext()

@@ -1,0 +1,156 @@
+"""A drafter for a target: the right one, with the same tokenizer, from one `SpeculativeConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.lengths import make_policy
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.errors import ConfigError, TokenizerMismatchError
+from foretoken.engine.model import CausalLM
+from foretoken.params import SpeculativeConfig
+
+DrafterFactory = Callable[[], Drafter]
+
+_PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+
+
+def drafter_factory(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None = None) -> DrafterFactory:
+    """What makes a fresh drafter, without state, as often as one is needed.
+
+    Args:
+      draft_model: of the method ``draft_model``.
+    """
+    make = {"none": _none, "ngram": _ngram, "nasd": _nasd, "draft_model": _draft_model}[str(config.method)]
+    make(config, target, draft_model)  # every refusal now, none later
+    return lambda: make(config, target, draft_model)
+
+
+def _none(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
+    return EmptyDrafter()
+
+
+def _ngram(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
+    return NGramDrafter(
+        prompt_lookup_min=_set(config.prompt_lookup_min),
+        prompt_lookup_max=_set(config.prompt_lookup_max),
+        num_candidates=_set(config.num_prompt_lookup_candidates),
+        max_nodes=config.max_draft_nodes,
+        length_policy=make_policy(str(config.length_policy), _set(config.num_speculative_tokens)),
+    )
+
+
+def _nasd(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
+    return NasdDrafter(
+        ngram_size=_set(config.ngram_size),
+        filler_top_k=_set(config.filler_top_k),
+        num_branches=_set(config.num_draft_branches),
+        length_policy=make_policy(str(config.length_policy), _depth(config)),
+    )
+
+
+def _draft_model(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
+    if draft_model is None:
+        raise ConfigError(
+            "method 'draft_model' needs a drafter; add model (a directory, a hub id, zoo:NAME or a loaded model), or "
+            "use a target of the zoo, which brings its own"
+        )
+    return DraftModelDrafter(
+        draft_model,
+        target_vocab_size=target.vocab_size,
+        num_branches=_set(config.num_draft_branches),
+        sample_method=str(config.draft_sample_method),
+        acceptance=str(config.rejection_sample_method),
+        policy=make_policy(str(config.length_policy), _depth(config)),
+    )
+
+
+def _depth(config: SpeculativeConfig) -> int:
+    """Draft length within the node limit: a level of a tree has as many nodes as there are branches.
+
+    10 nodes, root included, hold 4 levels of 2 branches.
+    """
+    length, branches = _set(config.num_speculative_tokens), _set(config.num_draft_branches)
+    if config.max_draft_nodes is None:
+        return length
+    depth = (config.max_draft_nodes - 1) // branches
+    if depth == 0:
+        raise ConfigError(
+            f"max_draft_nodes={config.max_draft_nodes} leaves no room for one level of num_draft_branches={branches}; "
+            f"raise the first to {branches + 1} or more"
+        )
+    return min(length, depth)
+
+
+def _set(value: int | None) -> int:
+    """A key that the table of methods has filled in."""
+    if value is None:
+        raise ConfigError("a key of the speculative config has no value; build it with SpeculativeConfig(...)")
+    return value
+
+
+# -- one tokenizer for two models --------------------------------------------------------------------------------
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, target_name: str, drafter_name: str
+) -> None:
+    """Compare vocabularies, ids and special tokens. Padding of embeddings plays no part.
+
+    Raises: TokenizerMismatchError, naming both and the first token that differs.
+    """
+    ours, theirs = _by_id(target), _by_id(drafter)
+    for token_id in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token_id) != theirs.get(token_id):
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: id {token_id} is "
+                f"{_quoted(ours.get(token_id))} in the first and {_quoted(theirs.get(token_id))} in the second; "
+                "use a drafter that was trained with the target's tokenizer, or method 'ngram', which needs none"
+            )
+    for name in ("bos_token", "unk_token"):  # a base model may end with another token than its chat model
+        first, second = getattr(target, name, None), getattr(drafter, name, None)
+        if first is not None and second is not None and first != second:
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: {name} is {first!r} in the first and "
+                f"{second!r} in the second; use a drafter that was trained with the target's tokenizer"
+            )
+
+
+def check_vocab_sizes(
+    target_size: int, drafter_size: int, target_name: str, drafter_name: str, num_tokens: int | None = None
+) -> None:
+    """Compare sizes where tokenizers are not known. One may be the other padded to a round multiple.
+
+    Args:
+      num_tokens: of the target's tokenizer, where it is known.
+
+    Raises: TokenizerMismatchError.
+    """
+    small, large = sorted((target_size, drafter_size))
+    if _is_padded(small, large) or (num_tokens is not None and _is_padded(num_tokens, drafter_size)):
+        return
+    raise TokenizerMismatchError(
+        f"{target_name} has {target_size} token ids and the drafter {drafter_name} {drafter_size}, which is no padding "
+        "of one vocabulary; use a drafter with the target's tokenizer"
+    )
+
+
+def _is_padded(size: int, padded: int) -> bool:
+    """Whether rounding ``size`` up to a usual multiple gives ``padded``: 50257 and 50304 (64)."""
+    return size == padded or any(-(-size // multiple) * multiple == padded for multiple in _PADDING_MULTIPLES)
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    vocab: dict[str, Any] = tokenizer.get_vocab()
+    return {int(token_id): token for token, token_id in vocab.items()}
+
+
+def _quoted(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

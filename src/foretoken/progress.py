@@ -1,0 +1,42 @@
+"""A progress bar for many prompts, on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class Bar:
+    """Counts finished prompts and generated tokens."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def update(self, num_finished: int, num_tokens: int) -> None:
+        self._progress.update(self._task, completed=num_finished, tokens=num_tokens)
+
+
+@contextmanager
+def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Bar | None]:
+    """A bar while the block runs.
+
+    Args:
+      shown: None shows it for more than one prompt, where standard error is a terminal.
+    """
+    console = Console(stderr=True)
+    if not (console.is_terminal and num_prompts > 1 if shown is None else shown):
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=shown is None) as progress:
+        yield Bar(progress, progress.add_task("prompts", total=num_prompts, tokens=0))

@@ -1,0 +1,142 @@
+"""Prompts and parameters as a user gives them, turned into token ids and one set of parameters each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.params import SamplingParams
+
+PromptLike: TypeAlias = str | Mapping[str, Any] | Seq[int]
+Prompts: TypeAlias = PromptLike | Seq[PromptLike]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its ids, and its text where it was given as text."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def read_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
+    """One prompt or several, as text, token ids, or mappings with ``prompt`` or ``prompt_token_ids``.
+
+    Raises: PromptError, naming the prompt by its place.
+    """
+    listed = [prompts] if is_single(prompts) else list(cast(Iterable[Any], prompts))
+    return [read_prompt(prompt, tokenizer, place) for place, prompt in enumerate(listed)]
+
+
+def is_single(prompts: Prompts) -> bool:
+    """Whether this is one prompt. A flat list of numbers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if isinstance(prompts, (bytes, int, float)) or not isinstance(prompts, Iterable):
+        raise PromptError(f"the prompt is {prompts!r}; give text, token ids, a mapping, or a list of these")
+    first = next(iter(prompts), None)
+    return first is not None and not isinstance(first, (str, Mapping)) and not _is_list(first)
+
+
+def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: int = 0) -> Prompt:
+    """One prompt as token ids."""
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise PromptError(f"prompt {place} has the keys {sorted(prompt)}; give prompt (text) or prompt_token_ids")
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids")
+        if ids is not None:
+            return Prompt(_ids(ids, place), text)
+        prompt = text
+    if not isinstance(prompt, str):
+        return Prompt(_ids(prompt, place))
+    if tokenizer is None:
+        raise PromptError(
+            f"prompt {place} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or give token ids"
+        )
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise PromptError(f"prompt {place} is empty: {prompt!r} has no tokens; give some text, or the BOS token")
+    return Prompt(tuple(ids), prompt)
+
+
+def _ids(value: Any, place: int) -> tuple[int, ...]:
+    if not _is_list(value):
+        raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
+    try:
+        ids = tuple(operator.index(token) for token in value)
+    except TypeError:
+        wrong = next(token for token in value if not _is_index(token))
+        raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None
+    if not ids:
+        raise PromptError(f"prompt {place} is empty: it has no token ids; give at least one (the BOS token, perhaps)")
+    return ids
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_list(value: Any) -> bool:
+    """Lists, tuples, arrays and tensors with a dimension."""
+    return (
+        isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) and getattr(value, "ndim", 1) > 0
+    )
+
+
+def read_params(
+    params: SamplingParams | Mapping[str, Any] | Seq[SamplingParams] | None,
+    num_prompts: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[SamplingParams]:
+    """Parameters for every prompt, with ``bad_words`` as token ids.
+
+    Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
+    """
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, Mapping):
+        params = SamplingParams.from_dict(params)
+    if isinstance(params, SamplingParams):
+        return [_resolved(params, tokenizer)] * num_prompts
+    listed = list(params)
+    if len(listed) != num_prompts:
+        raise ConfigError(f"{len(listed)} sampling parameters for {num_prompts} prompts; give one, or one for each")
+    for item in listed:
+        if not isinstance(item, SamplingParams):
+            raise ConfigError(f"sampling_params holds {type(item).__name__}; every entry must be SamplingParams")
+    return [_resolved(item, tokenizer) for item in listed]
+
+
+def _resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
+    for name in ("stop", "bad_words"):
+        if getattr(params, name) and tokenizer is None:
+            raise ConfigError(
+                f"SamplingParams.{name} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or use "
+                f"{'stop_token_ids' if name == 'stop' else 'bad_words_ids'}"
+            )
+    if not params.bad_words or tokenizer is None:
+        return params
+    banned = [ids for word in params.bad_words for ids in spellings(word, tokenizer)]
+    return replace(params, bad_words=(), bad_words_ids=(*(params.bad_words_ids or ()), *banned))
+
+
+def spellings(word: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Token sequences of a word at the start of a text and after a space, without repeats."""
+    found = []
+    for text in (word, " " + word.lstrip()):
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if ids and ids not in found:
+            found.append(ids)
+    return found
