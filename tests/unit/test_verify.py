@@ -22,9 +22,9 @@ from torch import Tensor
 
 from foretoken.engine import verify
 from foretoken.engine.errors import ProbabilityError, ShapeError, TreeError
-from foretoken.engine.noise import Purpose
+from foretoken.engine.noise import Purpose, stream_key, uniform
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import RejectionNoise, Verdict, block, match, rejection, residual, walk, without
+from foretoken.engine.verify import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
 
 HORIZON = 3  # tokens whose joint law is compared: two drafted levels and the bonus
 Prefix = tuple[int, ...]
@@ -323,8 +323,8 @@ def edited(old: str, new: str) -> types.ModuleType:
 
 EDITS = {
     "residual replaced by p": ("rejection", "law = residual(law, draft)", "law = law"),
-    "residual not renormalised per step": ("rejection", "surplus.div_(total)", "surplus"),
-    "q not renormalised": ("rejection", "return rest.div_(total) if float(total) > 0.0 else rest", "return rest"),
+    "residual not renormalised per step": ("rejection", "surplus.mul_(1.0 / total)", "surplus"),
+    "q not renormalised": ("rejection", "return rest.mul_(1.0 / total) if total > 0.0 else rest", "return rest"),
     "q keeps the rejected sibling": ("rejection", "draft = without(draft, token)", "draft = draft"),
     "<= accepts p(x) = 0": ("rejection", "* draft_prob < float(law[token])", "* draft_prob <= float(law[token])"),
     "q taken as one": ("rejection", "* draft_prob < float(law[token])", "* 1.0 < float(law[token])"),
@@ -651,12 +651,30 @@ def test_noise_is_a_function_of_its_key() -> None:
     assert all(0.0 <= value < 1.0 for value in values)
 
 
-def test_draw_stays_inside_the_support_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    probs = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0], dtype=torch.float64)
-    noise = RejectionNoise(0, 0, 0)
-    for uniform, token in ((0.0, 1), (0.3, 3), (1.0 - 2.0**-53, 3), (1.0, 3)):
-        monkeypatch.setattr(noise, "_uniform", lambda depth, purpose, uniform=uniform: uniform)
-        assert noise.draw(0, probs) == token
+def test_inverse_literal() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
+    assert [inverse(probs, u) for u in (0.0, 0.2, 0.25, 0.9, 1.0 - 2.0**-53, 1.0)] == [1, 1, 3, 3, 3, 3]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-30, 0.1, 0.3, 1.0]), min_size=1, max_size=900), st.floats(0, 1))
+def test_inverse_equals_the_running_total(weights: list[float], uniform: float) -> None:
+    """Over up to four stretches; the two ways of summing may differ by rounding, so a neighbour may be as good."""
+    probs = torch.tensor(weights, dtype=torch.float64)
+    token = inverse(probs, uniform)
+    if not any(weights):
+        assert token == -1
+        return
+    assert weights[token] > 0.0
+    total = sum(weights)
+    assert sum(weights[:token]) <= uniform * total + 1e-12 * total
+    assert sum(weights[: token + 1]) >= uniform * total - 1e-12 * total
+
+
+def test_draw_reads_the_residual_stream() -> None:
+    noise = RejectionNoise(5, 6, 7)
+    key = stream_key(5, 6, 7 + 2, Purpose.RESIDUAL)
+    probs = torch.full((1000,), 1e-3)
+    assert noise.draw(2, probs) == inverse(probs, uniform(key)) == int(uniform(key) * 1000)
 
 
 def step_counts(rule: Rule, make_noise: Callable[[int], RejectionNoise], shape: str) -> tuple[list[int], list[float]]:
