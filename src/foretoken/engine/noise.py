@@ -245,6 +245,9 @@ class KeyedNoise:
 
     def _race(self, key: int, probs: Tensor) -> Tensor:
         """log probs + Gumbel noise of the stream, float64 (V,)."""
-        keys = torch.tensor(as_int64([key]), device=probs.device)
-        tokens = torch.arange(probs.shape[-1], device=probs.device)
-        return probs.double().log() + gumbel_of_bits(bits(keys, tokens))
+        if probs.device.type == "cpu":
+            drawn = torch.from_numpy(token_gumbel(np.array(key, dtype=np.uint64), np.arange(probs.shape[-1])))
+        else:
+            tokens = torch.arange(probs.shape[-1], device=probs.device)
+            drawn = gumbel_of_bits(bits(torch.tensor(as_int64([key]), device=probs.device), tokens))
+        return drawn.add_(probs.double().log())

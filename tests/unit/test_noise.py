@@ -1,0 +1,209 @@
+"""The keyed noise: reproducible, uniform, uncorrelated, equal in its three implementations."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from foretoken.engine import noise
+from foretoken.engine.noise import KeyedNoise, Purpose, mix
+
+FALSE_ALARM = 1e-7
+
+GOLDEN_ROW_KEYS = [2158877437495972032, 5518117603416245160]
+GOLDEN_BITS = [9053312114293951467, 5239262691109632041, 12232081093386441195]
+GOLDEN_MIX = [8323494716019514143, 10334464897978377457]
+GOLDEN_STREAM = 14714832633429860375
+GOLDEN_GUMBEL = [0.34001842051704645, -0.2300850840841883, 0.8895860382207622]
+
+
+def words(seeds: list[int], positions: list[int], tokens: list[int]) -> np.ndarray:
+    """64-bit words of the match stream, uint64 (seeds, positions, tokens)."""
+    keys = torch.tensor(noise.as_int64([noise.row_key(s, p) for s in seeds for p in positions]))
+    drawn = noise.bits(keys[:, None], torch.tensor(tokens))
+    return drawn.numpy().view(np.uint64).reshape(len(seeds), len(positions), len(tokens))
+
+
+def units(seeds: list[int], positions: list[int], tokens: list[int]) -> np.ndarray:
+    return (words(seeds, positions, tokens) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def test_golden_values() -> None:
+    """Seeded text is a promise across versions: the noise may never change. Any edit of the hash turns this red."""
+    assert noise.row_key(0, 0) == GOLDEN_ROW_KEYS[0]
+    assert noise.row_key(1234567, 42) == GOLDEN_ROW_KEYS[1]
+    assert [noise.token_bits(noise.row_key(7, 3), t) for t in (0, 1, 151935)] == GOLDEN_BITS
+    assert mix(5, 1) == GOLDEN_MIX[0]
+    assert mix(2**64 - 1, 3, 4) == GOLDEN_MIX[1]
+    assert noise.stream_key(5, 1, 2, Purpose.ACCEPT) == GOLDEN_STREAM
+    drawn = noise.gumbel(torch.tensor([7]), torch.tensor([3]), torch.tensor([0, 1, 151935]))[0]
+    assert drawn.tolist() == pytest.approx(GOLDEN_GUMBEL, abs=1e-13)
+
+
+def test_finaliser_is_splitmix64() -> None:
+    """The published first outputs of splitmix64 with seed 1234567 (a Weyl sequence, then the finaliser)."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [noise.finalise(1234567 + (i + 1) * noise.GOLDEN) for i in range(4)] == published
+
+
+def test_three_implementations_agree() -> None:
+    """Python integers, torch's wrapping int64 and numpy's uint64 give one hash, so devices and paths agree."""
+    generator = random.Random(1)
+    for _ in range(50):
+        seed, position = generator.getrandbits(64), generator.randrange(10**6)
+        tokens = [generator.randrange(200_000) for _ in range(20)]
+        reference = [noise.token_bits(noise.row_key(seed, position), t) for t in tokens]
+        keys = noise.row_keys(torch.tensor(noise.as_int64([seed])), torch.tensor([position]))
+        assert keys.tolist() == noise.as_int64([noise.row_key(seed, position)])
+        drawn = noise.bits(keys, torch.tensor(tokens))
+        assert drawn.tolist() == noise.as_int64(reference)
+        expected = [-math.log(-math.log(noise.unit(word))) for word in reference]
+        by_torch = noise.gumbel(torch.tensor(noise.as_int64([seed])), torch.tensor([position]), torch.tensor(tokens))
+        by_numpy = noise.token_gumbel(np.array(noise.row_key(seed, position), dtype=np.uint64), np.array(tokens))
+        np.testing.assert_allclose(by_torch[0].numpy(), expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(by_numpy, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_unit_stays_inside_the_open_interval() -> None:
+    """u = 0 or 1 would give infinite noise, which wins or loses whatever the law says."""
+    assert noise.unit(0) == 2.0**-53
+    assert noise.unit(2**64 - 1) == 1.0 - 2.0**-53
+    extremes = noise.gumbel_of_bits(torch.tensor(noise.as_int64([0, 2**64 - 1, 1, 2**11])))
+    assert bool(extremes.isfinite().all())
+    assert extremes.min() > -3.62
+    assert extremes.max() < 36.75
+
+
+def test_complements_are_one_minus_u() -> None:
+    """The coarse numbers that the search for winners looks at are right to 2**-32, and to 1e-7 of themselves."""
+    key = noise.row_key(3, 9)
+    coarse = noise.complements(key, noise.Scratch.of(5000)).astype(np.float64)
+    exact = np.array([1.0 - noise.unit(noise.token_bits(key, t)) for t in range(5000)])
+    assert (coarse > 0).all()
+    assert (np.abs(coarse - exact) <= 2.0**-32 + 1.3e-7 * exact).all()
+
+
+@pytest.mark.parametrize("axis", ["seeds", "positions", "tokens"])
+def test_uniform_along_every_coordinate(axis: str) -> None:
+    """Kolmogorov-Smirnov and chi-square over 256 cells of 100,000 numbers. False alarm 1e-7 each."""
+    many = list(range(100_000))
+    drawn = units(**{**{"seeds": [5], "positions": [11], "tokens": [17]}, axis: many}).ravel()
+    assert stats.kstest(drawn, "uniform").pvalue > FALSE_ALARM
+    assert stats.chisquare(np.bincount((drawn * 256).astype(int), minlength=256)).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "positions", "tokens"])
+@pytest.mark.parametrize("lag", [1, 2, 64])
+def test_neighbours_are_uncorrelated(axis: int, lag: int) -> None:
+    """Pairs at a distance along one coordinate fill the unit square evenly: 16 x 16 cells, and no linear correlation.
+
+    False alarm 1e-7 for the chi-square, 5.5 standard errors (4e-8) for the correlation.
+    """
+    drawn = np.moveaxis(units(list(range(65, 165)), list(range(100)), list(range(100))), axis, 0)
+    left, right = drawn[:-lag].ravel(), drawn[lag:].ravel()
+    assert abs(np.corrcoef(left, right)[0, 1]) < 5.5 / math.sqrt(len(left))
+    cells = np.bincount((left * 16).astype(int) * 16 + (right * 16).astype(int), minlength=256)
+    assert stats.chisquare(cells).pvalue > FALSE_ALARM
+
+
+def test_position_and_token_do_not_trade_places() -> None:
+    """Noise of (position, token) is not that of (position + 1, token - 1), as a sum of the two as key would have it."""
+    drawn = words([3], list(range(200)), list(range(200)))[0]
+    assert len(np.unique(drawn)) == drawn.size
+    assert (
+        abs(np.corrcoef(units([3], [8], list(range(10_000)))[0, 0], units([8], [3], list(range(10_000)))[0, 0])[0, 1])
+        < 0.055
+    )
+
+
+@pytest.mark.parametrize("coordinate", ["seed", "position", "token"])
+def test_avalanche(coordinate: str) -> None:
+    """Flipping one bit of a coordinate flips each bit of the word with chance 1/2: 64 x 1000 trials, within 6 standard
+    errors (2e-9 per bit)."""
+    generator = random.Random(2)
+    flips = np.zeros(64)
+    trials = 1000
+    for _ in range(trials):
+        values = {
+            "seed": generator.getrandbits(64),
+            "position": generator.randrange(2**20),
+            "token": generator.randrange(2**18),
+        }
+        changed = dict(values)
+        changed[coordinate] ^= 1 << generator.randrange({"seed": 64, "position": 20, "token": 18}[coordinate])
+        pair = [noise.token_bits(noise.row_key(v["seed"], v["position"]), v["token"]) for v in (values, changed)]
+        flips += np.array([(pair[0] ^ pair[1]) >> bit & 1 for bit in range(64)])
+    assert (np.abs(flips / trials - 0.5) < 6 * 0.5 / math.sqrt(trials)).all()
+
+
+def test_gumbel_has_the_gumbel_law() -> None:
+    """Kolmogorov-Smirnov against exp(-exp(-x)), 100,000 numbers, false alarm 1e-7."""
+    drawn = noise.gumbel(torch.arange(10), torch.arange(10), torch.arange(10_000)).numpy().ravel()
+    assert stats.kstest(drawn, "gumbel_r").pvalue > FALSE_ALARM
+
+
+class TestMix:
+    def test_sample_zero_is_the_seed_itself(self) -> None:
+        """A request with n = 1 says the same as sample 0 of n."""
+        assert mix(17, 0) == 17
+        assert mix(2**64 - 1, 0) == 2**64 - 1
+
+    def test_no_collisions_among_small_seeds_and_samples(self) -> None:
+        seeds = [mix(seed, index) for seed in range(500) for index in range(200)]
+        assert len(set(seeds)) == len(seeds)
+
+    def test_chains(self) -> None:
+        assert mix(3, 4, 5) == mix(mix(3, 4), 5)
+        assert mix(3, 4, 5) != mix(3, 5, 4)
+
+    def test_fits_in_64_bits(self) -> None:
+        assert all(0 <= mix(seed, 7) < 2**64 for seed in (0, 1, 2**63, 2**64 - 1))
+
+
+class TestRuleStreams:
+    def test_streams_never_meet(self) -> None:
+        """Draft draws, acceptance tests, residuals and the match noise: all keys and numbers differ. (Birthday bound of
+        a false alarm: 1e-10.)"""
+        keys = {noise.row_key(9, position) for position in range(60)}
+        for step in range(20):
+            for position in range(60):
+                keys |= {noise.stream_key(9, step, position, purpose) for purpose in Purpose}
+        assert len(keys) == 60 + 20 * 60 * len(Purpose)
+
+    def test_redrafted_position_gets_new_numbers(self) -> None:
+        """Keyed by position alone, a draft repeated after a rejection would be rejected again for the same reason."""
+        assert KeyedNoise(1, 4, 10).uniform(2, 0) != KeyedNoise(1, 5, 10).uniform(2, 0)
+        assert KeyedNoise(1, 4, 10).uniform(2, 0) != KeyedNoise(1, 4, 10).uniform(2, 1)
+        assert KeyedNoise(1, 4, 10).uniform(2, 0) == KeyedNoise(1, 4, 11).uniform(1, 0)
+
+    def test_draw_has_the_law(self) -> None:
+        """Chi-square of 5,000 residual draws, false alarm 1e-7."""
+        law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
+        drawn = np.bincount([KeyedNoise(3, step, 7).draw(1, law) for step in range(5_000)], minlength=5)
+        assert drawn[1] == 0
+        assert stats.chisquare(drawn[[0, 2, 3, 4]], 5_000 * law[[0, 2, 3, 4]].numpy()).pvalue > FALSE_ALARM
+
+    def test_draft_draws_without_replacement(self) -> None:
+        """Ordered pairs have the chance q(a) q(b) / (1 - q(a)). Chi-square over 6 pairs, false alarm 1e-7."""
+        law = torch.tensor([0.6, 0.3, 0.1, 0.0], dtype=torch.float64)
+        pairs = [tuple(KeyedNoise(3, step, 7).draft(0, law, 2)) for step in range(5_000)]
+        orders = [(a, b) for a in range(3) for b in range(3) if a != b]
+        expected = [5_000 * float(law[a] * law[b] / (1 - law[a])) for a, b in orders]
+        assert stats.chisquare([pairs.count(pair) for pair in orders], expected).pvalue > FALSE_ALARM
+        assert len(KeyedNoise(3, 0, 7).draft(0, law, 4)) == 3
+
+    def test_branches_at_one_depth_differ(self) -> None:
+        law = torch.full((1000,), 1e-3, dtype=torch.float64)
+        drawn = [KeyedNoise(3, 0, 7).draft(1, law, 1, branch)[0] for branch in range(20)]
+        assert len(set(drawn)) > 15
+
+
+def test_fresh_seeds_fit_json() -> None:
+    seeds = {noise.fresh_seed() for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**53 for seed in seeds)

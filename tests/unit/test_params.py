@@ -1,0 +1,245 @@
+"""What users may write: every range, every alias, every mistake named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.engine.errors import ConfigError
+from foretoken.params import METHOD_ALIASES, METHODS, SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
+
+
+class TestSamplingParams:
+    def test_defaults_are_those_of_vllm(self) -> None:
+        params = SamplingParams()
+        assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+        assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
+        assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+        assert params.stop_strings == ()
+        assert not params.is_greedy
+
+    def test_frozen(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            SamplingParams().n = 2  # type: ignore[misc]
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("n", 0),
+            ("n", 1.5),
+            ("n", True),
+            ("temperature", -0.1),
+            ("temperature", math.nan),
+            ("temperature", math.inf),
+            ("temperature", 1e-9),
+            ("temperature", "hot"),
+            ("top_p", 0.0),
+            ("top_p", 1.01),
+            ("top_p", math.nan),
+            ("top_k", -2),
+            ("top_k", 1.5),
+            ("min_p", -0.1),
+            ("min_p", 1.1),
+            ("typical_p", 0.0),
+            ("typical_p", 1.5),
+            ("presence_penalty", 2.5),
+            ("frequency_penalty", -3),
+            ("repetition_penalty", 0.0),
+            ("repetition_penalty", math.inf),
+            ("no_repeat_ngram_size", -1),
+            ("stop", ["a", ""]),
+            ("stop", [1]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", ["a"]),
+            ("min_tokens", -1),
+            ("max_tokens", 0),
+            ("logprobs", -1),
+            ("logit_bias", {-1: 1.0}),
+            ("logit_bias", {1: math.nan}),
+            ("logit_bias", {1: math.inf}),
+            ("logit_bias", [1, 2]),
+            ("bad_words", ["a", ""]),
+            ("bad_words_ids", [[]]),
+            ("bad_words_ids", [3]),
+            ("bad_words_ids", [[-3]]),
+            ("seed", -2),
+            ("seed", 2**64),
+            ("ignore_eos", 1),
+            ("logits_processors", [3]),
+        ],
+    )
+    def test_out_of_range_names_the_field(self, name: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=name):
+            SamplingParams(**{name: value})
+
+    def test_message_holds_value_limit_and_remedy(self) -> None:
+        with pytest.raises(ConfigError, match=r"temperature is -1\.0; .* at least 0; 0 is greedy"):
+            SamplingParams(temperature=-1)
+
+    def test_min_tokens_beyond_max_tokens(self) -> None:
+        with pytest.raises(ConfigError, match=r"min_tokens=20 is more than max_tokens=16"):
+            SamplingParams(min_tokens=20)
+        assert SamplingParams(min_tokens=20, max_tokens=None).min_tokens == 20
+
+    def test_stop_strings_need_text(self) -> None:
+        with pytest.raises(ConfigError, match="detokenize"):
+            SamplingParams(stop="x", detokenize=False)
+
+    @pytest.mark.parametrize(("wrong", "right"), [("temprature", "temperature"), ("maxtokens", "max_tokens")])
+    def test_unknown_field_names_the_nearest(self, wrong: str, right: str) -> None:
+        with pytest.raises(ConfigError, match=f"{wrong}.*did you mean '{right}'"):
+            SamplingParams(**{wrong: 1})
+        with pytest.raises(ConfigError, match=f"{wrong}.*did you mean '{right}'"):
+            SamplingParams.from_dict({wrong: 1})
+
+    def test_alias_of_max_tokens(self) -> None:
+        assert SamplingParams(max_new_tokens=7).max_tokens == 7  # type: ignore[call-arg]
+        assert SamplingParams.from_dict({"max_new_tokens": 7}).max_new_tokens == 7
+        assert SamplingParams.from_dict({"max_new_tokens": 7, "max_tokens": 7}).max_tokens == 7
+        with pytest.raises(ConfigError, match="two names of one key"):
+            SamplingParams.from_dict({"max_new_tokens": 7, "max_tokens": 8})
+
+    def test_forms_are_made_regular(self) -> None:
+        params = SamplingParams(
+            stop="x", stop_token_ids=[3], logit_bias={"5": 1, 6: -math.inf}, top_k=-1, seed=-1, bad_words_ids=[[1, 2]]
+        )
+        assert params.stop == params.stop_strings == ("x",)
+        assert params.stop_token_ids == (3,)
+        assert params.logit_bias == {5: 1.0, 6: -math.inf}
+        assert (params.top_k, params.seed, params.bad_words_ids) == (0, None, ((1, 2),))
+        assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None).stop == ()
+
+    def test_replace_keeps_the_rest(self) -> None:
+        params = dataclasses.replace(SamplingParams(seed=3, stop=["a"], logit_bias={1: 2.0}), n=4)
+        assert (params.seed, params.stop, params.n, params.logit_bias) == (3, ("a",), 4, {1: 2.0})
+
+
+class TestSpeculativeConfig:
+    def test_none_is_plain_decoding(self) -> None:
+        config = SpeculativeConfig.parse(None)
+        assert config.method == "none"
+        assert config.num_speculative_tokens == 0
+        assert not config.is_speculative
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_every_key_but_the_method_has_a_default(self, method: str) -> None:
+        config = SpeculativeConfig(method=method)
+        assert config.num_speculative_tokens == METHODS[method].num_speculative_tokens
+        optional = {"model", "revision", "dtype", "max_draft_nodes"}
+        assert all(getattr(config, key) is not None for key in METHODS[method].keys - optional)
+
+    def test_keys_of_the_table_exist(self) -> None:
+        fields = {f.name for f in dataclasses.fields(SpeculativeConfig)}
+        assert all(method.keys <= fields and set(method.defaults) <= method.keys for method in METHODS.values())
+        assert set(SPECULATIVE_ALIASES.values()) <= fields
+        assert not set(SPECULATIVE_ALIASES) & fields
+        assert set(METHOD_ALIASES.values()) <= set(METHODS)
+
+    def test_four_ways_to_write_it(self, tmp_path: Path) -> None:
+        values = {"method": "ngram", "num_speculative_tokens": 4}
+        file = tmp_path / "spec.json"
+        file.write_text(json.dumps(values))
+        config = SpeculativeConfig(**values)
+        assert SpeculativeConfig.parse(values) == config
+        assert SpeculativeConfig.parse(json.dumps(values)) == config
+        assert SpeculativeConfig.parse(f"@{file}") == config
+        assert SpeculativeConfig.parse(config) is config
+        assert SpeculativeConfig.parse("ngram") == SpeculativeConfig(method="ngram")
+
+    @pytest.mark.parametrize("text", ["{bad", "[1]", "3", "@/nowhere/spec.json", ""])
+    def test_what_cannot_be_read(self, text: str) -> None:
+        with pytest.raises(ConfigError):
+            SpeculativeConfig.parse(text)
+
+    @pytest.mark.parametrize(
+        ("given", "field", "value"),
+        [
+            ({"assistant_model": "m"}, "model", "m"),
+            ({"assistant_model": "m", "num_assistant_tokens": 7}, "num_speculative_tokens", 7),
+            ({"prompt_lookup_num_tokens": 7}, "num_speculative_tokens", 7),
+            ({"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 2}, "prompt_lookup_max", 2),
+            ({"speculative_algorithm": "STANDALONE", "speculative_num_steps": 3}, "num_speculative_tokens", 3),
+            ({"--speculative-draft-model-path": "m", "--speculative-num-steps": 3}, "num_speculative_tokens", 3),
+            ({"--speculative-draft-model-path": "m", "--speculative-eagle-topk": 3}, "num_draft_branches", 3),
+            ({"-md": "m", "--spec-draft-n-max": 3}, "num_speculative_tokens", 3),
+            ({"model-draft": "m", "draft-max": 3}, "num_speculative_tokens", 3),
+            ({"draft-model": "m", "num-draft-tokens": 3}, "num_speculative_tokens", 3),
+            ({"method": "draft_model", "draft_sample_method": "gumbel"}, "draft_sample_method", "probabilistic"),
+            ({"method": "prompt-lookup"}, "method", "ngram"),
+            ({"method": "ngram", "num_assistant_tokens_schedule": "constant"}, "length_policy", "fixed"),
+            ({"ngram_size": 3}, "method", "nasd"),
+        ],
+    )
+    def test_aliases(self, given: dict[str, Any], field: str, value: Any) -> None:
+        assert getattr(SpeculativeConfig.parse(given), field) == value
+
+    def test_unknown_key_names_the_nearest(self) -> None:
+        with pytest.raises(ConfigError, match=r"promt_lookup_max.*did you mean 'prompt_lookup_max'"):
+            SpeculativeConfig.parse({"method": "ngram", "promt_lookup_max": 3})
+
+    def test_unknown_method_names_the_nearest(self) -> None:
+        with pytest.raises(ConfigError, match=r"'ngrm' is not known; did you mean 'ngram'"):
+            SpeculativeConfig.parse({"method": "ngrm"})
+
+    def test_two_spellings_with_different_values(self) -> None:
+        with pytest.raises(ConfigError, match="two names of one key"):
+            SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "draft_max": 4})
+        with pytest.raises(ConfigError, match="twice"):
+            SpeculativeConfig.parse({"method": "ngram", "draft-max": 3, "draft_max": 4})
+        assert SpeculativeConfig.parse({"method": "ngram", "draft-max": 3, "draft_n": 3}).num_speculative_tokens == 3
+
+    def test_key_of_another_method(self) -> None:
+        with pytest.raises(ConfigError, match=r"'model' has no meaning for method 'ngram', only for draft_model"):
+            SpeculativeConfig.parse({"method": "ngram", "model": "m"})
+
+    def test_method_that_does_not_follow(self) -> None:
+        with pytest.raises(ConfigError, match="add method"):
+            SpeculativeConfig.parse({"num_speculative_tokens": 3})
+
+    @pytest.mark.parametrize(
+        ("method", "key", "value"),
+        [
+            ("ngram", "num_speculative_tokens", -1),
+            ("ngram", "num_speculative_tokens", 1.5),
+            ("ngram", "prompt_lookup_min", 0),
+            ("ngram", "num_prompt_lookup_candidates", 0),
+            ("nasd", "ngram_size", 1),
+            ("nasd", "filler_top_k", 0),
+            ("draft_model", "num_draft_branches", 0),
+            ("draft_model", "max_draft_nodes", 1),
+            ("draft_model", "draft_sample_method", "beam"),
+            ("draft_model", "rejection_sample_method", "typical"),
+            ("draft_model", "length_policy", 3),
+        ],
+    )
+    def test_out_of_range(self, method: str, key: str, value: Any) -> None:
+        with pytest.raises(ConfigError, match=key):
+            SpeculativeConfig.parse({"method": method, key: value})
+
+    def test_lookup_bounds(self) -> None:
+        with pytest.raises(ConfigError, match=r"prompt_lookup_min=4 is more than prompt_lookup_max=3"):
+            SpeculativeConfig.parse({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3})
+        assert SpeculativeConfig.parse({"method": "ngram", "prompt_lookup_max": 1}).prompt_lookup_min == 1
+        assert SpeculativeConfig.parse({"method": "ngram", "prompt_lookup_min": 9}).prompt_lookup_max == 9
+
+    def test_block_takes_chains_only(self) -> None:
+        for wide in ({"method": "draft_model", "num_draft_branches": 2}, {"num_prompt_lookup_candidates": 3}):
+            with pytest.raises(ConfigError, match="block"):
+                SpeculativeConfig.parse({**wide, "rejection_sample_method": "block"})
+        assert SpeculativeConfig.parse({"method": "draft_model", "rejection_sample_method": "block"}).is_speculative
+
+    def test_rejection_of_deterministic_drafts_is_allowed(self) -> None:
+        """Their tokens are point masses, for which rejection is exact."""
+        config = SpeculativeConfig.parse({"method": "ngram", "rejection_sample_method": "standard"})
+        assert config.rejection_sample_method == "standard"
+
+    def test_a_loaded_model_is_taken_as_it_is(self) -> None:
+        model = object()
+        assert SpeculativeConfig.parse({"model": model}).model is model
+        with pytest.raises(ConfigError, match="two names"):
+            SpeculativeConfig.parse({"model": model, "assistant_model": object()})
