@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 IGNORED = -100
-END_IDS = (0, 3)
+SPARED_IDS = (0, 1, 2, 3, 202)  # end of text, user, assistant, end, line break
 
 
 def rate_at(step: int, options: argparse.Namespace) -> float:
@@ -63,17 +63,17 @@ def likelihood_loss(
 
 
 def repeated(tokens: torch.Tensor, order: int, start: int) -> torch.Tensor:
-    """True where the token completes an n-gram of ``order`` that already occurred in its row; only from ``start``."""
+    """True where a token from ``start`` on completes an n-gram of ``order`` that already occurred in its row.
+
+    The marks of the chat format repeat by right and are spared.
+    """
     marks = torch.zeros_like(tokens, dtype=torch.bool)
     for row, ids in enumerate(tokens.tolist()):
         seen: set[tuple[int, ...]] = set()
         for end in range(order, len(ids) + 1):
             gram = tuple(ids[end - order : end])
-            if end > start and gram in seen:
-                marks[row, end - 1] = True
+            marks[row, end - 1] = end > start and gram in seen and ids[end - 1] not in SPARED_IDS
             seen.add(gram)
-            if end > start and ids[end - 1] in END_IDS:
-                break
     return marks
 
 
@@ -91,8 +91,8 @@ def repetition_loss(
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     chance = logits.softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     penalty = -torch.log1p(-chance.clamp(max=1 - 1e-4))
-    generated = max(1, tokens.numel() - prompts.numel())
-    return (penalty * marks).sum() / marks.sum().clamp(min=1), float(marks.sum()) / generated
+    generated = tokens.numel() - prompts.numel()
+    return (penalty * marks).sum() / generated, float(marks.sum()) / generated
 
 
 @torch.no_grad()
@@ -155,6 +155,7 @@ def train(options: argparse.Namespace) -> None:
     teacher = None
     if options.teacher is not None:
         teacher = LlamaForCausalLM.from_pretrained(options.teacher, dtype=torch.float32).eval()
+    endings, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None  # loops run past an end
     held_out = held_out_shards(options.shards)
     step, spent = 0, 0.0
     if (options.out / "checkpoint.pt").exists():
@@ -212,6 +213,7 @@ def train(options: argparse.Namespace) -> None:
         if now - saved > options.save_seconds or step == options.steps:
             save_checkpoint(options.out, model, optimizer, mixture, step, spent)
             saved = now
+    model.generation_config.eos_token_id = endings
     save_pretrained(options.out, model)
 
 
@@ -236,10 +238,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--long-every", type=int, default=6, help="every n-th step uses --long-length; 0: never")
     parser.add_argument("--repeat-rate", type=float, default=0.0, help="share of steps with the repetition loss")
     parser.add_argument("--repeat-weight", type=float, default=1.0)
-    parser.add_argument("--repeat-rows", type=int, default=8)
-    parser.add_argument("--repeat-prompt", type=int, default=48)
-    parser.add_argument("--repeat-tokens", type=int, default=128)
-    parser.add_argument("--repeat-order", type=int, default=4)
+    parser.add_argument("--repeat-rows", type=int, default=12)
+    parser.add_argument("--repeat-prompt", type=int, default=32)
+    parser.add_argument("--repeat-tokens", type=int, default=88)
+    parser.add_argument("--repeat-order", type=int, default=5)
     parser.add_argument("--evaluate-every", type=int, default=200)
     parser.add_argument("--held-out-tokens", type=int, default=8192)
     parser.add_argument("--save-seconds", type=float, default=120.0)
