@@ -1,0 +1,5 @@
+"""``python -m foretoken``."""
+
+from foretoken.cli import main
+
+main()

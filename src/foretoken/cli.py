@@ -1,0 +1,40 @@
+"""The command line: ``foretoken generate | demo | info``."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from foretoken import __version__, cli_demo, cli_generate, cli_info
+from foretoken.cli_options import respell
+
+app = typer.Typer(
+    name="foretoken",
+    help="Lossless, batched speculative decoding for unmodified Hugging Face causal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(cli_generate.generate)
+app.command("demo")(cli_demo.demo)
+app.command("info")(cli_info.info)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Exit codes: 0 done, 1 unexpected error, 2 usage, configuration or refusal, 3 outputs differ, 130 interrupted."""
+
+
+def main() -> None:
+    """Run the command line."""
+    app(respell(sys.argv[1:]))

@@ -1,0 +1,248 @@
+"""``foretoken generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from foretoken.cli_options import (
+    DEFAULT_MODEL,
+    DEFAULTS,
+    EXIT_INTERRUPTED,
+    AsJson,
+    Device,
+    DraftModel,
+    Dtype,
+    Exactness,
+    Execution,
+    Method,
+    Model,
+    NumSpeculativeTokens,
+    SpeculativeOption,
+    exit_codes,
+    load_llm,
+    read_prompts,
+    sampling,
+    speculative,
+)
+
+if TYPE_CHECKING:
+    from foretoken.outputs import RequestOutput, StreamOutput
+    from foretoken.runner import Stream
+
+DRAFTED_STYLE = "green"
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text; - is stdin.")] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSONL with turns, prompt or text; a .txt has one prompt per line."),
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    method: Method = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    speculative_config: SpeculativeOption = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of every sample.")] = DEFAULTS.max_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = DEFAULTS.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.top_p,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.min_p,
+    typical_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.typical_p,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.repetition_penalty,
+    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.presence_penalty,
+    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.frequency_penalty,
+    seed: Annotated[int | None, typer.Option(help="Drawn, and reported, when left out.")] = DEFAULTS.seed,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Samples per prompt.")] = DEFAULTS.n,
+    min_tokens: Annotated[int, typer.Option(help="No end before that many.")] = DEFAULTS.min_tokens,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos,
+    chat: Annotated[bool, typer.Option("--chat", help="Put every prompt through the chat template.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    exactness: Exactness = "default",
+    max_num_seqs: Annotated[int | None, typer.Option(help="Rows that run at once.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
+
+    Every prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what there is.
+    """
+    with exit_codes():
+        params = sampling(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop=tuple(stop or ()),
+            n=n,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
+        )
+        read = read_prompts(prompts or (), prompts_file)
+        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+        llm = load_llm(model, config, dtype=dtype, device=device, execution=execution, exactness=exactness, **rows)
+        if chat:
+            read = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in read]
+        writer = JsonWriter() if as_json else TextWriter(params.n)
+        with llm.stream(read, params) as stream:
+            try:
+                for delta in stream:
+                    writer.write(delta, stream)
+            except KeyboardInterrupt:
+                stream.close()
+                writer.interrupt(stream)
+                raise typer.Exit(EXIT_INTERRUPTED) from None
+        writer.finish(stream)
+
+
+class JsonWriter:
+    """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
+
+    def __init__(self) -> None:
+        self._num_written = 0
+        self._num_running: dict[int, int] = {}
+
+    def write(self, delta: StreamOutput, stream: Stream) -> None:
+        if delta.finish_reason is None:
+            return
+        ended = self._num_running.get(delta.prompt_index, 0) + 1
+        self._num_running[delta.prompt_index] = ended
+        while self._num_written < stream.num_prompts:
+            output = stream.output(self._num_written)
+            if self._num_running.get(self._num_written, 0) < len(output.outputs):
+                return
+            self._put(output)
+
+    def interrupt(self, stream: Stream) -> None:
+        """Write what there is of the others."""
+        for output in stream.outputs()[self._num_written :]:
+            self._put(output)
+
+    def finish(self, stream: Stream) -> None:
+        """Everything has been written."""
+
+    def _put(self, output: RequestOutput) -> None:
+        sys.stdout.write(json.dumps(as_record(output), ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+        self._num_written += 1
+
+
+class TextWriter:
+    """The text of every sample, in order; the first unfinished one is written as it grows."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._num_samples = num_samples
+        self._waiting: dict[int, list[StreamOutput]] = {}
+        self._current = 0
+
+    def write(self, delta: StreamOutput, stream: Stream) -> None:
+        self._waiting.setdefault(delta.prompt_index * self._num_samples + delta.index, []).append(delta)
+        while self._current in self._waiting:
+            ended = False
+            for held in self._waiting.pop(self._current):
+                self._put(held)
+                ended = held.finish_reason is not None
+            if not ended:
+                return
+            self._console.file.write("\n")
+            self._current += 1
+
+    def _put(self, delta: StreamOutput) -> None:
+        for text, source in delta.segments:
+            if self._console.is_terminal:
+                style = "" if source == "target" else DRAFTED_STYLE
+                self._console.print(Text(text, style), end="", soft_wrap=True)
+            else:
+                self._console.file.write(text)
+        self._console.file.flush()
+        if delta.finish_reason == "error":
+            self._errors.print(Text(f"prompt {delta.prompt_index}: {delta.stop_reason}", "red"))
+
+    def interrupt(self, stream: Stream) -> None:
+        """End the line; texts that wait for an earlier one are written after it."""
+        for place in sorted(self._waiting.keys() | {self._current}):
+            for held in self._waiting.get(place, ()):
+                self._put(held)
+            self._console.file.write("\n")
+        self.finish(stream)
+
+    def finish(self, stream: Stream) -> None:
+        """Statistics, on standard error."""
+        outputs = stream.outputs()
+        self._errors.print(Text(summary(outputs), "dim"))
+        if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
+            legend = Text("tokens proposed by the drafter are ", "dim")
+            self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
+
+
+def summary(outputs: Sequence[RequestOutput]) -> str:
+    """One line over all prompts."""
+    counts: dict[str, int] = {}
+    for output in outputs:
+        for key in ("num_accepted_draft_tokens", "num_spec_steps", "num_steps"):
+            counts[key] = counts.get(key, 0) + output.metrics.speculative_decoding[key]
+    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    seconds = max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs)
+    accepted, drafted = counts["num_accepted_draft_tokens"], counts["num_spec_steps"]
+    seeds = sorted({sample.seed for output in outputs for sample in output.outputs})
+    parts = [
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.1f} tokens/s)",
+        f"mean acceptance length {1 + accepted / drafted if drafted else 1.0:.2f}",
+        f"tokens per step {num_tokens / counts['num_steps'] if counts['num_steps'] else 0.0:.2f}",
+    ]
+    if len(seeds) == 1:
+        parts.append(f"seed {seeds[0]}")
+    return ", ".join(parts)
+
+
+def as_record(output: RequestOutput) -> dict[str, Any]:
+    """The JSON object of one prompt. With several samples, the top level holds the first and ``samples`` all."""
+    first = output.outputs[0]
+    metrics = output.metrics
+    record: dict[str, Any] = {
+        "prompt": output.prompt if output.prompt is not None else list(output.prompt_token_ids),
+        "text": first.text,
+        "token_ids": list(first.token_ids),
+        "finish_reason": first.finish_reason,
+        "stop_reason": first.stop_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_generated_tokens": sum(len(sample.token_ids) for sample in output.outputs),
+        "seed": first.seed,
+        "lossless": output.lossless,
+        "metrics": {"speculative_decoding": dict(metrics.speculative_decoding)},
+        "timings": {
+            "prefill_seconds": metrics.prefill_seconds,
+            "decode_seconds": metrics.decode_seconds,
+            "tokens_per_second": metrics.tokens_per_second,
+        },
+    }
+    if len(output.outputs) > 1:
+        record["samples"] = [
+            {
+                "index": sample.index,
+                "text": sample.text,
+                "token_ids": list(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                "stop_reason": sample.stop_reason,
+            }
+            for sample in output.outputs
+        ]
+    return record

@@ -1,0 +1,142 @@
+"""``foretoken info``: what a model is, whether it can be verified, and what drafting would cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.cli_options import (
+    DEFAULT_MODEL,
+    AsJson,
+    Device,
+    DraftModel,
+    Dtype,
+    Execution,
+    Method,
+    Model,
+    NumSpeculativeTokens,
+    SpeculativeOption,
+    exit_codes,
+    load_llm,
+    speculative,
+)
+
+if TYPE_CHECKING:
+    from foretoken.engine.model import CausalLM
+    from foretoken.llm import LLM
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+def info(
+    model: Model = DEFAULT_MODEL,
+    draft_model: DraftModel = None,
+    method: Method = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    speculative_config: SpeculativeOption = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
+    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, and the drafter."""
+    with exit_codes():
+        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        llm = load_llm(model, config, dtype=dtype, device=device, execution=execution)
+        report = describe(llm, context, repeats)
+        if as_json:
+            sys.stdout.write(json.dumps(report) + "\n")
+        else:
+            show(report)
+
+
+def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
+    """Everything `info` tells, as plain data."""
+    target = llm.target
+    length = min(context, (target.context_length or context + max(WIDTHS) + 1) - max(WIDTHS) - 1)
+    curve = cost_curve(target, max(1, length), repeats)
+    seconds = {width: median(times) for width, times in curve.items()}
+    report: dict[str, Any] = {
+        "model": asdict(llm.model_info),
+        "probe": "trees and chains" if target.supports_trees else "chains only",
+        "method": llm.speculative_config.method,
+        "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
+        "context_tokens": length,
+        "step_seconds": {str(width): seconds[width] for width in seconds},
+        "step_cost": {str(width): seconds[width] / seconds[1] for width in seconds},
+        "peak_memory_bytes": peak_memory(target),
+        "drafter": None,
+    }
+    if llm.draft_model is not None and llm.draft_model_info is not None:
+        step = median(cost_curve(llm.draft_model, max(1, length), repeats, (1,))[1])
+        report["drafter"] = {
+            **asdict(llm.draft_model_info),
+            "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
+            "step_seconds": step,
+            "cost": step / seconds[1],
+        }
+    return report
+
+
+def cost_curve(lm: CausalLM, context: int, repeats: int, widths: tuple[int, ...] = WIDTHS) -> dict[int, list[float]]:
+    """Seconds of a forward over k tokens behind a context, k interleaved, one warm-up each."""
+    from foretoken.engine.model import Nodes
+
+    cache = lm.new_cache(1, capacity=context + max(widths) + 1)
+    lm.forward(Nodes.from_chains([[token % lm.vocab_size for token in range(context)]]), cache, keep=slice(0, 0))
+    cache.commit([range(context)])
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for round_number in range(repeats + 1):
+        for width in widths:
+            nodes = Nodes.from_chains([[1 % lm.vocab_size] * width])
+            start = perf_counter()
+            lm.forward(nodes, cache)[0, -1, 0].item()
+            if round_number:
+                times[width].append(perf_counter() - start)
+    return times
+
+
+def peak_memory(lm: CausalLM) -> int:
+    """Most memory the process, or on a GPU the allocator, has held so far."""
+    if lm.device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(lm.device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report for people."""
+    console = Console(highlight=False)
+    model, drafter = report["model"], report["drafter"]
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("model", f"{model['name']} ({model['architecture']})")
+    facts.add_row("parameters", f"{model['num_parameters'] / 1e6:.2f} M, {model['weight_bytes'] / 1e6:.1f} MB")
+    facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
+    facts.add_row("vocabulary", f"{model['vocab_size']} ids, context {model['context_length'] or 'not stated'}")
+    facts.add_row("probe", f"verifies {report['probe']} exactly")
+    facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
+    facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
+    if drafter is not None:
+        facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
+        facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+    console.print(facts)
+    curve = Table(title=f"cost of one step over k tokens, {report['context_tokens']} tokens of context")
+    curve.add_column("k", justify="right")
+    curve.add_column("ms", justify="right")
+    curve.add_column("T(k)/T(1)", justify="right")
+    for width, cost in report["step_cost"].items():
+        curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
+    console.print(curve)
