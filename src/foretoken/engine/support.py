@@ -190,7 +190,7 @@ def nucleus_bounds(weights: np.ndarray, top_p: float) -> tuple[float, float]:
 
 
 def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
-    """The smallest score that transformers' TopPLogitsWarper keeps, rounding included; None when it removes an equal one.
+    """The smallest score that transformers' TopPLogitsWarper keeps; None when it removes an equal one.
 
     Its steps on the sorted scores: softmax, cumulative sum, comparison, all in float32.
     """

@@ -1,0 +1,549 @@
+"""The sampling law: transformers' processors token by token, the exact law, choices decided by their key alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from foretoken.engine import noise, sampling
+from foretoken.engine.errors import ConfigError, NumericsError, ShapeError
+from foretoken.engine.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
+from foretoken.engine.support import Warper
+from foretoken.params import SamplingParams
+
+FALSE_ALARM = 1e-7
+EOS = (1, 2)
+
+
+class OccurrencePenalty:
+    """Presence and frequency penalties, counted afresh from the output: the definition, without any cleverness."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            for token in set(ids):
+                scores[row, token] -= torch.tensor(self.frequency) * ids.count(token)
+                scores[row, token] -= torch.tensor(self.presence)
+        return scores
+
+
+class Tilt:
+    """A custom processor that looks at the whole prefix."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        shift = (input_ids.sum(dim=1, keepdim=True) % 7).float()
+        return scores + shift * torch.arange(scores.shape[1]).remainder(3)
+
+
+def processors(params: SamplingParams, prompt_length: int) -> LogitsProcessorList:
+    """What generate builds, in its order; presence and frequency after repetition."""
+    chain = LogitsProcessorList()
+    if params.logit_bias:
+        chain.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias.items()}))
+    if params.repetition_penalty != 1.0:
+        chain.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        chain.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty, prompt_length))
+    if params.no_repeat_ngram_size:
+        chain.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words_ids:
+        chain.append(NoBadWordsLogitsProcessor([list(words) for words in params.bad_words_ids], list(EOS)))
+    if params.min_tokens:
+        stop = [*EOS, *params.stop_token_ids]
+        chain.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, stop))
+    chain.extend(params.logits_processors)
+    return chain
+
+
+def warpers(params: SamplingParams) -> LogitsProcessorList:
+    """The part that generate adds when it samples."""
+    chain = LogitsProcessorList()
+    if params.temperature == 0.0:
+        return chain
+    if params.temperature != 1.0:
+        chain.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        chain.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        chain.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        chain.append(MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1.0:
+        chain.append(TypicalLogitsWarper(params.typical_p))
+    return chain
+
+
+def reference(params: SamplingParams, prompt: Sequence[int], output: Sequence[int], logits: Tensor) -> Tensor:
+    """transformers' processed scores of one node: (V,) -> float32 (V,)."""
+    ids = torch.tensor([[*prompt, *output]])
+    scores = processors(params, len(prompt))(ids, logits[None].to(torch.float32, copy=True))
+    return warpers(params)(ids, scores)[0]
+
+
+def law_of(
+    params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (0,), output: Sequence[int] = (), seed: int = 7
+) -> SamplingLaw:
+    law = SamplingLaw(params, vocab_size=vocab_size, eos_token_ids=EOS, prompt_ids=prompt)
+    law.seed = seed
+    law.extend(output)
+    return law
+
+
+def random_params(generator: random.Random, vocab_size: int, **fixed: Any) -> SamplingParams:
+    """Any mixture of processors; each is on with chance one half."""
+
+    def maybe(value: Any, off: Any) -> Any:
+        return value if generator.random() < 0.5 else off
+
+    tokens = range(vocab_size)
+    values: dict[str, Any] = {
+        "temperature": generator.choice([0.0, 0.7, 1.0, 1.3]),
+        "top_k": maybe(generator.choice([1, 3, vocab_size // 2, 2 * vocab_size]), 0),
+        "top_p": maybe(generator.choice([0.01, 0.5, 0.9, 0.999]), 1.0),
+        "min_p": maybe(generator.choice([0.01, 0.2, 1.0]), 0.0),
+        "typical_p": generator.choice([1.0, 1.0, 1.0, 0.6]),
+        "presence_penalty": maybe(0.7, 0.0),
+        "frequency_penalty": maybe(-0.3, 0.0),
+        "repetition_penalty": maybe(generator.choice([0.8, 1.3]), 1.0),
+        "no_repeat_ngram_size": maybe(generator.choice([1, 2, 3]), 0),
+        "logit_bias": maybe({generator.choice(tokens): 1.5, generator.choice(tokens): -math.inf}, None),
+        "bad_words_ids": maybe([[3], [1], generator.choices(tokens, k=2), generator.choices(tokens, k=3)], ()),
+        "min_tokens": maybe(generator.choice([1, 4, 12]), 0),
+        "stop_token_ids": maybe([4], ()),
+        "logits_processors": maybe((Tilt(),), ()),
+    }
+    return SamplingParams(**{**values, **fixed})
+
+
+class TestAgainstTransformers:
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(0, 2**32))
+    def test_any_mixture_on_any_history(self, number: int) -> None:
+        """Scores before the temperature are equal bit for bit; support, log-probabilities and choice follow.
+
+        Bug that this guards against: a processor in another place of the order, or one that sees the committed tokens
+        instead of the node's own path.
+        """
+        generator = random.Random(number)
+        vocab_size = generator.choice([6, 12, 40])
+        params = random_params(generator, vocab_size)
+        prompt = generator.choices(range(vocab_size), k=generator.randint(1, 12))
+        output = generator.choices(range(vocab_size), k=generator.randint(0, 12))
+        paths = [tuple(generator.choices(range(vocab_size), k=k)) for k in (0, 1, 2, 2, 5)]
+        logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(number)) * 3
+        before = logits.clone()
+        law = law_of(params, vocab_size, prompt)
+        for token in output:
+            law.extend([token])
+        laws, positions = [law] * 5, [50, 51, 52, 52, 55]
+        scores = process(logits, laws, paths)
+        result = log_probs(logits, laws, paths)
+        tokens = choose(logits, laws, paths, positions).tolist()
+        assert torch.equal(logits, before)
+        for i, path in enumerate(paths):
+            ids = torch.tensor([[*prompt, *output, *path]])
+            assert torch.equal(scores[i], processors(params, len(prompt))(ids, logits[i : i + 1].clone())[0])
+            wanted = reference(params, prompt, [*output, *path], logits[i])
+            if not wanted.max().isfinite():
+                assert tokens[i] == -1
+                assert bool(result[i].isnan().all())
+                continue
+            assert torch.equal(result[i].isinf(), wanted.isinf())
+            torch.testing.assert_close(result[i], wanted.log_softmax(-1), atol=2e-6, rtol=0)
+            if params.temperature == 0.0:
+                assert tokens[i] == int(wanted.argmax())
+            else:
+                drawn = noise.gumbel(torch.tensor([7]), torch.tensor([positions[i]]), torch.arange(vocab_size))[0]
+                assert tokens[i] == int((result[i].double() + drawn).argmax())
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.integers(0, 2**32))
+    def test_path_is_as_good_as_a_committed_prefix(self, number: int) -> None:
+        """A node of a draft has the same law as the same tokens once they are committed."""
+        generator = random.Random(number)
+        params = random_params(generator, 12)
+        prompt = generator.choices(range(12), k=generator.randint(1, 10))
+        path = generator.choices(range(12), k=generator.randint(1, 6))
+        logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(number)) * 3
+        drafted, committed = law_of(params, 12, prompt), law_of(params, 12, prompt, path)
+        assert torch.equal(process(logits, [drafted], [path]), process(logits, [committed], [()]))
+        both = [choose(logits, [law], [p], [30]).item() for law, p in ((drafted, path), (committed, ()))]
+        assert both[0] == both[1]
+
+    def test_greedy_decoding_of_a_long_text(self) -> None:
+        """150 tokens, each with the history of all the ones before it."""
+        generator = torch.Generator().manual_seed(3)
+        params = SamplingParams(
+            temperature=0.0,
+            repetition_penalty=1.2,
+            no_repeat_ngram_size=2,
+            presence_penalty=0.4,
+            frequency_penalty=0.3,
+            bad_words_ids=[[5, 6], [7]],
+            min_tokens=100,
+            max_tokens=200,
+        )
+        law, output = law_of(params, 60, [3, 4, 5]), []
+        for step in range(150):
+            logits = torch.randn(1, 60, generator=generator) * 2
+            token = int(choose(logits, [law], [()], [3 + step]))
+            assert token == int(reference(params, [3, 4, 5], output, logits[0]).argmax())
+            output.append(token)
+            law.extend([token])
+
+    def test_half_precision_logits_are_processed_in_float32(self) -> None:
+        logits = (torch.randn(4, 300) * 3).bfloat16()
+        params = SamplingParams(top_p=0.9, temperature=0.8, repetition_penalty=1.1)
+        law = law_of(params, 300, [5, 9])
+        wanted = log_probs(logits.float(), [law] * 4, [()] * 4)
+        assert torch.equal(log_probs(logits, [law] * 4, [()] * 4), wanted)
+        assert wanted.dtype == torch.float32
+
+    def test_tokens_beyond_the_logits_are_left_out(self) -> None:
+        """Embeddings may be longer than the output layer, and a drafter's vocabulary may be padded otherwise."""
+        params = SamplingParams(repetition_penalty=1.5, presence_penalty=1.0, logit_bias={11: 3.0, 2: 1.0})
+        law = law_of(params, 12, [10, 11, 2], [11, 3])
+        scores = process(torch.ones(1, 8), [law], [(10,)])
+        assert scores[0].tolist() == pytest.approx([1, 1, 2 / 1.5, 1 / 1.5 - 1.0, 1, 1, 1, 1])
+
+
+def rows_of(kind: str, num_rows: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Logits of a certain shape: (num_rows, vocab_size)."""
+    logits = torch.randn(num_rows, vocab_size, generator=generator)
+    if kind == "flat":
+        return logits * 0.1
+    if kind == "language":
+        ranks = torch.argsort(torch.rand(num_rows, vocab_size, generator=generator), dim=-1)
+        return logits * 1.5 - 1.3 * torch.log(ranks + 1.0)
+    if kind == "peaked":
+        return logits.scatter(1, torch.full((num_rows, 1), vocab_size // 3), 14.0)
+    if kind == "ties":
+        return (logits * 3).bfloat16().float()
+    if kind == "few values":
+        return torch.randint(0, 3, (num_rows, vocab_size), generator=generator).float()
+    raise AssertionError(kind)
+
+
+KINDS = ["flat", "language", "peaked", "ties", "few values"]
+
+
+def check_rows(kind: str, vocab_size: int, num_rows: int, params: SamplingParams) -> None:
+    """Support and choice of every row equal those of transformers' own classes."""
+    logits = rows_of(kind, num_rows, vocab_size, torch.Generator().manual_seed(vocab_size))
+    law = law_of(params, vocab_size)
+    wanted = warpers(params)(None, logits.clone())
+    positions = list(range(num_rows))
+    result = log_probs(logits, [law] * num_rows, [()] * num_rows)
+    assert torch.equal(result == -torch.inf, wanted == -torch.inf)
+    torch.testing.assert_close(result.double().exp().sum(-1), torch.ones(num_rows).double(), atol=2e-4, rtol=0)
+    drawn = noise.gumbel(torch.tensor([7] * num_rows), torch.tensor(positions), torch.arange(vocab_size))
+    perturbed = wanted.double() + drawn
+    tokens = choose(logits, [law] * num_rows, [()] * num_rows, positions)
+    assert torch.equal(tokens, perturbed.argmax(-1))
+    best, distances = choose_siblings(logits, [law] * num_rows, [()] * num_rows, positions, 3)
+    values = perturbed.topk(3, dim=-1).values
+    assert torch.equal(best[:, 0], tokens)
+    torch.testing.assert_close(distances, values - values[:, :1], atol=1e-9, rtol=0)
+    possible = best >= 0
+    assert torch.equal(possible, values > -torch.inf)
+    assert torch.equal(perturbed.gather(1, best.clamp(min=0))[possible], values[possible])
+
+
+class TestTruncation:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.99999])
+    def test_nucleus_keeps_the_very_same_tokens(self, kind: str, top_p: float) -> None:
+        """transformers sorts everything, in an unstable order and with a float32 sum; we do not, and agree."""
+        for vocab_size in (5, 17, 300, 3000):
+            check_rows(kind, vocab_size, 12, SamplingParams(top_p=top_p))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"top_k": 1},
+            {"top_k": 40},
+            {"top_k": 40, "top_p": 0.9},
+            {"min_p": 0.05},
+            {"min_p": 1.0},
+            {"top_p": 0.8, "min_p": 0.02},
+            {"top_k": 20, "top_p": 0.95, "min_p": 0.1, "temperature": 0.7},
+            {"typical_p": 0.9},
+            {"top_p": 0.9, "typical_p": 0.9, "temperature": 1.5},
+            {},
+        ],
+        ids=str,
+    )
+    def test_every_truncation(self, kind: str, values: dict[str, Any]) -> None:
+        for vocab_size in (30, 5000):
+            check_rows(kind, vocab_size, 8, SamplingParams(**values))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_large_vocabularies(self, kind: str) -> None:
+        for vocab_size, num_rows in ((32_000, 12), (151_936, 3)):
+            check_rows(kind, vocab_size, num_rows, SamplingParams(top_p=0.9))
+            check_rows(kind, vocab_size, num_rows, SamplingParams(temperature=0.8))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_ten_thousand_rows(self, kind: str) -> None:
+        """2,000 rows of each kind, vocabularies up to 150,000."""
+        for vocab_size, num_rows in ((64, 1000), (1000, 700), (8000, 200), (32_000, 80), (150_000, 20)):
+            generator = random.Random(vocab_size)
+            for _ in range(10):
+                top_p = generator.choice([0.3, 0.8, 0.9, 0.95, 0.99, generator.uniform(0.01, 0.999)])
+                temperature = generator.choice([0.6, 1.0, 1.4])
+                check_rows(kind, vocab_size, num_rows // 10, SamplingParams(top_p=top_p, temperature=temperature))
+
+    def test_choice_seldom_needs_a_full_sort(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ties at the boundary of top-p do not make every row fall back: only those whose winner is one of them."""
+        calls = []
+        original = Warper.kept
+        monkeypatch.setattr(Warper, "kept", lambda self, row: calls.append(1) or original(self, row))
+        logits = rows_of("language", 400, 4000, torch.Generator().manual_seed(1)).bfloat16().float()
+        law = law_of(SamplingParams(top_p=0.9), 4000)
+        choose(logits, [law] * 400, [()] * 400, list(range(400)))
+        assert len(calls) < 40
+
+    def test_dense_path_of_accelerators_chooses_alike(self) -> None:
+        logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
+        keys = [noise.row_key(3, position) for position in range(30)]
+        for warper in (Warper(), Warper(top_p=0.9), Warper(0.7, 30, 0.9, 0.01)):
+            quick = sampling._perturbed_best(warper, warper.scaled(logits), keys, 4)
+            dense = sampling._perturbed_best_dense(warper, warper.scaled(logits), keys, 4)
+            assert torch.equal(quick[0], dense[0])
+            torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
+
+
+class TestLaw:
+    @pytest.mark.parametrize(
+        "values",
+        [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "repetition_penalty": 1.3}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("key", ["seed", "position"])
+    def test_choices_have_the_law(self, values: dict[str, Any], key: str) -> None:
+        """Chi-square of 20,000 choices over seeds, or over positions, against `probs`. False alarm 1e-7 per case."""
+        logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, 1.5, -2.0, 0.3]])
+        num_draws = 20_000
+        law = law_of(SamplingParams(**values), 8, [2, 3])
+        keys = [noise.row_key(*((i, 5) if key == "seed" else (5, i))) for i in range(num_draws)]
+        scores = process(logits, [law], [()]).expand(num_draws, -1)
+        tokens, _ = sampling._perturbed_best(law.warper, law.warper.scaled(scores), keys, 1)
+        counts = np.bincount(tokens[:, 0].numpy(), minlength=8)
+        expected = probs(logits, [law], [()])[0].numpy() * num_draws
+        assert (counts[expected == 0] == 0).all()
+        kept = expected > 0
+        assert stats.chisquare(counts[kept], expected[kept]).pvalue > FALSE_ALARM
+
+    def test_choose_itself_has_the_law(self) -> None:
+        """The public path, 6,000 choices with as many laws: chi-square, false alarm 1e-7."""
+        logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(6000, -1)
+        laws = [law_of(SamplingParams(temperature=1.2, seed=seed), 4, seed=seed) for seed in range(6000)]
+        counts = np.bincount(choose(logits, laws, [()] * 6000, [9] * 6000).numpy(), minlength=4)
+        assert stats.chisquare(counts, 6000 * torch.softmax(logits[0].double() / 1.2, -1).numpy()).pvalue > FALSE_ALARM
+
+    def test_siblings_are_draws_without_replacement(self) -> None:
+        """Ordered pairs have the chance p(a) p(b) / (1 - p(a)): chi-square of 20,000, false alarm 1e-7."""
+        logits = torch.tensor([[1.0, 0.0, -0.5, -math.inf]])
+        law = law_of(SamplingParams(), 4)
+        keys = [noise.row_key(seed, 5) for seed in range(20_000)]
+        pairs, _ = sampling._perturbed_best(law.warper, logits.expand(20_000, -1), keys, 2)
+        p = logits[0].double().softmax(-1).tolist()
+        orders = [(a, b) for a in range(3) for b in range(3) if a != b]
+        counted = [int((pairs == torch.tensor(pair)).all(-1).sum()) for pair in orders]
+        expected = [20_000 * p[a] * p[b] / (1 - p[a]) for a, b in orders]
+        assert stats.chisquare(counted, expected).pvalue > FALSE_ALARM
+
+    def test_greedy_law_is_a_point_mass(self) -> None:
+        """`probs` is what rejection compares with; the log-softmax would make it sample at temperature 1."""
+        logits = torch.tensor([[0.0, 3.0, 1.0], [1.0, 0.0, 0.0]])
+        greedy, sampled = law_of(SamplingParams(temperature=0.0), 3), law_of(SamplingParams(), 3)
+        law = probs(logits, [greedy, sampled], [(), ()])
+        assert law[0].tolist() == [0.0, 1.0, 0.0]
+        torch.testing.assert_close(law[1], logits[1].double().softmax(-1), atol=1e-7, rtol=0)
+        told = log_probs(logits, [greedy, sampled], [(), ()])
+        torch.testing.assert_close(told, logits.log_softmax(-1))
+
+
+class TestKey:
+    """Nothing but (seed, position, token) and the law itself decides."""
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.integers(0, 2**32))
+    def test_batch_and_order_do_not_matter(self, number: int) -> None:
+        generator = random.Random(number)
+        vocab_size = generator.choice([12, 3000])
+        laws = [law_of(random_params(generator, vocab_size), vocab_size, [3, 4, 5], seed=seed) for seed in range(6)]
+        rows = [generator.randrange(6) for _ in range(14)]
+        nodes = [laws[row] for row in rows]
+        paths = [tuple(generator.choices(range(12), k=generator.randint(0, 4))) for _ in rows]
+        positions = [3 + len(path) for path in paths]
+        logits = torch.randn(14, vocab_size, generator=torch.Generator().manual_seed(number)) * 3
+        together = choose(logits, nodes, paths, positions).tolist()
+        alone = [int(choose(logits[i : i + 1], [nodes[i]], [paths[i]], [positions[i]])) for i in range(14)]
+        assert together == alone
+        order = generator.sample(range(14), 14)
+        shuffled = choose(
+            logits[order], [nodes[i] for i in order], [paths[i] for i in order], [positions[i] for i in order]
+        )
+        assert shuffled.tolist() == [together[i] for i in order]
+        siblings, scores = choose_siblings(logits, nodes, paths, positions, 3)
+        assert siblings[:, 0].tolist() == together
+        assert bool((scores[:, 0][siblings[:, 0] >= 0] == 0).all())
+        assert bool((scores <= 0).all())
+
+    def test_seed_position_and_row_matter(self) -> None:
+        logits = torch.zeros(1, 1000)
+        law, other = law_of(SamplingParams(), 1000, seed=1), law_of(SamplingParams(), 1000, seed=2)
+        drawn = [int(choose(logits, [choice], [()], [position])) for choice in (law, other) for position in range(20)]
+        assert len(set(drawn)) > 30
+
+    def test_seed_of_the_parameters_or_a_fresh_one(self) -> None:
+        assert SamplingLaw(SamplingParams(seed=5), vocab_size=4).seed == 5
+        fresh = {SamplingLaw(SamplingParams(), vocab_size=4).seed for _ in range(10)}
+        assert len(fresh) == 10
+
+    def test_greedy_takes_the_lowest_of_equals(self) -> None:
+        law = law_of(SamplingParams(temperature=0.0), 4)
+        assert law.is_argmax
+        assert choose(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [law], [()], [0]).tolist() == [1]
+        tokens, scores = choose_siblings(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [law], [()], [0], 3)
+        assert tokens.tolist() == [[1, 2, 0]]
+        assert scores.tolist() == [[0.0, 0.0, -1.0]]
+
+    def test_more_siblings_than_tokens(self) -> None:
+        logits = torch.tensor([[0.0, 1.0, -math.inf]])
+        for temperature in (0.0, 1.0):
+            law = law_of(SamplingParams(temperature=temperature), 3)
+            tokens, scores = choose_siblings(logits, [law], [()], [0], 5)
+            assert sorted(tokens[0, :2].tolist()) == [0, 1]
+            assert tokens[0, 2:].tolist() == [-1, -1, -1]
+            assert scores[0, 2:].tolist() == [-math.inf] * 3
+
+
+class TestProcessors:
+    def test_minimum_length_ends(self) -> None:
+        """Once the minimum is reached the greedy law is the plain argmax again."""
+        law = law_of(SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[4]), 6, [0])
+        logits = torch.tensor([[0.0, 9.0, 8.0, 1.0, 7.0, 0.0]])
+        assert choose(logits, [law], [()], [1]).tolist() == [3]
+        assert choose(logits, [law], [(3, 3)], [3]).tolist() == [1]
+        assert not law.is_argmax
+        law.extend([3, 3])
+        assert law.is_argmax
+        assert choose(logits, [law], [()], [3]).tolist() == [1]
+
+    def test_custom_processors_get_whole_prefixes_by_depth(self) -> None:
+        """Nodes of equal depth and one sequence come in one call; the time spent is known."""
+        seen: list[list[list[int]]] = []
+
+        def record(input_ids: Tensor, scores: Tensor) -> Tensor:
+            seen.append(input_ids.tolist())
+            return scores * 2
+
+        params = SamplingParams(temperature=0.0, logits_processors=[record])
+        a, b = law_of(params, 9, [5, 6], [7]), law_of(params, 9, [8])
+        logits = torch.randn(5, 9)
+        scores = process(logits, [a, a, b, a, a], [(), (1,), (1,), (2,), (2, 3)])
+        assert seen == [[[5, 6, 7]], [[5, 6, 7, 1], [5, 6, 7, 2]], [[8, 1]], [[5, 6, 7, 2, 3]]]
+        assert torch.equal(scores, logits * 2)
+        assert a.custom_processor_seconds > 0.0
+
+    def test_history_costs_no_more_with_context(self) -> None:
+        """A node does not walk the context: the index is asked once, the counts are arrays of different tokens."""
+        params = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3)
+        law = law_of(params, 50, [i % 50 for i in range(20_000)])
+        law._tokens = NoWalk(law._tokens)
+        assert law._ngrams is not None
+        law._ngrams._tokens = law._tokens
+        assert choose(torch.randn(1, 50), [law], [(1, 2)], [20_002]).item() >= 0
+        assert len(law.repetitions((1, 2))[0]) == 50
+
+    def test_mixed_batch_touches_only_its_own_rows(self) -> None:
+        plain = law_of(SamplingParams(temperature=0.0), 6)
+        banned = law_of(SamplingParams(temperature=0.0, logit_bias={3: -math.inf}), 6)
+        logits = torch.tensor([[0.0, 1, 2, 3, 1, 0]]).repeat(3, 1)
+        assert choose(logits, [plain, banned, plain], [()] * 3, [0] * 3).tolist() == [3, 2, 3]
+
+    @pytest.mark.parametrize(
+        "values", [{"logit_bias": {9: 1.0}}, {"bad_words_ids": [[1, 9]]}, {"stop_token_ids": [9]}], ids=str
+    )
+    def test_ids_outside_of_the_vocabulary(self, values: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=r"outside of the vocabulary, 0\.\.8"):
+            law_of(SamplingParams(**values), 9)
+
+
+class NoWalk(list[int]):
+    """A list that refuses to be iterated."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the whole context was walked")
+
+
+class TestBadRows:
+    @pytest.mark.parametrize(
+        "values", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}, {"typical_p": 0.5}], ids=str
+    )
+    def test_only_the_bad_row_fails(self, values: dict[str, Any]) -> None:
+        """NaN, +inf and all -inf: the row's choice is -1, its log-probabilities NaN, the others are as without it."""
+        good = torch.randn(8)
+        nan, huge = good.clone(), good.clone()
+        nan[5], huge[2] = math.nan, math.inf
+        logits = torch.stack([good, nan, torch.full((8,), -math.inf), huge, good])
+        law = law_of(SamplingParams(**values), 8)
+        laws, paths, positions = [law] * 5, [()] * 5, [3] * 5
+        tokens = choose(logits, laws, paths, positions).tolist()
+        assert tokens[1:4] == [-1, -1, -1]
+        assert tokens[0] == tokens[4] == choose(good[None], [law], [()], [3]).item()
+        siblings, scores = choose_siblings(logits, laws, paths, positions, 2)
+        assert siblings[1:4].eq(-1).all()
+        assert scores[1:4].eq(-math.inf).all()
+        for result in (log_probs(logits, laws, paths), probs(logits, laws, paths)):
+            assert result[1:4].isnan().all()
+            assert not result[[0, 4]].isnan().any()
+
+    def test_the_error_tells_why(self) -> None:
+        law = law_of(SamplingParams(bad_words_ids=[[0], [3]]), 4)
+        for bad, message in (
+            ([0.0, math.nan, 0.0, 0.0], "NaN"),
+            ([-math.inf] * 4, "-inf for every token"),
+            ([0.0, math.inf, 0.0, 0.0], "infinite"),
+            ([0.0, -math.inf, -math.inf, 0.0], "bad_words"),
+        ):
+            logits = torch.tensor(bad)
+            assert choose(logits[None], [law], [()], [0]).item() == -1
+            error = sampling.failure(logits, law)
+            assert isinstance(error, NumericsError)
+            assert message in str(error)
+
+    def test_shapes_are_checked(self) -> None:
+        law = law_of(SamplingParams(), 4)
+        with pytest.raises(ShapeError, match="1 laws"):
+            choose(torch.zeros(2, 4), [law], [()], [0])
