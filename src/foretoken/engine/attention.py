@@ -1,0 +1,111 @@
+"""Attention over grouped keys and values without copying them.
+
+`transformers`' function for "sdpa" repeats keys and values once per query head of a group as soon as a forward
+carries more than one token and a mask, a copy of the whole cache for every layer and step. Here the query heads of
+a group are laid behind one another as more queries of one head, which is the same sum over the same columns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GROUPED_SDPA = "foretoken_sdpa"
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function in the sense of `transformers`' `AttentionInterface`.
+
+    Anything but plain masked attention (dropout, causal shorthand, position bias, soft cap, sinks, masks of their
+    own for every head) goes to `transformers`' own function.
+
+    Args:
+      query: (B, H_q, N, D).
+      key: (B, H_kv, T, D), may be a view of a larger buffer; H_kv divides H_q.
+      value: (B, H_kv, T, D_v).
+      attention_mask: bool or additive, (B or 1, 1, N, T), or None when every query sees every column.
+      scaling: factor of the scores; 1/sqrt(D) by default.
+
+    Returns: (B, N, H_q, D_v), contiguous, and None.
+    Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
+    """
+    num_heads, num_queries = query.shape[1], query.shape[2]
+    num_kv_heads, num_columns = key.shape[1], key.shape[2]
+    is_plain = dropout == 0.0 and all(value is None or value is False for value in _special(kwargs))
+    sees_all = attention_mask is None and (num_queries == 1 or is_causal is False)
+    has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    if not is_plain or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    group = num_heads // num_kv_heads
+    if group > 1:
+        # heads 0..g-1 share key head 0: (B, H_kv * g, N, D) -> (B, H_kv, g * N, D)
+        query = query.reshape(query.shape[0], num_kv_heads, group * num_queries, query.shape[3])
+        if attention_mask is not None and num_queries > 1:
+            rows = attention_mask.shape[0]
+            mask = attention_mask[:, :, None].expand(rows, 1, group, num_queries, num_columns)
+            attention_mask = mask.reshape(rows, 1, group * num_queries, num_columns)
+    output = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
+    output = output.view(output.shape[0], num_heads, num_queries, output.shape[3])
+    return output.transpose(1, 2).contiguous(), None
+
+
+SPECIAL_ARGUMENTS = ("position_bias", "softcap", "s_aux", "sinks", "cache", "output_attentions")
+
+
+def _special(kwargs: dict[str, Any]) -> list[Any]:
+    return [kwargs[name] for name in SPECIAL_ARGUMENTS if name in kwargs]
+
+
+def use_grouped_sdpa(model: PreTrainedModel) -> bool:
+    """Set `grouped_sdpa` on the private config of a shadow; True when the model could take it.
+
+    Taken only by models that run "sdpa" through `transformers`' interface and do not branch on that name themselves.
+    """
+    if model.config._attn_implementation != "sdpa" or not _dispatches_by_interface(model):
+        return False
+    AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
+    AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
+    model.config._attn_implementation = GROUPED_SDPA
+    return True
+
+
+def _dispatches_by_interface(model: PreTrainedModel) -> bool:
+    """True when the modelling files ask the interface for a function and never compare with "sdpa"."""
+    names = {type(module).__module__ for module in model.modules()}
+    files = [sys.modules[name] for name in sorted(names) if not name.startswith("torch.")]
+    try:
+        sources = [inspect.getsource(file) for file in files]
+    except (OSError, TypeError):
+        return False
+    asks = any("ALL_ATTENTION_FUNCTIONS" in source for source in sources)
+    return asks and not any('"sdpa"' in source or "'sdpa'" in source for source in sources)

@@ -1,0 +1,163 @@
+"""How the forward of a model is carried out: a private shadow of it, and what runs its layers.
+
+The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the very same
+tensors, and everything this file does is done to the shadow.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from foretoken.engine.attention import use_grouped_sdpa
+from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.engine.packing import MIN_ELEMENTS, PackedLinear, RMSNorm, cpu_has_bfloat16, packable, packed_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "cpu_has_bfloat16", "shadow"]
+
+logger = logging.getLogger("foretoken")
+
+KINDS = ("eager", "packed", "compiled")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shadow(model: Model) -> Model:
+    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter and buffer.
+
+    Raises: UnsupportedModelError when the module tree cannot be copied.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds something that cannot be copied ({error}), and foretoken only changes "
+            "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
+        ) from error
+
+
+def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve "auto" and check the rest.
+
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager".
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    if kind != "auto" and kind not in KINDS:
+        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
+        raise ConfigError(f"execution={kind!r} is unknown{hint}")
+    is_cpu = torch.device(device).type == "cpu"
+    if kind == "auto":
+        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+    if kind != "eager" and not is_cpu:
+        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    return kind
+
+
+class Execution:
+    """Runs the forward of a shadow. Use `apply_execution` to make one.
+
+    Args:
+      model: the shadow; its layers are changed in place.
+      kind: "eager", "packed" or "compiled".
+    """
+
+    def __init__(self, model: PreTrainedModel, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.uses_grouped_attention = False
+        self._packed: list[PackedLinear] = []
+        self._num_norms = 0
+
+    def run(self, **kwargs: Any) -> Any:
+        """The model's own forward, hooks included; arguments and output are `transformers`'."""
+        return self.model(**kwargs)
+
+    def refresh_if_stale(self) -> bool:
+        """Pack again what was written since it was packed; True when anything was.
+
+        Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
+        tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
+        """
+        return sum(layer.refresh() for layer in self._packed) > 0
+
+    @property
+    def num_packed_layers(self) -> int:
+        return len(self._packed)
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self._packed)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.kind == "eager":
+            return self.kind
+        if not self._packed:
+            return f"{self.kind} (no layer large enough or of a packable dtype)"
+        return f"{self.kind} ({self.num_packed_layers} layers, {self.packed_bytes / 1e6:.0f} MB packed)"
+
+    def _pack(self, release_originals: bool, min_elements: int) -> None:
+        shared = _shared_storages(self.model)
+        for layer in list(packable(self.model, min_elements)):
+            packed = PackedLinear(layer)
+            layer.forward = packed
+            self._packed.append(packed)
+            if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
+                packed.release()
+
+    def _fuse_norms(self) -> None:
+        for layer in self.model.modules():
+            norm = None if "forward" in vars(layer) else RMSNorm.of(layer)
+            if norm is not None:
+                layer.forward = norm
+                self._num_norms += 1
+
+
+@torch.inference_mode()
+def apply_execution(
+    shadow_model: PreTrainedModel,
+    kind: str = "auto",
+    *,
+    release_originals: bool = False,
+    min_packed_elements: int = MIN_ELEMENTS,
+) -> Execution:
+    """Make a shadow run the chosen way.
+
+    Args:
+      shadow_model: from `shadow`, or a model nobody else holds; its layers are changed in place.
+      kind: "auto", "eager", "packed" or "compiled".
+      release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
+        for models that the library loaded itself.
+      min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
+        the number of rows.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    Exactness: equals eager execution within the rounding of the dtype.
+    """
+    weight = shadow_model.get_input_embeddings().weight
+    execution = Execution(shadow_model, choose_execution(kind, weight.device, weight.dtype))
+    if execution.kind == "eager":
+        return execution
+    execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
+    execution._fuse_norms()
+    execution._pack(release_originals, min_packed_elements)
+    return execution
+
+
+def _shared_storages(model: nn.Module) -> set[int]:
+    """Addresses of weights that more than one module uses, such as tied embeddings."""
+    owners = Counter(
+        parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    return {address for address, count in owners.items() if count > 1}

@@ -1,0 +1,171 @@
+"""Linear layers through oneDNN with weights packed once, for CPUs.
+
+Measured (docs/log.md): reading every weight once is the floor of a step; packed float32 reaches it for one row,
+costs about 1.4 times as much for five, and gives every row the same bits whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
+MIN_ELEMENTS = 2**18  # below, the 25 us that a call into oneDNN costs more than F.linear exceed what it saves
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def cpu_has_bfloat16() -> bool:
+    """True where the CPU multiplies bfloat16 itself (avx512_bf16, AMX, or Arm's BF16), not by conversion."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype in which weights of ``dtype`` are packed, or None where oneDNN packs none.
+
+    Half precision without instructions for it is packed as float32: no other kernel here reads the weights once
+    for several rows. The products are then exact and rounded once, at twice the memory.
+    """
+    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    if dtype == torch.bfloat16 and cpu_has_bfloat16():
+        return torch.bfloat16
+    if dtype == torch.float32 or dtype in HALVES:
+        return torch.float32
+    return None
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What changes when somebody writes into a tensor or replaces its storage."""
+
+    address: int
+    count: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Version:
+        return cls(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype)
+
+
+class PackedLinear:
+    """The forward of one `nn.Linear` or `Conv1D`, over a packed copy of its weight.
+
+    Exactness: equals ``F.linear`` within the rounding of the dtype; a row's bits depend on that row alone.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._is_released = False
+        self._pack()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        if x.dtype != self._dtype:
+            raise TypeError(f"a packed layer of {self._dtype} was given {x.dtype}; use execution='eager'")
+        if self._dtype == self._packed_dtype:
+            return _linear(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return _linear(x.to(self._packed_dtype), self._packed, self._bias, "none", [], "").to(self._dtype)  # type: ignore[no-any-return]
+
+    def refresh(self) -> bool:
+        """Pack again when weight or bias were written since; True when they were."""
+        if self._is_released or self._versions == tuple(map(_Version.of, self._tensors())):
+            return False
+        self._pack()
+        return True
+
+    def release(self) -> None:
+        """Free the weight that was packed, for every module that shares the parameter.
+
+        A NaN of the same shape stays, so that code which reads the weight past the layer is found out.
+        """
+        weight = self._weight
+        weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+        self._is_released = True
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_elements * self._packed_dtype.itemsize
+
+    @property
+    def _weight(self) -> nn.Parameter:
+        weight = self._layer.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    def _tensors(self) -> list[torch.Tensor]:
+        bias = self._layer.bias
+        return [self._weight] if bias is None else [self._weight, bias]  # type: ignore[list-item]
+
+    def _pack(self) -> None:
+        tensors = self._tensors()
+        self._versions = tuple(map(_Version.of, tensors))
+        self._dtype = tensors[0].dtype
+        packed_as = packed_dtype(self._dtype)
+        if packed_as is None:
+            raise TypeError(f"weights of {self._dtype} cannot be packed; build the execution anew")
+        self._packed_dtype = packed_as
+        weight, *bias = (tensor.detach().to(packed_as) for tensor in tensors)
+        if isinstance(self._layer, Conv1D):
+            weight = weight.t()  # (in, out) -> (out, in)
+        self._num_elements = weight.numel()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
+        self._bias = bias[0] if bias else None
+
+
+_linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+class RMSNorm:
+    """The forward of a root-mean-square norm in one call instead of six."""
+
+    def __init__(self, layer: nn.Module, epsilon: float) -> None:
+        self._layer = layer
+        self._epsilon = epsilon
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._layer.weight
+        return F.rms_norm(x, weight.shape, weight, self._epsilon)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> RMSNorm | None:
+        """The replacement, when it gives the very bits of the layer on a random sample; else None."""
+        weight = _only_parameter(layer)
+        if weight is None:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        sample = torch.randn(3, 2, weight.numel(), generator=generator).to(weight)
+        for epsilon in (value for value in vars(layer).values() if isinstance(value, float) and value > 0):
+            norm = cls(layer, epsilon)
+            samples = (sample, sample * epsilon**0.5)  # the second is small enough for epsilon to matter
+            if all(torch.equal(norm(x), layer(x)) for x in samples):
+                return norm
+        return None
+
+
+def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
+    """The weight of a layer that maps one tensor by one vector and has nothing else."""
+    parameters = dict(layer.named_parameters())
+    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(layer.buffers()):
+        return None
+    return parameters["weight"] if len(inspect.signature(layer.forward).parameters) == 1 else None
+
+
+def packable(model: nn.Module, min_elements: int = MIN_ELEMENTS) -> Iterator[nn.Module]:
+    """Layers whose weight can be packed and whose forward is their class's own."""
+    for layer in model.modules():
+        if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
+            continue
+        weight = layer.weight
+        if weight.device.type == "cpu" and weight.numel() >= min_elements and packed_dtype(weight.dtype):
+            yield layer

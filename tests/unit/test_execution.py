@@ -1,0 +1,403 @@
+"""Execution: a shadow that shares tensors, packed linears, grouped attention."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from foretoken.engine import packing
+from foretoken.engine.attention import GROUPED_SDPA, grouped_sdpa
+from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.engine.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
+from foretoken.engine.packing import PackedLinear, RMSNorm, packed_dtype
+
+can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**GROUPED),
+    "llama-tied": LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "mixtral": MixtralConfig(**GROUPED, num_local_experts=4, sliding_window=None),
+    "gemma2": Gemma2Config(**GROUPED, head_dim=8),
+    "falcon": FalconConfig(**SIZES, alibi=False),
+    "gpt2": GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3, bos_token_id=1
+    ),
+}
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 6e-2}
+PACK_ALL = {"min_packed_elements": 0}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).to(dtype).eval()
+    if name == "mixtral" and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped product of torch has no float64
+    return model
+
+
+def fingerprint(model: PreTrainedModel) -> tuple[object, ...]:
+    """Everything of a model that its owner could see change."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    modules = [(name, id(module), type(module), sorted(vars(module))) for name, module in model.named_modules()]
+    tensors = [(name, id(tensor), tensor.data_ptr()) for name, tensor in model.named_parameters()]
+    configs = (repr(model.config.to_dict()), repr(model.generation_config), model.config._attn_implementation)
+    return digest.hexdigest(), modules, tensors, configs
+
+
+def logits_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+IDS = torch.tensor([[3, 17, 55, 4, 90, 21, 8], [60, 5, 5, 12, 33, 2, 71]])
+
+
+class TestShadow:
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_shares_every_tensor_and_no_module(self, name: str) -> None:
+        model = build(name)
+        copied = shadow(model)
+        assert [id(t) for t in copied.parameters()] == [id(t) for t in model.parameters()]
+        assert [id(t) for t in copied.buffers()] == [id(t) for t in model.buffers()]
+        assert not {id(m) for m in copied.modules()} & {id(m) for m in model.modules()}
+        assert copied.config is not model.config
+        assert copied.config is copied.get_decoder().config
+        assert copied.generation_config is not model.generation_config
+
+    @pytest.mark.parametrize("kind", ["eager", "packed"])
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_leaves_the_users_model_as_it_was(self, name: str, kind: str) -> None:
+        model = build(name)
+        before, want = fingerprint(model), logits_of(model, IDS)
+        execution = apply_execution(shadow(model), kind, **PACK_ALL)
+        with torch.inference_mode():
+            execution.run(input_ids=IDS, use_cache=False)
+            with pytest.raises(IndexError):
+                execution.run(input_ids=IDS + 1000, use_cache=False)
+        assert fingerprint(model) == before
+        assert torch.equal(logits_of(model, IDS), want)
+
+    def test_hooks_of_the_user_run_in_the_shadow(self) -> None:
+        model = build("llama")
+        seen = []
+        model.lm_head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
+        execution = apply_execution(shadow(model), "packed", **PACK_ALL)
+        with torch.inference_mode():
+            execution.run(input_ids=IDS, use_cache=False)
+        assert seen == [(2, 7, 32)]
+
+    def test_what_cannot_be_copied_is_refused(self) -> None:
+        model = build("llama")
+        model.owner = (step for step in range(3))  # a generator has no copy
+        with pytest.raises(UnsupportedModelError, match="cannot be copied"):
+            shadow(model)
+
+
+class TestChoice:
+    def test_auto_packs_on_cpus_only_what_can_be_packed(self) -> None:
+        assert choose_execution("auto", "cpu", torch.float64) == "eager"
+        assert choose_execution("auto", "cuda", torch.float32) == "eager"
+        if packed_dtype(torch.float32):
+            assert choose_execution("auto", torch.device("cpu"), torch.float32) == "packed"
+
+    def test_an_unknown_kind_names_the_nearest(self) -> None:
+        with pytest.raises(ConfigError, match="did you mean 'packed'"):
+            choose_execution("pack", "cpu", torch.float32)
+        with pytest.raises(ConfigError, match="known are auto, eager, packed, compiled"):
+            choose_execution("fast", "cpu", torch.float32)
+
+    def test_packed_off_the_cpu_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="execution='eager'"):
+            choose_execution("packed", "cuda", torch.float32)
+
+    def test_bfloat16_is_packed_as_such_only_by_cpus_that_have_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if packed_dtype(torch.float32) is None:
+            pytest.skip("oneDNN packs nothing here")
+        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: True)
+        assert packed_dtype(torch.bfloat16) == torch.bfloat16
+        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: False)
+        assert packed_dtype(torch.bfloat16) == torch.float32
+        assert packed_dtype(torch.float64) is None
+
+    def test_bfloat16_needs_instructions_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert isinstance(cpu_has_bfloat16(), bool)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        monkeypatch.setattr(packing.platform, "machine", lambda: "x86_64")
+        assert cpu_has_bfloat16() is False
+
+
+@can_pack
+class TestPacked:
+    @pytest.mark.parametrize("dtype", ROUNDING)
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_equals_eager_within_rounding(self, name: str, dtype: torch.dtype) -> None:
+        model = build(name, dtype)
+        want = logits_of(model, IDS)
+        execution = apply_execution(shadow(model), "packed", **PACK_ALL)
+        with torch.inference_mode():
+            got = execution.run(input_ids=IDS, use_cache=False).logits
+        assert (execution.num_packed_layers > 0) == (dtype != torch.float64)
+        assert got.dtype == want.dtype == dtype
+        assert relative_error(got, want) < ROUNDING[dtype]
+
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize(
+        ("in_features", "out_features"), [(64, 64), (37, 100), (1024, 512), (333, 777), (256, 4096)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_bits_of_a_row_depend_on_that_row_alone(
+        self, dtype: torch.dtype, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Packing with a hint of one row breaks this for one row; `F.linear` in float32 breaks it below four."""
+        torch.manual_seed(0)
+        packed = PackedLinear(nn.Linear(in_features, out_features, bias=bias, dtype=dtype))
+        rows = torch.randn(300, in_features, dtype=dtype)
+        with torch.inference_mode():
+            want = packed(rows)
+            for count in (*range(1, 18), 24, 32, 33, 64, 100, 128, 257):
+                for first in (0, 300 - count):
+                    got = packed(rows[first : first + count])
+                    assert torch.equal(got, want[first : first + count]), (count, first)
+            assert torch.equal(packed(rows[:6].view(2, 3, -1)), want[:6].view(2, 3, -1))
+
+    def test_no_rows_give_no_rows(self) -> None:
+        """An expert that no token chose runs over nothing."""
+        packed = PackedLinear(nn.Linear(8, 5))
+        assert packed(torch.zeros(0, 8)).shape == (0, 5)
+
+    def test_other_dtypes_than_the_weights_are_refused(self) -> None:
+        with pytest.raises(TypeError, match="float64"):
+            PackedLinear(nn.Linear(8, 5))(torch.zeros(1, 8, dtype=torch.float64))
+
+    def test_float64_and_small_weights_stay_as_they_are(self) -> None:
+        for model, options in ((build("llama", torch.float64), PACK_ALL), (build("llama"), {})):
+            execution = apply_execution(shadow(model), "packed", **options)
+            assert execution.num_packed_layers == execution.packed_bytes == 0
+            assert execution.describe() == "packed (no layer large enough or of a packable dtype)"
+
+    def test_counts_what_it_packed(self) -> None:
+        model = build("llama")
+        execution = apply_execution(shadow(model), "packed", **PACK_ALL)
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        assert execution.num_packed_layers == len(linears) == 15
+        assert execution.packed_bytes == 4 * sum(linear.weight.numel() for linear in linears)
+        assert execution.describe().startswith("packed (15 layers")
+
+    def test_layers_that_somebody_wrapped_are_left_alone(self) -> None:
+        """Quantised subclasses and forwards replaced on the instance (accelerate does) are not plain linears."""
+
+        class Doubled(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(x)
+
+        model = build("llama")
+        layers = model.model.layers
+        layers[0].mlp.up_proj.__class__ = Doubled
+        own_forward = layers[1].mlp.up_proj.forward
+        layers[1].mlp.up_proj.forward = lambda x: -own_forward(x)
+        want = logits_of(model, IDS)
+        execution = apply_execution(shadow(model), "packed", **PACK_ALL)
+        with torch.inference_mode():
+            got = execution.run(input_ids=IDS, use_cache=False).logits
+        assert execution.num_packed_layers == 13
+        assert relative_error(got, want) < 2e-5
+
+    def test_root_mean_square_norms_keep_their_bits(self) -> None:
+        llama, gemma = build("llama").model.norm, build("gemma2").model.norm
+        llama.weight.data.uniform_(0.5, 2)
+        norm = RMSNorm.of(llama)
+        x = torch.randn(2, 3, 32)
+        assert norm is not None
+        assert torch.equal(norm(x), llama(x))
+        assert RMSNorm.of(gemma) is None, "its weight is an offset from one"
+        assert RMSNorm.of(nn.LayerNorm(32, bias=False)) is None
+        assert RMSNorm.of(nn.Linear(4, 4, bias=False)) is None
+
+
+@can_pack
+class TestStaleness:
+    def written(self, how: str, model: PreTrainedModel) -> None:
+        layer = model.model.layers[1].self_attn.q_proj
+        if how == "optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+        elif how == "load_state_dict":
+            torch.manual_seed(9)
+            model.load_state_dict({name: torch.rand_like(t) for name, t in model.state_dict().items()})
+        elif how == "storage":
+            layer.weight.data = layer.weight.data * 2
+        else:
+            with torch.no_grad():
+                layer.weight.mul_(2)
+
+    @pytest.mark.parametrize("how", ["optimizer", "load_state_dict", "storage", "in place"])
+    def test_writes_by_the_user_are_seen(self, how: str) -> None:
+        model = build("llama")
+        execution = apply_execution(shadow(model), "packed", **PACK_ALL)
+        assert not execution.refresh_if_stale()
+        self.written(how, model)
+        want = logits_of(model, IDS)
+        with torch.inference_mode():
+            stale = execution.run(input_ids=IDS, use_cache=False).logits
+            assert relative_error(stale, want) > 1e-3
+            assert execution.refresh_if_stale()
+            fresh = execution.run(input_ids=IDS, use_cache=False).logits
+            assert not execution.refresh_if_stale()
+        assert relative_error(fresh, want) < 2e-5
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_written_bias_is_seen(self, dtype: torch.dtype) -> None:
+        layer = nn.Linear(8, 5, dtype=dtype)
+        packed = PackedLinear(layer)
+        with torch.no_grad():
+            layer.bias.add_(1)
+        packed.refresh()
+        x = torch.randn(3, 8, dtype=dtype)
+        assert relative_error(packed(x), layer(x)) < ROUNDING[dtype]
+
+
+@can_pack
+class TestRelease:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "mixtral"])
+    def test_runs_on_packed_weights_alone(self, name: str, dtype: torch.dtype) -> None:
+        model = build(name, dtype)
+        want = logits_of(model, IDS)
+        execution = apply_execution(shadow(model), "packed", release_originals=True, **PACK_ALL)
+        with torch.inference_mode():
+            got = execution.run(input_ids=IDS, use_cache=False).logits
+        assert relative_error(got, want) < ROUNDING[dtype]
+        assert not execution.refresh_if_stale()
+
+    def test_frees_the_weights_for_everybody_but_keeps_ties(self) -> None:
+        free, tied = build("llama"), build("llama-tied")
+        for model in (free, tied):
+            apply_execution(shadow(model), "packed", release_originals=True, **PACK_ALL)
+            q_proj = model.model.layers[0].self_attn.q_proj.weight
+            assert q_proj.shape == (32, 32)
+            assert q_proj.untyped_storage().nbytes() == 4
+            assert q_proj.isnan().all(), "code that reads past the packed copy must be found out"
+        assert free.lm_head.weight.untyped_storage().nbytes() == 4
+        assert tied.lm_head.weight is tied.model.embed_tokens.weight
+        assert not tied.lm_head.weight.isnan().any()
+
+
+class TestGroupedAttention:
+    @pytest.mark.parametrize("num_queries", [1, 2, 7])
+    @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+    @pytest.mark.parametrize("kind", ["bool", "additive", "batch-shared", "none"])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+    def test_equals_sdpa_of_transformers(
+        self, dtype: torch.dtype, kind: str, num_kv_heads: int, num_queries: int
+    ) -> None:
+        """Keys are a view of a larger buffer, values have a width of their own (MLA), masks are ragged."""
+        torch.manual_seed(1)
+        module = nn.Module()
+        module.num_key_value_groups, module.is_causal = 4 // num_kv_heads, True
+        rows, columns = 3, 11
+        query = torch.randn(rows, num_queries, 4, 8, dtype=dtype).transpose(1, 2)
+        key = torch.randn(rows, num_kv_heads, 32, 8, dtype=dtype)[:, :, :columns]
+        value = torch.randn(rows, num_kv_heads, 32, 5, dtype=dtype)[:, :, :columns]
+        mask = None
+        if kind != "none":
+            mask = torch.rand(1 if kind == "batch-shared" else rows, 1, num_queries, columns) < 0.6
+            mask[..., 0] = True
+            if kind == "additive":
+                mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+        want, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+        got, weights = grouped_sdpa(module, query, key, value, mask, scaling=0.3)
+        assert weights is None
+        assert got.shape == (rows, num_queries, 4, 5)
+        assert got.is_contiguous()
+        assert relative_error(got, want) < (1e-12 if dtype == torch.float64 else 1e-5)
+
+    def test_what_is_unusual_goes_to_transformers(self) -> None:
+        module = nn.Module()
+        module.num_key_value_groups, module.is_causal = 2, True
+        torch.manual_seed(1)
+        query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8)
+        mask = torch.zeros(1, 4, 3, 5)  # one for every head
+        mask[:, 1, :, 2] = -1e9
+        bias = torch.randn(1, 4, 3, 5)
+        for arguments in ({"position_bias": bias}, {"is_causal": True}):
+            want, _ = sdpa_attention_forward(module, query, key, key, None, **arguments)
+            assert torch.equal(grouped_sdpa(module, query, key, key, None, **arguments)[0], want)
+        want, _ = sdpa_attention_forward(module, query, key, key, mask)
+        assert torch.equal(grouped_sdpa(module, query, key, key, mask)[0], want)
+        with pytest.raises(ValueError, match="softcap"):
+            grouped_sdpa(module, query, key, key, mask, softcap=1.0)
+
+    def test_copies_neither_keys_nor_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = nn.Module()
+        module.num_key_value_groups = 4
+        buffer = torch.randn(1, 2, 64, 8)
+        seen: list[torch.Tensor] = []
+        own = F.scaled_dot_product_attention
+
+        def spy(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+            seen.extend((key, value))
+            return own(query, key, value, *args, **kwargs)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+        mask = torch.ones(1, 1, 5, 40, dtype=torch.bool)
+        grouped_sdpa(module, torch.randn(1, 8, 5, 8), buffer[:, :, :40], buffer[:, :, :40], mask)
+        assert [tensor.data_ptr() for tensor in seen] == [buffer.data_ptr()] * 2
+        assert seen[0].shape == (1, 2, 40, 8)
+
+    @can_pack
+    @pytest.mark.parametrize(
+        ("name", "implementation", "is_taken"),
+        [
+            ("llama", "sdpa", True),
+            ("gpt2", "sdpa", True),
+            ("llama", "eager", False),
+            ("falcon", "sdpa", False),  # compares with "sdpa" in its own code
+        ],
+    )
+    def test_is_taken_only_where_sdpa_goes_through_the_interface(
+        self, name: str, implementation: str, is_taken: bool
+    ) -> None:
+        model = build(name)
+        model.set_attn_implementation(implementation)
+        copied = shadow(model)
+        execution = apply_execution(copied, "packed")
+        assert execution.uses_grouped_attention == is_taken
+        assert (copied.config._attn_implementation == GROUPED_SDPA) == is_taken
+        assert model.config._attn_implementation == implementation
