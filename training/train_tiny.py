@@ -20,6 +20,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 from data import Mixture, held_out_shards
@@ -115,26 +116,19 @@ def held_out_loss(
     return losses
 
 
-def save_checkpoint(out: Path, model, optimizer, mixture: Mixture, step: int, spent_seconds: float) -> None:
+def save_checkpoint(out: Path, state: dict[str, Any]) -> None:
     """Write beside, then rename: a kill at any moment leaves the previous checkpoint whole."""
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "mixture": mixture.state(),
-        "torch_random": torch.get_rng_state(),
-        "step": step,
-        "spent_seconds": spent_seconds,
-    }
     beside = out / "checkpoint.pt.new"
     torch.save(state, beside)
     os.replace(beside, out / "checkpoint.pt")
 
 
-def save_pretrained(out: Path, model: LlamaForCausalLM) -> None:
+def save_pretrained(out: Path, model: LlamaForCausalLM, eos_token_id: Any) -> None:
     """The weights as transformers reads them, bfloat16."""
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config
+    copy.generation_config.eos_token_id = eos_token_id
     copy.to(torch.bfloat16).save_pretrained(out / "model")
 
 
@@ -143,78 +137,117 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
     if not options.from_scratch:
         return model
     torch.manual_seed(options.seed)
-    return LlamaForCausalLM(model.config)
+    fresh = LlamaForCausalLM(model.config)
+    fresh.generation_config = model.generation_config
+    return fresh
+
+
+class Run:
+    """One training run: everything that a checkpoint holds, and the verbs of the loop."""
+
+    def __init__(self, options: argparse.Namespace, log: TextIO) -> None:
+        torch.manual_seed(options.seed)
+        self.options, self.log = options, log
+        self.model = build(options).train()
+        self.eos_token_id = self.model.generation_config.eos_token_id
+        self.model.generation_config.eos_token_id = None  # loops run past the end of a turn
+        self.optimizer = optimizer_for(self.model, options)
+        self.mixture = Mixture(options.shards, options.weights, options.seed)
+        self.teacher = None
+        if options.teacher is not None:
+            self.teacher = LlamaForCausalLM.from_pretrained(options.teacher, dtype=torch.float32).eval()
+        self.held_out = held_out_shards(options.shards)
+        self.step, self.spent_seconds, self.loss, self.loops = 0, 0.0, math.nan, math.nan
+
+    def note(self, **record: object) -> None:
+        self.log.write(json.dumps({"step": self.step, **record}) + "\n")
+        self.log.flush()
+
+    def evaluate(self) -> None:
+        losses = held_out_loss(self.model, self.held_out, 512, self.options.held_out_tokens)
+        self.note(held_out={name: round(loss, 4) for name, loss in losses.items()})
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "mixture": self.mixture.state(),
+            "torch_random": torch.get_rng_state(),
+            "step": self.step,
+            "spent_seconds": self.spent_seconds,
+        }
+        save_checkpoint(self.options.out, state)
+
+    def resume(self) -> None:
+        path = self.options.out / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=False)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mixture.restore(state["mixture"])
+        torch.set_rng_state(state["torch_random"])
+        self.step, self.spent_seconds = state["step"], state["spent_seconds"]
+
+    def batch(self) -> torch.Tensor:
+        every = self.options.long_every
+        long = every > 0 and self.step % every == every - 1
+        length = self.options.long_length if long else self.options.length
+        return torch.from_numpy(self.mixture.batch(max(1, self.options.tokens_per_step // length), length))
+
+    def penalty(self) -> torch.Tensor | float:
+        """The loss against loops, on ``repeat_rate`` of the steps."""
+        options = self.options
+        if (self.step * options.repeat_rate) % 1.0 >= options.repeat_rate:
+            return 0.0
+        prompts = torch.from_numpy(self.mixture.batch(options.repeat_rows, options.repeat_prompt))
+        penalty, share = repetition_loss(self.model, prompts, options.repeat_tokens, options.repeat_order)
+        self.loops = smoothed(self.loops, share, 0.95)
+        return options.repeat_weight * penalty
+
+    def update(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_at(self.step, self.options)
+        loss = likelihood_loss(self.model, self.batch(), self.teacher, self.options.teacher_share)
+        self.loss = smoothed(self.loss, float(loss.detach()), 0.98)
+        self.optimizer.zero_grad(set_to_none=True)
+        (loss + self.penalty()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+
+
+def smoothed(old: float, new: float, keep: float) -> float:
+    return new if math.isnan(old) else keep * old + (1 - keep) * new
+
+
+def wait_while(pause_file: Path | None) -> None:
+    while pause_file is not None and pause_file.exists():
+        time.sleep(1.0)
 
 
 def train(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(options.seed)
-    model = build(options).train()
-    optimizer = optimizer_for(model, options)
-    mixture = Mixture(options.shards, options.weights, options.seed)
-    teacher = None
-    if options.teacher is not None:
-        teacher = LlamaForCausalLM.from_pretrained(options.teacher, dtype=torch.float32).eval()
-    endings, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None  # loops run past an end
-    held_out = held_out_shards(options.shards)
-    step, spent = 0, 0.0
-    if (options.out / "checkpoint.pt").exists():
-        state = torch.load(options.out / "checkpoint.pt", weights_only=False)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        mixture.restore(state["mixture"])
-        torch.set_rng_state(state["torch_random"])
-        step, spent = state["step"], state["spent_seconds"]
-    log = (options.out / "log.jsonl").open("a", encoding="utf8")
-
-    def note(**record: object) -> None:
-        log.write(json.dumps(record) + "\n")
-        log.flush()
-
-    def evaluate() -> None:
-        losses = held_out_loss(model, held_out, 512, options.held_out_tokens)
-        note(step=step, held_out={name: round(loss, 4) for name, loss in losses.items()})
-
-    if step == 0:
-        evaluate()
-    began, saved, smoothed, loops = time.monotonic(), time.monotonic(), math.nan, math.nan
-    while step < options.steps:
-        while options.pause_file is not None and options.pause_file.exists():
-            time.sleep(1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, options)
-        long = options.long_every > 0 and step % options.long_every == options.long_every - 1
-        length = options.long_length if long else options.length
-        rows = max(1, options.tokens_per_step // length)
-        loss = likelihood_loss(model, torch.from_numpy(mixture.batch(rows, length)), teacher, options.teacher_share)
-        total = loss
-        if options.repeat_rate > 0 and (step * options.repeat_rate) % 1.0 < options.repeat_rate:
-            prompts = torch.from_numpy(mixture.batch(options.repeat_rows, options.repeat_prompt))
-            penalty, share = repetition_loss(model, prompts, options.repeat_tokens, options.repeat_order)
-            total = loss + options.repeat_weight * penalty
-            loops = share if math.isnan(loops) else 0.95 * loops + 0.05 * share
-        optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        value = float(loss.detach())
-        smoothed = value if math.isnan(smoothed) else 0.98 * smoothed + 0.02 * value
-        now = time.monotonic()
-        if step % 20 == 0 or step == options.steps:
-            tokens = 20 * rows * length
-            spent, rate, began = spent + now - began, tokens / (now - began), now
-            note(
-                step=step, loss=round(smoothed, 4), loops=round(loops, 4), rate=rate_at(step, options),
-                tokens_per_second=round(rate), spent_seconds=round(spent),
-            )  # fmt: skip
-        if step % options.evaluate_every == 0 or step == options.steps:
-            evaluate()
-        if now - saved > options.save_seconds or step == options.steps:
-            save_checkpoint(options.out, model, optimizer, mixture, step, spent)
-            saved = now
-    model.generation_config.eos_token_id = endings
-    save_pretrained(options.out, model)
+    with (options.out / "log.jsonl").open("a", encoding="utf8") as log:
+        run = Run(options, log)
+        run.resume()
+        if run.step == 0:
+            run.evaluate()
+        noted = saved = time.monotonic()
+        while run.step < options.steps:
+            wait_while(options.pause_file)
+            run.update()
+            now, last = time.monotonic(), run.step == options.steps
+            if run.step % 20 == 0 or last:
+                run.spent_seconds, noted = run.spent_seconds + now - noted, now
+                rate, spent = rate_at(run.step - 1, options), round(run.spent_seconds)
+                run.note(loss=round(run.loss, 4), loops=round(run.loops, 4), rate=rate, spent_seconds=spent)
+            if run.step % options.evaluate_every == 0 or last:
+                run.evaluate()
+            if now - saved > options.save_seconds or last:
+                run.save()
+                saved = now
+        save_pretrained(options.out, run.model, run.eos_token_id)
 
 
 def parse() -> argparse.Namespace:
