@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -163,9 +164,17 @@ class Scratch:
 
     @classmethod
     def of(cls, vocab_size: int) -> Scratch:
-        steps = np.arange(1, vocab_size + 1, dtype=np.uint64)
-        steps *= np.uint64(GOLDEN)
+        steps = _weyl_steps(vocab_size)
         return cls(np.empty_like(steps), np.empty_like(steps), steps)
+
+
+@lru_cache(maxsize=4)
+def _weyl_steps(vocab_size: int) -> np.ndarray:
+    """(token + 1) * GOLDEN for every token id, uint64 (V,), not to be written."""
+    steps = np.arange(1, vocab_size + 1, dtype=np.uint64)
+    steps *= np.uint64(GOLDEN)
+    steps.flags.writeable = False
+    return steps
 
 
 def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:

@@ -67,6 +67,7 @@ class SamplingLaw:
         self.num_output_tokens = 0
         self.is_greedy = params.temperature == 0.0
         self.warper = Warper() if self.is_greedy else Warper.of(params)
+        self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
         self._check_vocabulary()
         eos = tuple(eos_token_ids)
         self._tokens = list(prompt_ids)
@@ -232,17 +233,8 @@ def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], p
     """
     if all(law.is_argmax for law in laws):
         _check_shapes(logits, laws, paths)
-        return _argmax(logits.float())
-    scores = process(logits, laws, paths)
-    tokens = torch.full((len(laws),), -1, dtype=torch.int64, device=logits.device)
-    for law, rows in _by_kind(laws):
-        group = scores if len(rows) == len(laws) else scores[rows]
-        if law.is_greedy:
-            tokens[rows] = _argmax(group)
-        else:
-            keys = [noise.row_key(laws[row].seed, positions[row]) for row in rows]
-            tokens[rows] = _perturbed_best(law.warper, law.warper.scaled(group), keys, 1)[0][:, 0]
-    return tokens
+        return argmax(logits)
+    return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
 
 
 def choose_siblings(
@@ -261,15 +253,14 @@ def choose_siblings(
     Randomness: as for `choose`.
     """
     scores = process(logits, laws, paths)
-    tokens = torch.full((len(laws), k), -1, dtype=torch.int64, device=logits.device)
-    values = torch.full((len(laws), k), -torch.inf, dtype=torch.float64, device=logits.device)
-    for law, rows in _by_kind(laws):
-        group = scores if len(rows) == len(laws) else scores[rows]
-        if law.is_greedy:
-            tokens[rows], values[rows] = _largest(group, k)
-        else:
-            keys = [noise.row_key(laws[row].seed, positions[row]) for row in rows]
-            tokens[rows], values[rows] = _perturbed_best(law.warper, law.warper.scaled(group), keys, k)
+    groups = _by_kind(laws)
+    if len(groups) == 1:
+        return _best(scores, laws, positions, k)
+    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
+    values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
+    for rows in groups:
+        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k)
+        tokens[rows], values[rows] = group
     return tokens, values
 
 
@@ -356,12 +347,12 @@ def _by_prefix_length(
     return [(laws[group[0]], group) for group in groups.values()]
 
 
-def _by_kind(laws: Sequence[SamplingLaw]) -> list[tuple[SamplingLaw, list[int]]]:
-    """Rows with equal temperature and truncation, and one of their laws."""
-    groups: dict[tuple[bool, Warper], list[int]] = {}
+def _by_kind(laws: Sequence[SamplingLaw]) -> list[list[int]]:
+    """Rows with equal temperature and truncation, greedy ones apart."""
+    groups: dict[tuple[float, ...], list[int]] = {}
     for row, law in enumerate(laws):
-        groups.setdefault((law.is_greedy, law.warper), []).append(row)
-    return [(laws[rows[0]], rows) for rows in groups.values()]
+        groups.setdefault(law.kind, []).append(row)
+    return list(groups.values())
 
 
 def _by_warper(laws: Sequence[SamplingLaw], scores: Tensor) -> list[tuple[Warper, list[int] | None]]:
@@ -375,8 +366,12 @@ def _by_warper(laws: Sequence[SamplingLaw], scores: Tensor) -> list[tuple[Warper
 # -- laws and choices of rows with equal parameters ----------------------------------------------------------------
 
 
-def _argmax(scores: Tensor) -> Tensor:
-    """Lowest index of the largest entry, -1 in bad rows: float32 (M, V) -> int64 (M,)."""
+def argmax(logits: Tensor) -> Tensor:
+    """Lowest index of the largest logit in float32, as greedy ``generate`` takes it; -1 in bad rows.
+
+    (M, V) of any float dtype -> int64 (M,). It is the choice of every law with ``is_argmax``.
+    """
+    scores = logits.float()
     if scores.device.type == "cpu":
         best = torch.from_numpy(scores.detach().numpy().argmax(axis=-1))  # torch's argmax takes 20 times longer
     else:
@@ -385,9 +380,20 @@ def _argmax(scores: Tensor) -> Tensor:
     return best.where(peaks.isfinite(), -1)
 
 
+def _best(scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """The k best tokens of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
+    if laws[0].is_greedy:
+        return _largest(scores, k)
+    warper = laws[0].warper
+    keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
+    return _perturbed_best(warper, warper.scaled(scores), keys, k)
+
+
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries, the argmax first: tokens and differences to the largest."""
-    best = _argmax(scores)
+    best = argmax(scores)
+    if k == 1:
+        return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
     peaks = scores.gather(1, best.clamp(min=0)[:, None])
     marked = scores.double().scatter(1, best.clamp(min=0)[:, None], torch.inf)
     values, tokens = marked.topk(min(k, scores.shape[1]), dim=-1)

@@ -32,6 +32,9 @@ MIN_EXCLUDED_MASS = 1e-4
 FEW = 2048
 """So many weights are sorted without trying to sort fewer."""
 
+COLUMN = 64
+"""Scores per column when the k largest are looked for by the columns' maxima."""
+
 MIN_P_BAND = 1e-5
 """Relative distance from the min-p threshold within which rounding could decide."""
 
@@ -77,6 +80,10 @@ class Warper:
     @classmethod
     def of(cls, params: SamplingParams) -> Warper:
         return cls(params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p)
+
+    @property
+    def truncation(self) -> tuple[float, ...]:
+        return (self.top_k, self.top_p, self.min_p, self.typical_p)
 
     @cached_property
     def truncates(self) -> bool:
@@ -133,10 +140,7 @@ class Warper:
         """
         if not self.truncates:
             return Support(np.arange(len(row)), row, exp_weights(row, peak), peak)
-        ids = None
-        if 0 < self.top_k < len(row):
-            threshold = np.partition(row, len(row) - self.top_k)[len(row) - self.top_k]
-            ids = np.flatnonzero(row >= threshold)
+        ids = top_ids(row, self.top_k) if 0 < self.top_k < len(row) else None
         scores = row if ids is None else row[ids]
         weights = exp_weights(scores, peak)
         lowest, unsure = self._bounds(weights)
@@ -156,8 +160,25 @@ class Warper:
 
 def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
     """exp(scores - peak), float32."""
-    weights: np.ndarray = torch.from_numpy(scores).sub(peak).exp_().numpy()
+    weights: np.ndarray = scores - np.float32(peak)
+    np.exp(weights, out=weights)
     return weights
+
+
+def top_ids(row: np.ndarray, k: int) -> np.ndarray:
+    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending.
+
+    The k-th largest of any V / 64 of the scores' maxima is no larger than the k-th largest score: with it as a first
+    threshold, few tokens are left to order.
+    """
+    num_columns = len(row) // COLUMN
+    if num_columns < 4 * k:
+        return np.flatnonzero(row >= np.partition(row, len(row) - k)[len(row) - k])
+    column_maxima = row[: num_columns * COLUMN].reshape(COLUMN, num_columns).max(axis=0)
+    ids = np.flatnonzero(row >= np.partition(column_maxima, num_columns - k)[num_columns - k])
+    scores = row[ids]
+    kept: np.ndarray = ids[scores >= np.partition(scores, len(scores) - k)[len(scores) - k]]
+    return kept
 
 
 def nucleus_bounds(weights: np.ndarray, top_p: float) -> tuple[float, float]:
