@@ -150,7 +150,7 @@ def test_a_drafter_taught_by_a_teacher_moves_towards_it(
         "--learning-rate",
         "1e-2",
     ]
-    run(monkeypatch, [*taught, "--steps", "40"], tmp_path / "draft")
+    run(monkeypatch, [*taught, "--steps", "150"], tmp_path / "draft")
     ids = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(2))
 
     @torch.no_grad()
