@@ -12,9 +12,7 @@ from foretoken.engine.errors import ConfigError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 
-_MAX_OCCURRENCES = (
-    32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
-)
+_MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
 
 
 class NGramDrafter(ContextDrafter):
