@@ -272,8 +272,8 @@ def check_cache_lengths(engine: Engine) -> None:
 
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
-GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
-SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=1234)
+GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=1234)
 
 
 def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> None:
@@ -317,8 +317,8 @@ def check_single_rows(
     make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
 ) -> None:
     """Raises: AssertionError unless a row alone gives the tokens that it gives in a batch."""
-    for i, prompt in enumerate(PROMPTS):
-        trace = decode(target, make_drafter(depth), [(prompt, params)])
+    for i in (0, 1):
+        trace = decode(target, make_drafter(depth), [(PROMPTS[i], params)])
         want = plain.outputs[f"{i}.0"]
         require(trace.outputs["0.0"] == want, _differ(f"prompt {i} alone", trace.outputs["0.0"], want))
 
@@ -326,21 +326,28 @@ def check_single_rows(
 def check_endings(
     make_drafter: MakeDrafter, depth: int, target: CausalLM, params: SamplingParams, plain: Trace
 ) -> None:
-    """Raises: AssertionError unless EOS and budget end every row exactly, at every offset inside a draft."""
+    """Raises: AssertionError unless budget, stop token and EOS end a row exactly, at every offset inside a draft.
+
+    Requests with all the budgets, and with all the stop tokens, run in one batch each.
+    """
     text = plain.outputs["0.0"]
-    for offset in range(min(2 * depth + 2, len(text))):
-        name = f"{make_drafter(depth).name}, K={depth}, {_words(params)}"
-        budget = _with(params, max_tokens=offset + 1)
-        trace = _decode_all(target, make_drafter(depth), budget)
-        for key, whole in plain.outputs.items():
-            want = whole[: offset + 1]
-            require(trace.outputs[key] == want, _differ(f"{name}, budget {offset + 1}", trace.outputs[key], want))
-        stopping = _decode_all(target, make_drafter(depth), params, eos_token_ids=(text[offset],))
-        for key, whole in plain.outputs.items():
-            want = cut_after(whole, text[offset])
-            require(stopping.outputs[key] == want, _differ(f"{name}, EOS {text[offset]}", stopping.outputs[key], want))
-            reason = "stop" if text[offset] in whole else "length"
-            require(stopping.reasons[key] == reason, f"{name}: ended by {stopping.reasons[key]}, want {reason}")
+    name = f"{make_drafter(depth).name}, K={depth}, {_words(params)}"
+    budgets = [replace(params, max_tokens=length) for length in range(1, len(text) + 1)]
+    stops = [replace(params, stop_token_ids=(token,)) for token in text]
+    for kind, several in (("budget", budgets), ("stop token", stops)):
+        trace = decode(target, make_drafter(depth), [(PROMPTS[0], one) for one in several])
+        for i, one in enumerate(several):
+            want = text[: one.max_tokens] if kind == "budget" else cut_after(text, text[i])
+            reason = "length" if kind == "budget" else "stop"
+            got = trace.outputs[f"{i}.0"]
+            require(got == want, _differ(f"{name}, {kind} {i}", got, want))
+            require(trace.reasons[f"{i}.0"] == reason, f"{name}, {kind} {i}: ended by {trace.reasons[f'{i}.0']}")
+    eos = text[min(depth + 1, len(text) - 1)]
+    trace = _decode_all(target, make_drafter(depth), params, eos_token_ids=(eos,))
+    for key, whole in plain.outputs.items():
+        want, reason = cut_after(whole, eos), "stop" if eos in whole else "length"
+        require(trace.outputs[key] == want, _differ(f"{name}, EOS {eos}", trace.outputs[key], want))
+        require(trace.reasons[key] == reason, f"{name}, EOS {eos}: ended by {trace.reasons[key]}, not {reason}")
 
 
 def check_rows_come_and_go(drafter: Drafter, target: CausalLM, params: SamplingParams, plain: Trace) -> None:
@@ -361,7 +368,7 @@ def check_abort(drafter: Drafter, target: CausalLM, params: SamplingParams, plai
 
 def check_samples(drafter: Drafter, target: CausalLM, params: SamplingParams) -> None:
     """Raises: AssertionError unless three samples of one prompt equal the plain ones."""
-    requests = [(PROMPTS[0], _with(params, n=3)), (PROMPTS[3], params)]
+    requests = [(PROMPTS[0], replace(params, n=3)), (PROMPTS[3], params)]
     compare(decode(target, drafter, requests), decode(target, EmptyDrafter(), requests), f"{drafter.name}, n=3")
 
 
@@ -376,10 +383,6 @@ def compare(trace: Trace, plain: Trace, setting: str) -> None:
 def cut_after(tokens: tuple[int, ...], last: int) -> tuple[int, ...]:
     """The tokens up to the first ``last``, included."""
     return tokens[: tokens.index(last) + 1] if last in tokens else tokens
-
-
-def _with(params: SamplingParams, **changes: Any) -> SamplingParams:
-    return replace(params, **changes)
 
 
 def _words(params: SamplingParams) -> str:

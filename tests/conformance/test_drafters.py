@@ -1,0 +1,112 @@
+"""Every drafter passes `check_drafter`. A new method is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.lengths import Heuristic
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.model import CausalLM
+from foretoken.testing import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    MakeDrafter,
+    PerfectDrafter,
+    WrongDrafter,
+    check_drafter,
+    decode,
+    perturbed,
+    toy_model,
+)
+
+VOCAB_SIZE = 64
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@cache
+def drafter_model(scale: float) -> CausalLM:
+    return CausalLM(perturbed(toy_model(VOCAB_SIZE), scale, seed=2), execution="eager")
+
+
+@cache
+def plain_texts() -> tuple[tuple[int, ...], ...]:
+    """Prompts with what plain decoding makes of them, greedy and sampled, with the samples of each."""
+    texts = []
+    for params in (GREEDY, SAMPLED):
+        from dataclasses import replace
+
+        outputs = decode(target(), EmptyDrafter(), [(prompt, replace(params, n=3)) for prompt in PROMPTS]).outputs
+        texts += [(*PROMPTS[int(key.split(".")[0])], *output) for key, output in outputs.items()]
+    return tuple(texts)
+
+
+def model_drafter(scale: float, num_branches: int = 1, **options: str) -> MakeDrafter:
+    return lambda depth: DraftModelDrafter(
+        drafter_model(scale),
+        target_vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=depth,
+        num_branches=num_branches,
+        **options,
+    )
+
+
+DRAFTERS: dict[str, MakeDrafter] = {
+    "none": lambda _: EmptyDrafter(),
+    "draft-model": model_drafter(0.1),
+    "draft-model-greedy": model_drafter(0.1, sample_method="greedy"),
+    "draft-model-tree": model_drafter(0.1, 3),
+    "draft-model-greedy-tree": model_drafter(0.1, 3, sample_method="greedy"),
+    "draft-model-heuristic": lambda depth: DraftModelDrafter(
+        drafter_model(0.1), target_vocab_size=VOCAB_SIZE, policy=Heuristic(depth)
+    ),
+    "draft-model-is-target": model_drafter(0.0),
+    "draft-model-is-target-tree": model_drafter(0.0, 2),
+    "draft-model-is-hopeless": model_drafter(5.0, 2),
+    "ngram": lambda depth: NGramDrafter(depth, prompt_lookup_min=1),
+    "ngram-tree": lambda depth: NGramDrafter(depth, prompt_lookup_min=1, num_candidates=3),
+    "nasd": lambda depth: NasdDrafter(depth),
+    "nasd-tree": lambda depth: NasdDrafter(depth, num_branches=3),
+    "nasd-without-filler": lambda depth: NasdDrafter(depth, filler_top_k=0),
+    "perfect": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
+    "perfect-tree": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE, num_branches=3),
+    "always-wrong": lambda depth: WrongDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
+    "always-wrong-tree": lambda depth: WrongDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE, num_branches=3),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafter_conforms(name: str) -> None:
+    check_drafter(DRAFTERS[name], target())
+
+
+def steps(make_drafter: Callable[[int], object], depth: int, budget: int) -> int:
+    from dataclasses import replace
+
+    request = (PROMPTS[0], replace(GREEDY, max_tokens=budget))
+    return decode(target(), make_drafter(depth), [request]).num_steps  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["perfect", "perfect-tree", "draft-model-is-target", "draft-model-is-target-tree"])
+def test_a_drafter_that_is_always_right_needs_the_fewest_steps(name: str) -> None:
+    """12 tokens at K = 3 are three steps of 4, after one of prefill: nothing that was right is rejected.
+
+    This also guards the drafter's own cache: a stale column in it would show here and nowhere else.
+    """
+    assert steps(DRAFTERS[name], 3, 12) == 4
+    assert steps(DRAFTERS[name], 3, 13) == 5
+
+
+@pytest.mark.parametrize("name", ["none", "always-wrong", "always-wrong-tree"])
+def test_a_drafter_that_is_always_wrong_needs_a_step_per_token(name: str) -> None:
+    assert steps(DRAFTERS[name], 3, 12) == 13

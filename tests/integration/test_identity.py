@@ -1,0 +1,182 @@
+"""Speculative decoding gives the tokens of plain decoding, and plain decoding those of transformers.
+
+In float64, so that a tie that rounding could decide never comes up: for every architecture, drafter, way of
+choosing tokens, batch and draft shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.params import SamplingParams
+from foretoken.testing import Trace, compare, decode
+from harness import adapter, draft_adapter, first_attention, random_ids
+
+NAMES = list(ARCHITECTURES)
+PATTERN = random_ids(5, 1)
+PROMPTS = (
+    tuple(random_ids(13, 2)),
+    tuple(PATTERN * 4),
+    (7,),
+    tuple(random_ids(3, 3)),
+    tuple(random_ids(40, 4)),
+)
+EOS = (11, 29)
+
+MODES = {
+    "greedy": SamplingParams(max_tokens=20, temperature=0.0),
+    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=17),
+    "greedy-processed": SamplingParams(
+        max_tokens=20,
+        temperature=0.0,
+        repetition_penalty=1.3,
+        min_tokens=6,
+        bad_words_ids=((3,), (8, 9), (40, 41, 42)),
+    ),
+    "sampled-processed": SamplingParams(
+        max_tokens=20,
+        temperature=0.7,
+        top_k=30,
+        min_p=0.01,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        no_repeat_ngram_size=3,
+        min_tokens=6,
+        logit_bias={5: 2.0, 6: -3.0},
+        seed=23,
+    ),
+}
+COVERING_MODES = ("greedy", "sampled")
+
+DRAFTERS: dict[str, Callable[[str], Drafter]] = {
+    "draft-model-chain": lambda name: _draft_model(name, 1),
+    "draft-model-tree": lambda name: _draft_model(name, 3),
+    "ngram-chain": lambda _: NGramDrafter(4, prompt_lookup_min=1),
+    "ngram-tree": lambda _: NGramDrafter(4, prompt_lookup_min=1, num_candidates=3),
+    "nasd-chain": lambda _: NasdDrafter(4),
+    "nasd-tree": lambda _: NasdDrafter(4, num_branches=3),
+}
+
+
+def _draft_model(name: str, num_branches: int, depth: int = 4, sample_method: str = "probabilistic") -> Drafter:
+    return DraftModelDrafter(
+        draft_adapter(name),
+        target_vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=depth,
+        num_branches=num_branches,
+        sample_method=sample_method,
+    )
+
+
+def run(name: str, drafter: Drafter, mode: str, prompts: tuple[tuple[int, ...], ...] = PROMPTS) -> Trace:
+    params = MODES[mode]
+    return decode(
+        adapter(name), drafter, [(prompt, params) for prompt in prompts], eos_token_ids=EOS if params.min_tokens else ()
+    )
+
+
+@cache
+def plain(name: str, mode: str) -> Trace:
+    """The plain loop over all prompts in one batch."""
+    return run(name, EmptyDrafter(), mode)
+
+
+def matrix(modes: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [(name, drafter, mode) for name in NAMES for drafter in DRAFTERS for mode in modes]
+
+
+@pytest.mark.parametrize(("name", "drafter", "mode"), matrix(COVERING_MODES))
+def test_drafting_changes_no_token(name: str, drafter: str, mode: str) -> None:
+    """Five ragged rows in one batch."""
+    compare(run(name, DRAFTERS[drafter](name), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "mode"),
+    [
+        pytest.param(*case, marks=() if i % 7 == 0 else pytest.mark.full)
+        for i, case in enumerate(matrix(tuple(set(MODES) - set(COVERING_MODES))))
+    ],
+)
+def test_drafting_changes_no_token_under_processors(name: str, drafter: str, mode: str) -> None:
+    """Penalties, bans, minimum lengths and EOS see every node's own path."""
+    compare(run(name, DRAFTERS[drafter](name), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "mode"),
+    [pytest.param(*case, marks=() if i % 5 == 0 else pytest.mark.full) for i, case in enumerate(matrix(tuple(MODES)))],
+)
+def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: str, mode: str) -> None:
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(name, DRAFTERS[drafter](name), mode, (prompt,))
+        assert alone.outputs["0.0"] == plain(name, mode).outputs[f"{row}.0"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("num_branches", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, depth: int) -> None:
+    for mode in COVERING_MODES:
+        trace = run(name, _draft_model(name, num_branches, depth), mode)
+        compare(trace, plain(name, mode), f"{name}, K={depth}, {num_branches} branches, {mode}")
+
+
+@pytest.mark.parametrize("num_branches", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-filled", "deepseek-v3"])
+def test_a_greedy_drafter_of_a_sampling_target_changes_no_token(name: str, num_branches: int) -> None:
+    drafter = _draft_model(name, num_branches, sample_method="greedy")
+    compare(run(name, drafter, "sampled"), plain(name, "sampled"), f"{name}, greedy drafts")
+
+
+@pytest.mark.parametrize("mode", ["greedy", "greedy-processed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
+    """Greedy, and with repetition penalty, minimum length and bad words."""
+    model, params = target_model(name, first_attention(name)), MODES[mode]
+    options = {}
+    if mode == "greedy-processed":
+        options = {
+            "repetition_penalty": params.repetition_penalty,
+            "min_new_tokens": params.min_tokens,
+            "bad_words_ids": [list(words) for words in params.bad_words_ids or ()],
+            "eos_token_id": list(EOS),
+        }
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        text = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=params.max_tokens,
+            pad_token_id=0,
+            **options,
+        )
+        assert plain(name, mode).outputs[f"{row}.0"] == tuple(text[0, len(prompt) :].tolist())
+
+
+def test_drafts_are_both_accepted_and_rejected() -> None:
+    """Over all architectures the perturbed drafters are right and wrong often enough to exercise both ways."""
+    for drafter in DRAFTERS:
+        num_steps = sum(run(name, DRAFTERS[drafter](name), "greedy").num_steps for name in NAMES)
+        num_plain_steps = sum(plain(name, "greedy").num_steps for name in NAMES)
+        assert num_steps < num_plain_steps, f"{drafter}: nothing was ever accepted"
+
+
+def test_seeds_give_different_texts() -> None:
+    """The control of every identity under sampling: another seed gives another text."""
+    requests = [(PROMPTS[0], replace(MODES["sampled"], seed=seed)) for seed in range(8)]
+    outputs = decode(adapter("llama"), EmptyDrafter(), requests).outputs
+    assert len(set(outputs.values())) == 8
