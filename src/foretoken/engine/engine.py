@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.drafters.base import Drafter, StepResult
+from foretoken.engine.accept import match_rows
+from foretoken.engine.batch import Batch, Run
+from foretoken.engine.config import EngineConfig
 from foretoken.engine.errors import (
-    ConfigError,
     ContextLengthError,
     EngineBusyError,
-    ForetokenError,
     NumericsError,
     PromptError,
     TreeError,
@@ -26,103 +26,22 @@ from foretoken.engine.errors import (
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import KeyedNoise, fresh_seed, mix
-from foretoken.engine.sampling import SamplingLaw, choose, log_probs
+from foretoken.engine.outputs import RowOutput, TokenLogprobs
+from foretoken.engine.sampling import SamplingLaw, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict, block, rejection, walk
+from foretoken.engine.verify import Verdict, block, rejection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from foretoken.params import SamplingParams
 
+__all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
+
 DEFAULT_MAX_LENGTH = 1 << 20  # of models that state no context length
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How rows are scheduled and verified.
-
-    Args:
-      max_num_seqs: rows that run at once.
-      max_model_len: limit for prompt and output together; the model's context by default.
-      prefill_chunk_size: prompt tokens of one row per prefill step.
-      acceptance: "match", "standard" (rejection) or "block".
-      exactness: "default", or "strict": every step runs at one padded shape, so that plain and speculative decoding
-        round alike and agree bit for bit, in half precision too. Chains only.
-      strict_width: number of nodes of that shape.
-    """
-
-    max_num_seqs: int = 16
-    max_model_len: int | None = None
-    prefill_chunk_size: int = 512
-    acceptance: str = "match"
-    exactness: str = "default"
-    strict_width: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "prefill_chunk_size", "strict_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.acceptance not in ("match", "standard", "block"):
-            raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
-        if self.exactness not in ("default", "strict"):
-            raise ConfigError(f"exactness is {self.exactness!r}; choose default or strict")
-
-    @property
-    def is_strict(self) -> bool:
-        return self.exactness == "strict"
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one emitted token under its processed distribution: its own, and the k most likely."""
-
-    token: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-    @classmethod
-    def of(cls, token: int, log_probs: torch.Tensor, k: int) -> TokenLogprobs:
-        """Read off a row (V,) of log-probabilities; rank 1 is the most likely token."""
-        logprob = log_probs[token]
-        top = log_probs.topk(min(k, len(log_probs)))
-        rank = int((log_probs > logprob).sum()) + 1
-        return cls(token, float(logprob), rank, tuple(top.indices.tolist()), tuple(top.values.tolist()))
-
-
-@dataclass(frozen=True)
-class RowOutput:
-    """What one step added to one row.
-
-    ``num_accepted`` of the ``token_ids``, counted from the front, were drafted; the rest came from the target.
-    """
-
-    row: Sequence
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: ForetokenError | None = None
-
-
-@dataclass(eq=False)
-class _Run:
-    """An admitted row and what only the engine knows about it."""
-
-    row: Sequence
-    checker: StopChecker
-    forks: list[_Run] = field(default_factory=list)
-    features: list[Features] = field(default_factory=list)
-    num_prefilled: int = 0
-
-    @property
-    def num_to_prefill(self) -> int:
-        """All tokens of the prompt but the pending one."""
-        return self.row.num_prompt_tokens - 1
 
 
 class Engine:
@@ -133,7 +52,7 @@ class Engine:
 
     Args:
       target: the model whose law is kept.
-      drafter: proposes; `NoDrafter` for plain decoding.
+      drafter: proposes; `EmptyDrafter` for plain decoding.
       eos_token_ids: tokens that end a row.
       tokenizer: needed for stop strings only.
 
@@ -160,9 +79,7 @@ class Engine:
         self.max_model_len = min(self.config.max_model_len or context, context)
         self.cache = target.new_cache()
         self.profile = StepProfile()
-        self._waiting: deque[_Run] = deque()
-        self._runs: list[_Run] = []  # in cache order: those that decode, then those that prefill
-        self._num_decoding = 0
+        self._batch = Batch(self.cache, self.config.max_num_seqs)
         self._prefilled_last = False
         self._next_id = 0
         self._entered = threading.Lock()
@@ -183,7 +100,7 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{self._next_id}"
         runs = [self._new_run(prompt, params, request_id, index, mix(seed, index)) for index in range(params.n)]
         runs[0].forks = runs[1:]
-        self._waiting.append(runs[0])
+        self._batch.waiting.append(runs[0])
         return [run.row for run in runs]
 
     def _check_prompt(self, prompt: list[int]) -> None:
@@ -198,7 +115,7 @@ class Engine:
                 "shorten the prompt"
             )
 
-    def _new_run(self, prompt: list[int], params: SamplingParams, request_id: str, index: int, seed: int) -> _Run:
+    def _new_run(self, prompt: list[int], params: SamplingParams, request_id: str, index: int, seed: int) -> Run:
         law = SamplingLaw(
             params,
             vocab_size=self.target.vocab_size,
@@ -220,35 +137,33 @@ class Engine:
             max_length=min(budget, self.max_model_len),
         )
         self._next_id += 1
-        return _Run(row, StopChecker(params, self.eos_token_ids, len(prompt), row.max_length, self.tokenizer))
+        return Run(row, StopChecker(params, self.eos_token_ids, len(prompt), row.max_length, self.tokenizer))
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End every row of a request, queued or running; returns those that were ended."""
         with self._exclusive():
-            ended = []
-            for run in [r for r in self._waiting if r.row.request_id == request_id]:
-                self._waiting.remove(run)
-                ended += [run, *run.forks]
-            for run in [r for r in self._runs if r.row.request_id == request_id]:
-                ended += [run, *run.forks]
-                self._retire(run)
+            ended = self._batch.withdraw(request_id)
+            for run in [*self._batch.decoding, *self._batch.prefilling]:
+                if run.row.request_id == request_id:
+                    ended += [run, *run.forks]
+                    self._retire(run)
             for run in ended:
                 run.row.finish_reason = "abort"
             return [run.row for run in ended]
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._runs)
+        return bool(self._batch.waiting or len(self._batch))
 
     @property
     def num_running(self) -> int:
         """Rows in the cache, decoding or still prefilling."""
-        return len(self._runs)
+        return len(self._batch)
 
     @property
     def decoding_rows(self) -> list[Sequence]:
         """Rows whose prompt is in the cache, in cache order."""
-        return [run.row for run in self._runs[: self._num_decoding]]
+        return [run.row for run in self._batch.decoding]
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -260,14 +175,16 @@ class Engine:
         Raises: EngineBusyError when another thread is inside.
         """
         with self._exclusive():
-            self._admit()
-            prefilling = self._runs[self._num_decoding :]
-            if prefilling and not (self._prefilled_last and self._num_decoding):
+            for run in self._batch.admit():
+                if run.is_prefilled:  # a prompt of one token
+                    self._enter(run)
+            prefilling, decoding = self._batch.prefilling, self._batch.decoding
+            if prefilling and not (self._prefilled_last and decoding):
                 self._prefilled_last = True
                 self._prefill(prefilling)
                 return []
             self._prefilled_last = False
-            return self._decode(self._runs[: self._num_decoding]) if self._num_decoding else []
+            return self._decode(decoding) if decoding else []
 
     def run(self) -> Iterator[list[RowOutput]]:
         """Step until every request has finished."""
@@ -285,59 +202,27 @@ class Engine:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Give waiting requests a row while there is room. Single-token prompts need no prefill."""
-        while self._waiting and len(self._runs) < self.config.max_num_seqs:
-            self.cache.add_rows()
-            self._runs.append(self._waiting.popleft())
-            if self._runs[-1].num_to_prefill == 0:
-                self._enter(len(self._runs) - 1)
-
-    def _enter(self, index: int) -> None:
-        """Move a prefilled row to those that decode, and fork it for the other samples of its request."""
-        run = self._runs[index]
-        self._swap(index, self._num_decoding)
-        slot = self._num_decoding
-        self._num_decoding += 1
-        entered = [run]
-        for fork in run.forks:
-            if len(self._runs) == self.config.max_num_seqs:
-                self._waiting.appendleft(fork)
-                continue
-            self._runs.append(fork)
-            self._swap(self.cache.fork(slot), self._num_decoding)
-            self._num_decoding += 1
-            entered.append(fork)
-        run.forks = []
+    def _enter(self, run: Run) -> None:
+        """Let a prefilled run decode, with the other samples of its request."""
+        entered = self._batch.enter(run)
         features = concatenate(run.features)
         run.features = []
         self.drafter.start([entry.row for entry in entered], [features] * len(entered))
 
-    def _swap(self, index: int, other: int) -> None:
-        self.cache.swap(index, other)
-        self._runs[index], self._runs[other] = self._runs[other], self._runs[index]
-
-    def _retire(self, run: _Run) -> None:
-        """Take a row out of the batch."""
-        index = self._runs.index(run)
-        if index < self._num_decoding:
+    def _retire(self, run: Run) -> None:
+        """Take a run out of the batch."""
+        if run in self._batch.decoding:
             self.drafter.forget([run.row])
-            self._num_decoding -= 1
-            self._swap(index, self._num_decoding)
-            index = self._num_decoding
-        self.cache.remove(index)
-        last = self._runs.pop()
-        if last is not run:
-            self._runs[index] = last
+        self._batch.remove(run)
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
-    def _prefill(self, runs: list[_Run]) -> None:
+    def _prefill(self, runs: list[Run]) -> None:
         """Feed one chunk of the prompt, all but its last token, of every row that still needs it."""
         start = perf_counter()
         runs = runs[:1] if self.config.is_strict else runs
         size = self.config.prefill_chunk_size
-        first_row = self._num_decoding
+        first_row = self._batch.num_decoding
         chunks = [run.row.token_ids[run.num_prefilled : run.row.num_prompt_tokens - 1][:size] for run in runs]
         nodes = Nodes.from_chains(chunks, size if self.config.is_strict else None)
         requires = self.drafter.requires
@@ -353,8 +238,8 @@ class Engine:
                 run.features.append(gather(replace(requires, top_k=0), record, logits, i, range(len(chunk))))
         self.profile.num_prefill_tokens += sum(map(len, chunks))
         for run in runs:
-            if run.num_prefilled == run.num_to_prefill:
-                self._enter(self._runs.index(run))
+            if run.is_prefilled:
+                self._enter(run)
         self.profile.prefill_seconds += perf_counter() - start
 
     @property
@@ -367,7 +252,7 @@ class Engine:
 
     # -- decode ------------------------------------------------------------------------------------------------
 
-    def _decode(self, runs: list[_Run]) -> list[RowOutput]:
+    def _decode(self, runs: list[Run]) -> list[RowOutput]:
         """One round over all rows that decode."""
         clock = _Clock(self.profile)
         rows = [run.row for run in runs]
@@ -435,13 +320,14 @@ class Engine:
         rule = block if self.config.acceptance == "block" else rejection
         return rule(tree, target_probs, noise)
 
-    def _emit(self, run: _Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RowOutput:
+    def _emit(self, run: Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RowOutput:
         """Append the accepted tokens and the bonus, cut where the row ends."""
         row = run.row
         row.num_steps += 1
-        if verdict.next_token < 0:
-            return self._fail(row)
-        tokens = [*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token]
+        tokens = [tree.tokens[node] for node in verdict.path[1:]]
+        error = _no_distribution(row) if verdict.next_token < 0 else None
+        if error is None:
+            tokens.append(verdict.next_token)
         finish = None
         for count, token in enumerate(tokens, 1):
             finish = run.checker.check(token)
@@ -453,18 +339,10 @@ class Engine:
         num_accepted = min(len(verdict.path) - 1, len(tokens))
         row.stats.record(tree.num_draft_tokens, num_accepted, len(tokens))
         if finish is not None:
-            row.finish_reason, row.stop_reason = finish.reason, finish.cause
-        return RowOutput(row, tuple(tokens), num_accepted, logprobs)
-
-    @staticmethod
-    def _fail(row: Sequence) -> RowOutput:
-        error = NumericsError(
-            f"the model gave NaN for request {row.request_id} after {row.num_output_tokens} tokens, or its sampling "
-            "parameters left no token possible; the row ends here. Check the dtype (float16 overflows in many "
-            "models), the logits processors and the weights"
-        )
-        row.finish_reason, row.stop_reason = "error", str(error)
-        return RowOutput(row, (), 0, error=error)
+            row.finish_reason, row.stop_reason, error = finish.reason, finish.cause, None
+        elif error is not None:
+            row.finish_reason, row.stop_reason = "error", str(error)
+        return RowOutput(row, tuple(tokens), num_accepted, logprobs, error)
 
     @staticmethod
     def _logprobs(
@@ -480,7 +358,7 @@ class Engine:
 
     def _observe(
         self,
-        runs: list[_Run],
+        runs: list[Run],
         trees: list[DraftTree],
         paths: list[tuple[int, ...]],
         outputs: list[RowOutput],
@@ -496,45 +374,12 @@ class Engine:
         self.drafter.observe([runs[i].row for i in going_on], results)
 
 
-def match_rows(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> list[Verdict]:
-    """Walk every tree with the target's own tokens: one choice per visited node, all rows at once.
-
-    A verdict whose ``next_token`` is -1 marks a row without a usable distribution.
-    """
-    walks = [walk(tree) for tree in trees]
-    nodes = [next(steps) for steps in walks]
-    verdicts: list[Verdict | None] = [None] * len(rows)
-    argmax = _argmax_table(logits) if any(row.law.is_argmax for row in rows) else []
-    going_on = list(range(len(rows)))
-    while going_on:
-        tokens = {i: argmax[i][nodes[i]] for i in going_on if rows[i].law.is_argmax}
-        drawn = [i for i in going_on if i not in tokens]
-        if drawn:
-            tokens.update(zip(drawn, _choose(rows, trees, logits, nodes, drawn), strict=True))
-        for i in going_on:
-            try:
-                nodes[i] = walks[i].send(tokens[i])
-            except StopIteration as end:
-                verdicts[i] = end.value
-        going_on = [i for i in going_on if verdicts[i] is None]
-    return [verdict for verdict in verdicts if verdict is not None]
-
-
-def _argmax_table(logits: torch.Tensor) -> list[list[int]]:
-    """The likeliest token of every node, -1 where the logits hold NaN."""
-    best = logits.float().max(dim=-1)  # as `generate` does, so that ties in float64 fall alike
-    table: list[list[int]] = best.indices.masked_fill(best.values.isnan(), -1).tolist()
-    return table
-
-
-def _choose(
-    rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, nodes: Seq[int], drawn: Seq[int]
-) -> list[int]:
-    picked = logits[list(drawn), [nodes[i] for i in drawn]]
-    paths = [trees[i].path_tokens(nodes[i]) for i in drawn]
-    positions = [len(rows[i].token_ids) + len(path) for i, path in zip(drawn, paths, strict=True)]
-    chosen: list[int] = choose(picked, [rows[i].law for i in drawn], paths, positions).tolist()
-    return chosen
+def _no_distribution(row: Sequence) -> NumericsError:
+    return NumericsError(
+        f"the model gave NaN for request {row.request_id} after {row.num_output_tokens} tokens, or its sampling "
+        "parameters left no token possible; the row ends here. Check the dtype (float16 overflows in many models), "
+        "the logits processors and the weights"
+    )
 
 
 class _Clock:

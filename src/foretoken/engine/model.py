@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.execution import Execution, apply_execution, shadow
+from foretoken.engine.nodes import Nodes
+from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
 from foretoken.engine.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -23,66 +24,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+__all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "layer_types"]
+
 logger = logging.getLogger("foretoken")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """B ragged rows of up to N nodes, padded to one width.
-
-    Args:
-      tokens: int64 (B, N).
-      depths: int64 (B, S + N), distance from the root of the row; 0 in padding.
-      counts: number of real nodes of every row; the rest is padding that only sees itself.
-      ancestors: bool (B, N, S + N) or None when every row is a chain.
-      num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree, fed
-        earlier: nodes see those among them that are their ancestors, and positions count from before them.
-    """
-
-    tokens: torch.Tensor
-    depths: torch.Tensor
-    counts: tuple[int, ...]
-    ancestors: torch.Tensor | None = None
-    num_fed: int = 0
-
-    @property
-    def width(self) -> int:
-        return self.tokens.shape[1]
-
-    @classmethod
-    def from_chains(cls, chains: Sequence[Sequence[int]], width: int | None = None) -> Nodes:
-        """Rows of consecutive tokens, for prefill and catch-up."""
-        counts = tuple(map(len, chains))
-        width = width or max(counts)
-        tokens = np.zeros((len(chains), width), dtype=np.int64)
-        depths = np.zeros((len(chains), width), dtype=np.int64)
-        for row, chain in enumerate(chains):
-            tokens[row, : len(chain)] = chain
-            depths[row, : len(chain)] = np.arange(len(chain))
-        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts)
-
-    @classmethod
-    def from_trees(cls, trees: Sequence[DraftTree], width: int | None = None) -> Nodes:
-        """One draft per row; chains when they all are."""
-        if all(tree.is_chain for tree in trees):
-            return cls.from_chains([tree.tokens for tree in trees], width)
-        counts = tuple(map(len, trees))
-        width = width or max(counts)
-        tokens = np.zeros((len(trees), width), dtype=np.int64)
-        depths = np.zeros((len(trees), width), dtype=np.int64)
-        ancestors = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
-        for row, tree in enumerate(trees):
-            size = len(tree)
-            tokens[row, :size] = tree.tokens
-            depths[row, :size] = tree.depths
-            ancestors[row, :size, :size] = tree.ancestor_mask
-        return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
-
-    @property
-    def is_one_token(self) -> bool:
-        return self.tokens.shape == (1, 1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +78,7 @@ class CausalLM:
         self._window: int | None = getattr(self.config, "sliding_window", None)
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
-        reference = _probe_reference(self._shadow, self.vocab_size, self.device) if probe else None
+        reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
         self.execution: Execution = apply_execution(self._shadow, execution, release_originals=release_originals)
         self._additive_mask = self._shadow.config._attn_implementation == "eager"
         self._masks_needed = set(self._layer_types) - {FULL}
@@ -244,7 +190,7 @@ class CausalLM:
 
     # -- probe -------------------------------------------------------------------------------------------------
 
-    def _probe(self, reference: _Reference) -> None:
+    def _probe(self, reference: Reference) -> None:
         chain_error = self._probe_error(reference, PROBE_CHAINS)
         if chain_error > reference.tolerance:
             raise ProbeError(
@@ -261,7 +207,7 @@ class CausalLM:
                 tree_error,
             )
 
-    def _probe_error(self, reference: _Reference, trees: tuple[DraftTree, ...]) -> float:
+    def _probe_error(self, reference: Reference, trees: tuple[DraftTree, ...]) -> float:
         cache = self.new_cache(len(trees), capacity=64)
         try:
             prefixes = [list(reference.prefix[:length]) for length in PROBE_LENGTHS]
@@ -382,62 +328,3 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")
-
-
-# -- probe -------------------------------------------------------------------------------------------------------
-
-PROBE_LENGTHS = (11, 8)  # ragged on purpose
-PROBE_TREES = (
-    DraftTree((0, 1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 1, 2, 4)),  # two siblings on two levels
-    DraftTree((0, 1, 2, 3, 4), (-1, 0, 0, 2, 2)),
-)
-PROBE_CHAINS = (DraftTree.chain(0, (1, 2, 3, 4)), DraftTree.chain(0, (1, 2, 3)))
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-HALF_TOLERANCE = 0.1
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """Plain forwards of the model over the paths of the probe's trees, without cache and masks."""
-
-    prefix: tuple[int, ...]
-    node_tokens: tuple[int, ...]
-    logits: dict[tuple[int, ...], torch.Tensor]
-    tolerance: float
-
-    def relabel(self, tree: DraftTree) -> DraftTree:
-        """The same shape with real token ids."""
-        return DraftTree(tuple(self.node_tokens[token] for token in tree.tokens), tree.parents)
-
-    def error(self, logits: torch.Tensor, prefixes: Sequence[list[int]], trees: Sequence[DraftTree]) -> float:
-        """Largest root-mean-square error of a node's logits, relative to the spread of the true ones."""
-        worst = 0.0
-        for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-            for node in range(len(tree)):
-                text = (*prefix, tree.tokens[0], *tree.path_tokens(node))
-                want = self.logits[text]
-                got = logits[row, node].double().cpu()
-                spread = (want - want.mean()).square().mean().sqrt().clamp_min(1e-12)
-                error = ((got - want).square().mean().sqrt() / spread).item()
-                worst = max(worst, error if error == error else float("inf"))  # NaN counts as wrong
-        return worst
-
-
-@torch.inference_mode()
-def _probe_reference(model: PreTrainedModel, vocab_size: int, device: torch.device) -> _Reference:
-    ids = np.random.default_rng(0).permutation(vocab_size)[: max(PROBE_LENGTHS) + 7] % vocab_size
-    ids = np.resize(ids, max(PROBE_LENGTHS) + 7)
-    prefix = tuple(int(i) for i in ids[: max(PROBE_LENGTHS)])
-    node_tokens = tuple(int(i) for i in ids[max(PROBE_LENGTHS) :])
-    logits: dict[tuple[int, ...], torch.Tensor] = {}
-    for trees in (PROBE_TREES, PROBE_CHAINS):
-        for length, shape in zip(PROBE_LENGTHS, trees, strict=True):
-            tree = DraftTree(tuple(node_tokens[token] for token in shape.tokens), shape.parents)
-            for leaf in tree.leaves:
-                text = (*prefix[:length], tree.tokens[0], *tree.path_tokens(leaf))
-                if text not in logits:
-                    rows = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
-                    for end in range(length + 1, len(text) + 1):
-                        logits[text[:end]] = rows[end - 1].double().cpu()
-    dtype = model.get_input_embeddings().weight.dtype
-    return _Reference(prefix, node_tokens, logits, TOLERANCES.get(dtype, HALF_TOLERANCE))

@@ -78,7 +78,7 @@ class StopChecker:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_ids = frozenset(params.stop_token_ids)
+        self._stop_ids = frozenset(params.stop_token_ids or ())
         self._stops = params.stop_strings
         self._min_tokens = params.min_tokens
         self._length = num_prompt_tokens

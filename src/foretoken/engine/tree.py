@@ -72,7 +72,8 @@ class DraftTree:
 
         [[5, 6], [5, 7]] below 1 becomes tokens (1, 5, 6, 7), parents (-1, 0, 1, 1).
         """
-        tokens, parents, child_of = [pending], [-1], {}
+        tokens, parents = [pending], [-1]
+        child_of: dict[tuple[int, int], int] = {}
         for path in paths:
             node = 0
             for token in path:

@@ -1,0 +1,42 @@
+"""How an engine schedules and verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How rows are scheduled and verified.
+
+    Args:
+      max_num_seqs: rows that run at once.
+      max_model_len: limit for prompt and output together; the model's context by default.
+      prefill_chunk_size: prompt tokens of one row per prefill step.
+      acceptance: "match", "standard" (rejection) or "block".
+      exactness: "default", or "strict": every step runs at one padded shape, so that plain and speculative decoding
+        round alike and agree bit for bit, in half precision too. Chains only.
+      strict_width: number of nodes of that shape.
+    """
+
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 512
+    acceptance: str = "match"
+    exactness: str = "default"
+    strict_width: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_chunk_size", "strict_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.acceptance not in ("match", "standard", "block"):
+            raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
+        if self.exactness not in ("default", "strict"):
+            raise ConfigError(f"exactness is {self.exactness!r}; choose default or strict")
+
+    @property
+    def is_strict(self) -> bool:
+        return self.exactness == "strict"
