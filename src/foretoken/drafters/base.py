@@ -19,7 +19,8 @@ class Requirements:
     Args:
       last_hidden: the input of the output embedding, after the final norm: (num_tokens, H).
       layer_inputs: indices of decoder layers whose inputs are wanted: each (num_tokens, H).
-      top_k: number of the target's most likely next tokens (of the raw logits): (num_tokens, k) ids, best first.
+      top_k: number of the target's most likely next tokens (of the raw logits): (num_tokens, k) ids, best first. Of
+        decode steps only: over a prompt they would cost the output embedding for every token.
     """
 
     last_hidden: bool = False

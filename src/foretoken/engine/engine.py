@@ -25,14 +25,14 @@ from foretoken.engine.errors import (
 )
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.noise import KeyedNoise, fresh_seed, mix
+from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
 from foretoken.engine.sampling import SamplingLaw, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict, block, rejection
+from foretoken.engine.verify import RejectionNoise, Verdict, block, rejection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -312,7 +312,7 @@ class Engine:
         return [verdicts[i] for i in range(len(rows))]
 
     def _accept_sampled(self, row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        noise = KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
+        noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
 
         def target_probs(node: int) -> torch.Tensor:
             return log_probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0].exp()

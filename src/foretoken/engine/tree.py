@@ -178,10 +178,14 @@ class DraftTree:
         )
 
     def main_chain(self) -> DraftTree:
-        """The continuation of first children: what remains of a tree where only chains can be verified."""
+        """The continuation of first children: what remains of a tree where only chains can be verified.
+
+        First draws are plain samples of their laws, so ``probs`` stay the laws of what is left.
+        """
         if self.is_chain:
             return self
         nodes = [0]
         while self.children[nodes[-1]]:
             nodes.append(self.children[nodes[-1]][0])
-        return DraftTree.chain(self.tokens[0], [self.tokens[node] for node in nodes[1:]], source=self.source)
+        probs = None if self.probs is None else self.probs[nodes[:-1]]
+        return DraftTree.chain(self.tokens[0], [self.tokens[node] for node in nodes[1:]], probs, self.source)
