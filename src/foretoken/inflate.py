@@ -96,7 +96,8 @@ def inflated_from(model: PreTrainedModel) -> dict[str, int] | None:
 
 def _bigger_config(old: Any, hidden: int, ffn: int, layers: int | None, vocab: int | None) -> Any:
     head_dim = _head_dim(old)
-    layers, vocab = layers or old.num_hidden_layers, vocab or old.vocab_size
+    layers = old.num_hidden_layers if layers is None else layers
+    vocab = old.vocab_size if vocab is None else vocab
     for name, size, least in (
         ("hidden_size", hidden, old.hidden_size),
         ("intermediate_size", ffn, old.intermediate_size),

@@ -159,10 +159,13 @@ def test_saved_and_loaded_again(tmp_path) -> None:
 
 
 def test_inflating_twice_keeps_the_function() -> None:
+    """Two spare channels, two lots of added tokens: all still right."""
     model = exact_norms(strong("qwen2").double())
-    once = inflate(model, hidden_size=64, intermediate_size=48)
-    twice = exact_norms(inflate(once, hidden_size=96, intermediate_size=64))
-    torch.testing.assert_close(logits(twice, IDS), logits(model, IDS), rtol=0, atol=1e-10)
+    once = inflate(model, hidden_size=64, intermediate_size=48, vocab_size=80)
+    twice = exact_norms(inflate(once, hidden_size=96, intermediate_size=64, vocab_size=90))
+    found = logits(twice, IDS)
+    torch.testing.assert_close(found[..., :61], logits(model, IDS), rtol=0, atol=1e-10)
+    assert found[..., 61:].max() < -500
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,7 @@ def test_inflating_twice_keeps_the_function() -> None:
         ({"hidden_size": 16, "intermediate_size": 48}, "hidden_size=16 is below the model's 32"),
         ({"hidden_size": 64, "intermediate_size": 47}, "intermediate_size=47 is below the model's 48"),
         ({"hidden_size": 40, "intermediate_size": 48}, "multiple of 16, such as 48"),
+        ({"hidden_size": 64, "intermediate_size": 48, "num_layers": 0}, "num_layers=0 is below the model's 2"),
         ({"hidden_size": 64, "intermediate_size": 48, "num_layers": 1}, "num_layers=1 is below the model's 2"),
         ({"hidden_size": 64, "intermediate_size": 48, "vocab_size": 60}, "vocab_size=60 is below"),
         ({"hidden_size": 32, "intermediate_size": 48, "vocab_size": 90}, "hidden_size above 32"),
