@@ -1,0 +1,217 @@
+"""``foretoken bench``: the options of the verb."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.suite import Settings, SpeedTable, Suite
+
+PARTS = ("speed", "copying", "sampling", "efficiency", "batch")
+EXIT_REFUSED, EXIT_DIFFERS = 2, 3
+_QUICK: dict[str, Any] = {
+    "num_prompts": 2,
+    "max_new_tokens": 12,
+    "contexts": (64,),
+    "draft_costs": (0.0,),
+    "batch_size": 3,
+    "vocab_sizes": (4096,),
+    "profile_contexts": (64,),
+}
+
+
+def run(
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="PATH|HUB_ID|zoo:NAME", help="The target.")
+    ] = "zoo:tiny",
+    draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model brings its own.")] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for zoo models."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto is bfloat16 where the CPU computes in it, else float32.")] = "auto",
+    execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None,
+    parts: Annotated[str, typer.Option(help=f"Which of {', '.join(PARTS)}, by comma.")] = ",".join(PARTS),
+    contexts: Annotated[str, typer.Option(help="Tokens of context, by comma.")] = "256,1500",
+    num_prompts: Annotated[int, typer.Option(help="Prompts per table.", min=1)] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48,
+    repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option("--num-speculative-tokens", "-k", help="Of the own drafters; their defaults.", min=1)
+    ] = None,
+    draft_costs: Annotated[
+        str, typer.Option(help="Costs to inflate the drafter to, by comma; 0 is the drafter as it is.")
+    ] = "0,0.05,0.15",
+    batch_size: Annotated[int, typer.Option(help="Rows of the batch.", min=1)] = 8,
+    stop_at_eos: Annotated[bool, typer.Option(help="End where the model ends; otherwise at the budget.")] = False,
+    prompts_file: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl; own prompts else.")] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling.", min=0)] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also where a step goes, by vocabulary and context.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Everything once and small, in seconds; no figures to quote.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all results, with their conditions, to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same on standard output instead of tables.")] = False,
+) -> None:
+    """Measure drafted decoding against plain decoding, transformers' generate, assisted generation and prompt lookup.
+
+    Exit codes: 0 done, 2 refused, 3 outputs differ (then no speed is shown).
+    """
+    from foretoken.bench.suite import Settings, UnequalOutputsError
+    from foretoken.engine.errors import ForetokenError
+
+    try:
+        settings = Settings(
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            contexts=tuple(map(int, _numbers(contexts, "contexts"))),
+            draft_costs=tuple(_numbers(draft_costs, "draft-costs")),
+            num_draft_tokens=num_speculative_tokens,
+            batch_size=batch_size,
+            ignore_eos=not stop_at_eos,
+            seed=seed,
+            execution=execution,
+            prompts_file=prompts_file,
+        )
+        if scale is None:
+            scale = "100m" if model.startswith("zoo:") and not quick else "none"
+        results = _measure(
+            model,
+            draft_model,
+            scale,
+            dtype,
+            threads,
+            _chosen(parts),
+            _quickened(settings) if quick else settings,
+            profile,
+            as_json,
+        )
+    except UnequalOutputsError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(EXIT_DIFFERS) from None
+    except ForetokenError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+    text = json.dumps(results, indent=None if as_json else 1)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text + "\n")
+
+
+def _quickened(settings: Settings) -> Settings:
+    from dataclasses import replace
+
+    return replace(settings, **_QUICK)
+
+
+def _numbers(text: str, name: str) -> list[float]:
+    from foretoken.engine.errors import ConfigError
+
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--{name} is {text!r}; give numbers with commas between them") from None
+
+
+def _chosen(parts: str) -> list[str]:
+    from foretoken.engine.errors import ConfigError
+
+    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join(PARTS)}")
+    return chosen
+
+
+def _measure(
+    model: str,
+    draft_model: str | None,
+    scale: str,
+    dtype: str,
+    threads: int | None,
+    parts: list[str],
+    settings: Settings,
+    with_profile: bool,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Run the parts; tables appear as they are ready."""
+    import torch
+    from rich.console import Console
+
+    from foretoken.bench import report
+    from foretoken.bench.models import load_pair
+    from foretoken.bench.provenance import provenance
+    from foretoken.bench.suite import Suite
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    console = Console(highlight=False, quiet=as_json)
+    status = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
+    suite = Suite(
+        load_pair(model, draft_model, dtype), scale, settings, lambda text: status.print(f"[dim]{text}[/dim]")
+    )
+    facts = provenance()
+    kind = str(suite.target.dtype).removeprefix("torch.")
+    execution = suite.target.execution.describe()
+    report.show_provenance(console, facts, suite.pair.label, kind, execution)
+    results: dict[str, Any] = {
+        "provenance": facts,
+        "models": suite.pair.label,
+        "dtype": kind,
+        "execution": execution,
+        "settings": {**report.plain_data(settings), "prompts_file": str(settings.prompts_file or "own prompts")},
+    }
+    with torch.inference_mode():
+        results |= _parts(suite, parts, console, with_profile)
+    return results
+
+
+def _parts(suite: Suite, parts: list[str], console: Console, with_profile: bool) -> dict[str, Any]:
+    from foretoken.bench import report
+
+    results: dict[str, Any] = {}
+    tables: list[Callable[[], SpeedTable]] = []
+    if "speed" in parts:
+        tables += [partial(suite.speed, context, suite.greedy) for context in suite.settings.contexts]
+    if "copying" in parts:
+        tables.append(partial(suite.copying, suite.greedy))
+    if "sampling" in parts:
+        first = suite.settings.contexts[0]
+        tables += [partial(suite.speed, first, suite.sampled(top_p)) for top_p in (1.0, 0.9)]
+    for measure in tables:
+        table = measure()
+        report.show_speed(console, table)
+        report.show_gaps(console, table.rows)
+        results.setdefault("speed", []).append(report.plain_data(table))
+    if "efficiency" in parts:
+        context = suite.settings.contexts[0]
+        found = []
+        if suite.pair.drafter is not None:
+            found = [suite.efficiency(cost, context, suite.greedy) for cost in suite.settings.draft_costs]
+        found.append(suite.lookup_efficiency(suite.greedy))
+        report.show_efficiency(console, found)
+        results["efficiency"] = report.plain_data(found)
+    if "batch" in parts:
+        rows = suite.batch(suite.greedy)
+        report.show_batch(console, rows)
+        results["batch"] = report.plain_data(rows)
+    if with_profile:
+        cells = list(suite.profiles([suite.greedy, suite.sampled(0.9)]))
+        report.show_profiles(console, cells)
+        results["profile"] = report.plain_data(cells)
+    return results

@@ -1,0 +1,144 @@
+"""Interleaved timing and ratios with their spread."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.bench.arms import Arm, Run, Sampling
+from foretoken.bench.workload import Prompt
+
+_NUM_RESAMPLES = 2000
+
+
+@dataclass
+class Trial:
+    """Every run of every arm over one set of prompts: ``runs[arm][prompt]`` in the order in which they were made."""
+
+    prompts: list[Prompt]
+    sampling: Sampling
+    max_new_tokens: int
+    runs: dict[str, list[list[Run]]] = field(default_factory=dict)
+    other_cpu_share: float = 0.0
+
+    def outputs(self, arm: str) -> list[tuple[int, ...]]:
+        """The output of an arm's first run of every prompt."""
+        return [runs[0].token_ids for runs in self.runs[arm]]
+
+    def seconds_per_token(self, arm: str) -> list[float]:
+        """Of decoding, for every prompt: the median over its runs; NaN where nothing was left to decode."""
+        return [statistics.median(run.seconds_per_token for run in runs) for runs in self.runs[arm]]
+
+    def tokens_per_second(self, arm: str) -> float:
+        """Of decoding, over all prompts and runs."""
+        runs = [run for runs in self.runs[arm] for run in runs]
+        seconds = sum(run.decode_seconds for run in runs)
+        return sum(run.num_decoded for run in runs) / seconds if seconds > 0 else float("nan")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times faster one arm decodes than another: the median of the prompts' ratios, and their spread.
+
+    Args:
+      low, high: 95 % interval of that median, by bootstrap over prompts.
+      worst, best: smallest and largest ratio of a prompt.
+    """
+
+    arm: str
+    base: str
+    ratio: float
+    low: float
+    high: float
+    worst: float
+    best: float
+    num_prompts: int
+
+
+def interleave(
+    arms: Seq[Arm],
+    prompts: Seq[Prompt],
+    sampling: Sampling,
+    max_new_tokens: int,
+    repeats: int = 1,
+    on_run: Callable[[], None] = lambda: None,
+) -> Trial:
+    """Run every prompt through every arm, forwards and backwards (A B B A), ``repeats`` times.
+
+    A short warm-up of every arm comes first. Garbage is collected between the runs, never in one.
+    """
+    trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
+    for arm in arms:
+        arm.run(prompts[0].token_ids, min(max_new_tokens, 16), sampling)
+    with _watch_others(trial):
+        for place, prompt in enumerate(prompts):
+            for arm in [*arms, *reversed(arms)] * repeats:
+                with no_garbage_collection():
+                    trial.runs[arm.name][place].append(arm.run(prompt.token_ids, max_new_tokens, sampling))
+                on_run()
+    return trial
+
+
+def compare(trial: Trial, arm: str, base: str) -> Comparison:
+    """The ratio of two arms of a trial. Prompts on which either had nothing to decode are left out."""
+    pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
+    ratios = [slow / fast for slow, fast in pairs if not math.isnan(slow / fast)]
+    if not ratios:
+        nan = float("nan")
+        return Comparison(arm, base, nan, nan, nan, nan, nan, 0)
+    low, high = bootstrap_median(ratios)
+    return Comparison(arm, base, statistics.median(ratios), low, high, min(ratios), max(ratios), len(ratios))
+
+
+def bootstrap_median(values: Seq[float], level: float = 0.95) -> tuple[float, float]:
+    """Percentile interval of the median. Randomness: a generator of its own with a fixed seed."""
+    generator = random.Random(0)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
+    tail = round((1 - level) / 2 * _NUM_RESAMPLES)
+    return medians[tail], medians[-1 - tail]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect now, and not again inside the block."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _watch_others(trial: Trial) -> Iterator[None]:
+    """Note the share of the machine's processors that other processes used meanwhile."""
+    before = _cpu_seconds()
+    started = time.perf_counter()
+    yield
+    after = _cpu_seconds()
+    if before is not None and after is not None:
+        total, own = after[0] - before[0], after[1] - before[1]
+        capacity = (time.perf_counter() - started) * (os.cpu_count() or 1)
+        trial.other_cpu_share = max(0.0, total - own) / capacity
+
+
+def _cpu_seconds() -> tuple[float, float] | None:
+    """Processor seconds of the machine and of this process so far; None where /proc/stat is not there."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, first)
+    ticks = user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK"), time.process_time()

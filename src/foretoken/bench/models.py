@@ -1,0 +1,155 @@
+"""The models that are measured: a pair from the zoo, grown in width until a forward costs what it does in practice."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM, Nodes
+from foretoken.inflate import inflate, inflated_from
+from foretoken.llm import eos_token_ids
+from foretoken.loading import load_model
+
+SCALES = {"none": None, "100m": (1024, 4096)}
+"""Hidden and intermediate sizes of the target, by name; "100m" makes 98.6 M parameters of zoo:tiny."""
+
+_WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16)  # of an inflated drafter, as multiples of its own
+_COST_CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its drafter (None where there is none) and their tokenizer, as transformers objects."""
+
+    target: Any
+    drafter: Any
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """For tables; says so when a model is inflated."""
+        parts = [describe(self.target)]
+        return " + ".join([*parts, describe(self.drafter)] if self.drafter is not None else parts)
+
+
+def describe(model: Any) -> str:
+    """Parameters and shape, and what an inflated model was before."""
+    config = model.config
+    shape = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, {config.num_hidden_layers} layers"
+    old = inflated_from(model)
+    grown = f"; inflated in width from hidden {old['hidden_size']}" if old else ""
+    return f"{model.num_parameters() / 1e6:.1f} M ({shape}{grown})"
+
+
+def load_pair(model: str, draft_model: str | None, dtype: str) -> Pair:
+    """Load a target and its drafter; a model of the zoo brings its own.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    target = load_model(model, dtype=dtype)
+    name = draft_model or (model if model.startswith("zoo:") else None)
+    drafter = None if name is None else load_model(name, part="draft", dtype=target.model.dtype).model
+    return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)))
+
+
+def scaled(pair: Pair, scale: str, vocab_size: int | None = None) -> Pair:
+    """The pair with its target inflated (width only), and both vocabularies padded where that is asked for.
+
+    Raises: ConfigError for an unknown scale.
+    """
+    hidden, ffn = sizes(scale) or (0, 0)
+    if not hidden and vocab_size is None:
+        return pair
+    config = pair.target.config
+    target = inflate(
+        pair.target,
+        hidden_size=hidden or config.hidden_size * 2,
+        intermediate_size=ffn or config.intermediate_size,
+        vocab_size=vocab_size,
+    )
+    drafter = pair.drafter
+    if drafter is not None and vocab_size is not None:
+        drafter = widened(drafter, 2, vocab_size)
+    return replace(pair, target=target, drafter=drafter)
+
+
+def sizes(scale: str) -> tuple[int, int] | None:
+    """Hidden and intermediate size of a scale: a name of `SCALES`, or HIDDENxFFN.
+
+    Raises: ConfigError.
+    """
+    if scale in SCALES:
+        return SCALES[scale]
+    hidden, by, ffn = scale.partition("x")
+    if not (by and hidden.isdigit() and ffn.isdigit()):
+        raise ConfigError(f"scale is {scale!r}; give {', '.join(SCALES)} or HIDDENxFFN, such as 1024x4096")
+    return int(hidden), int(ffn)
+
+
+def widened(model: Any, factor: int, vocab_size: int | None = None) -> Any:
+    """A drafter inflated in width."""
+    config = model.config
+    if factor == 1 and vocab_size is None:
+        return model
+    return inflate(
+        model,
+        hidden_size=config.hidden_size * factor,
+        intermediate_size=config.intermediate_size * factor,
+        vocab_size=vocab_size,
+    )
+
+
+def drafter_of_cost(pair: Pair, target: CausalLM, cost: float) -> tuple[Any, float]:
+    """The drafter inflated until one of its forwards costs about ``cost`` of the target's; and what it measures.
+
+    The cost grows with the width, so the widths are bisected for the first that is dear enough, and of that one and
+    its neighbour the nearer is taken.
+    """
+    low, high = 0, len(_WIDTHS) - 1
+    measured: dict[int, tuple[Any, float]] = {}
+
+    def at(index: int) -> tuple[Any, float]:
+        if index not in measured:
+            model = widened(pair.drafter, _WIDTHS[index])
+            measured[index] = model, relative_cost(target, CausalLM(model))
+        return measured[index]
+
+    while low < high:
+        middle = (low + high) // 2
+        if at(middle)[1] < cost:
+            low = middle + 1
+        else:
+            high = middle
+    candidates = [at(index) for index in (low - 1, low) if index >= 0]
+    return min(candidates, key=lambda candidate: abs(candidate[1] - cost))
+
+
+@torch.inference_mode()
+def relative_cost(target: CausalLM, drafter: CausalLM, context: int = _COST_CONTEXT, repeats: int = 9) -> float:
+    """Median seconds of a drafter's forward over one token, divided by the target's, interleaved."""
+    rounds = [_one_token(model, context) for model in (target, drafter)]
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats + 1):
+        for forward, taken in zip(rounds, times, strict=True):
+            start = perf_counter()
+            forward()
+            taken.append(perf_counter() - start)
+    dear, cheap = (statistics.median(taken[1:]) for taken in times)
+    return cheap / dear
+
+
+def _one_token(model: CausalLM, context: int) -> Any:
+    context = min(context, (model.context_length or context + 1) - 1)
+    cache = model.new_cache(1, capacity=context + 1)
+    text: Seq[int] = [token % model.vocab_size for token in range(context)]
+    model.forward(Nodes.from_chains([text]), cache, keep=slice(0, 0))
+    cache.commit([range(context)])
+    nodes = Nodes.from_chains([[1]])
+    return lambda: model.forward(nodes, cache)

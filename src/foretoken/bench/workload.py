@@ -1,0 +1,149 @@
+"""What is generated from: short prompts of several kinds, padded with real text to a context of the wanted length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib import resources
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from foretoken.engine.errors import ConfigError
+
+COPY = "copy"
+_COPIED_WORDS = 16  # of the passage's beginning that follow the passage in a copying prompt
+_TOPIC_CHARACTERS = 4000  # some topics alone are longer than the context
+_REPEATED = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """One line of a prompts file: the first turn of a conversation, of some kind."""
+
+    id: int
+    category: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to continue, and where they come from."""
+
+    name: str
+    category: str
+    token_ids: tuple[int, ...]
+
+
+def read_questions(path: Path | None = None) -> list[Question]:
+    """Read ``question.jsonl`` of Spec-Bench (arXiv:2401.07851); by default the prompts that ship with the package.
+
+    Raises: ConfigError for a missing file, or a line that lacks ``question_id``, ``category`` or ``turns``.
+    """
+    source = resources.files("foretoken.bench") / "prompts.jsonl" if path is None else path
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompts file {source}: {error}") from None
+    return [_question(line, number, str(source)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _question(line: str, number: int, source: str) -> Question:
+    try:
+        record: dict[str, Any] = json.loads(line)
+        return Question(int(record["question_id"]), str(record["category"]), str(record["turns"][0]))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"line {number} of {source} is no question ({type(error).__name__}: {error}); every line needs "
+            'Spec-Bench\'s keys "question_id", "category" and "turns"'
+        ) from None
+
+
+def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = False) -> list[Question]:
+    """The first prompts of every kind in turn, so that few prompts still cover the kinds."""
+    by_kind: dict[str, list[Question]] = {}
+    for question in questions:
+        if (question.category == COPY) == copying:
+            by_kind.setdefault(question.category, []).append(question)
+    in_turn = [question for turn in zip_longest(*by_kind.values()) for question in turn if question is not None]
+    return in_turn[:num_prompts]
+
+
+def load_prompts(
+    tokenizer: Any, questions: Seq[Question], context: int | None = None, max_length: int | None = None
+) -> list[Prompt]:
+    """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
+
+    Args:
+      context: pad each prompt in front with real text to this many tokens; a longer one stays as it is.
+      max_length: prompts beyond it are left out.
+    """
+    prompts = []
+    for question in questions:
+        ids = _encode(tokenizer, copying_text(question.text) if question.category == COPY else None, question.text)
+        if context is not None:
+            ids = (*_padding(tokenizer, context - len(ids), question.id), *ids)
+        if max_length is None or len(ids) <= max_length:
+            prompts.append(Prompt(f"{question.category}-{question.id}", question.category, ids))
+    return prompts
+
+
+def copying_text(passage: str) -> str:
+    """A passage, and its beginning again: a continuation that copies is the natural one."""
+    beginning, rest = passage, passage.lstrip()
+    for _ in range(_COPIED_WORDS):
+        rest = rest.partition(" ")[2].lstrip(" ")
+        if not rest:
+            break
+        beginning = passage[: len(passage) - len(rest)]
+    return f"{passage.rstrip()}\n\n{beginning.rstrip()}"
+
+
+def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:
+    if raw is None:
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": question}]
+            raw = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        else:
+            raw = question
+    return tuple(tokenizer(raw, add_special_tokens=False)["input_ids"])
+
+
+def _padding(tokenizer: Any, length: int, offset: int) -> tuple[int, ...]:
+    """``length`` tokens of English prose: the Python reference that every CPython carries, from a place of its own."""
+    if length <= 0:
+        return ()
+    from pydoc_data.topics import topics
+
+    texts: list[str] = [topics[name][:_TOPIC_CHARACTERS] for name in sorted(topics)]
+    start = 7 * offset % len(texts)
+    ids: list[int] = []
+    for text in _cycle(texts, start):
+        ids += tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
+        if len(ids) >= length:
+            break
+    return tuple(ids[:length])
+
+
+def _cycle(texts: list[str], start: int) -> Iterator[str]:
+    while True:
+        yield from texts[start:]
+        yield from texts[:start]
+
+
+def repeated_share(outputs: Iterable[Seq[int]], size: int = _REPEATED) -> float:
+    """Share of tokens that lie inside an n-gram which occurs more than once in the same output.
+
+    (1, 2, 1, 2, 3) with size 2: (1, 2) occurs twice and covers four of five tokens: 0.8.
+    """
+    num_tokens = num_covered = 0
+    for tokens in outputs:
+        windows = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+        counts = Counter(windows)
+        covered = {i + k for i, window in enumerate(windows) if counts[window] > 1 for k in range(size)}
+        num_tokens += len(tokens)
+        num_covered += len(covered)
+    return num_covered / num_tokens if num_tokens else 0.0
