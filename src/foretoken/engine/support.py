@@ -26,11 +26,10 @@ from transformers.generation.logits_process import (
 if TYPE_CHECKING:
     from foretoken.params import SamplingParams
 
-MIN_EXCLUDED_MASS = 1e-4
-"""Smallest 1 - top_p that the quick search resolves."""
+HEAVY_SIZES = (256, 4096)
+"""How many of the heaviest tokens are tried as a nucleus before all are sorted."""
 
-FEW = 2048
-"""So many weights are sorted without trying to sort fewer."""
+SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
 
 COLUMN = 64
 """Scores per column when the k largest are looked for by the columns' maxima."""
@@ -92,8 +91,7 @@ class Warper:
     @cached_property
     def has_shortcut(self) -> bool:
         """Whether `support` can be used: not with typical-p, which orders all tokens anew."""
-        excluded = 1.0 - self.top_p
-        return self.typical_p == 1.0 and (excluded == 0.0 or excluded >= MIN_EXCLUDED_MASS)
+        return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Scores over temperature, as transformers divides them."""
@@ -149,9 +147,10 @@ class Warper:
 
     def _bounds(self, weights: np.ndarray) -> tuple[float, float]:
         """The smallest weight that may be kept, and the largest that may be removed (negative: none)."""
-        lowest, unsure = float(np.finfo(np.float32).tiny), -1.0
+        lowest, unsure = SMALLEST_WEIGHT, -1.0
         if self.top_p < 1.0:
-            lowest, unsure = nucleus_bounds(weights, self.top_p)
+            in_nucleus, unsure = nucleus_bounds(weights, self.top_p)
+            lowest = max(lowest, in_nucleus)
         if self.min_p > 0.0:
             floor = self.min_p * (1.0 - MIN_P_BAND)
             lowest, unsure = max(lowest, floor), max(unsure, self.min_p * (1.0 + MIN_P_BAND))
@@ -165,27 +164,41 @@ def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
     return weights
 
 
-def top_ids(row: np.ndarray, k: int) -> np.ndarray:
-    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending.
+def candidates(values: np.ndarray, k: int) -> np.ndarray:
+    """Ids of the k largest values and of some others, in one pass: all that reach a threshold; int64, ascending.
 
-    The k-th largest of any V / 64 of the scores' maxima is no larger than the k-th largest score: with it as a first
-    threshold, few tokens are left to order.
+    The values are cut into columns. The k-th largest of the columns' maxima is no larger than the k-th largest value,
+    and seldom much smaller where there are many more columns than k.
     """
-    num_columns = len(row) // COLUMN
-    if num_columns < 4 * k:
-        return np.flatnonzero(row >= np.partition(row, len(row) - k)[len(row) - k])
-    column_maxima = row[: num_columns * COLUMN].reshape(COLUMN, num_columns).max(axis=0)
-    ids = np.flatnonzero(row >= np.partition(column_maxima, num_columns - k)[num_columns - k])
+    height = max(1, min(COLUMN, len(values) // (4 * k)))
+    num_columns = len(values) // height
+    maxima = values[: num_columns * height].reshape(height, num_columns).max(axis=0)
+    return np.flatnonzero(values >= np.partition(maxima, num_columns - k)[num_columns - k])
+
+
+def top_ids(row: np.ndarray, k: int) -> np.ndarray:
+    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending."""
+    ids = candidates(row, k)
     scores = row[ids]
     kept: np.ndarray = ids[scores >= np.partition(scores, len(scores) - k)[len(scores) - k]]
     return kept
 
 
+def heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
+    """The largest weights, largest first: all down to some threshold, and together at least ``mass`` if that exists."""
+    for size in HEAVY_SIZES:
+        if len(weights) >= 4 * size:
+            heavy = weights[candidates(weights, size)]
+            if float(heavy.sum()) >= mass:
+                return np.sort(heavy)[::-1]
+    return np.sort(weights)[::-1]
+
+
 def nucleus_bounds(weights: np.ndarray, top_p: float) -> tuple[float, float]:
     """Bounds of the smallest set whose mass reaches top_p, in the manner of transformers' TopPLogitsWarper.
 
-    A token is removed when the mass of itself and all lighter ones is at most 1 - top_p, so it is kept when the heavier
-    ones hold less than top_p. Tokens lighter than (1 - top_p) / V of the mass cannot be kept, and are not looked at.
+    A token is removed when the mass of itself and all lighter ones is at most 1 - top_p; so it is kept when the heavier
+    ones hold less than top_p.
 
     Args:
       weights: float32 (V,), unnormalised probabilities, the largest 1.
@@ -195,14 +208,13 @@ def nucleus_bounds(weights: np.ndarray, top_p: float) -> tuple[float, float]:
     weights; negative when there is none.
     """
     total = float(weights.sum())
-    excluded = 1.0 - top_p
-    ordered = np.sort(_heavy(weights, total, 0.5 * excluded * total))[::-1]
+    goal = top_p * total
+    slack = total * ((1.0 - top_p) * rounding(len(weights)) + 4e-6)
+    ordered = heaviest(weights, goal + slack)
     mass_above = np.cumsum(ordered, dtype=np.float64)
     mass_above -= ordered
-    slack = total * (excluded * rounding(len(weights)) + 4e-6)
-    goal = top_p * total
-    surely = max(1, int(np.searchsorted(mass_above, goal - slack)))
-    maybe = max(surely, int(np.searchsorted(mass_above, goal + slack)))
+    surely, maybe = np.searchsorted(mass_above, (goal - slack, goal + slack)).tolist()
+    surely = max(1, surely)
     if maybe > surely:
         return float(ordered[maybe - 1]), float(ordered[surely])
     last = float(ordered[surely - 1])
@@ -220,19 +232,6 @@ def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
     num_removed = min(int(removed.sum()), len(row) - 1)
     lowest = float(ordered[num_removed])
     return None if num_removed and float(ordered[num_removed - 1]) == lowest else lowest
-
-
-def _heavy(weights: np.ndarray, total: float, light_mass: float) -> np.ndarray:
-    """The weights without the lightest ones, which together hold at most ``light_mass``; not the shortest such list."""
-    floor = light_mass / len(weights)
-    heavy = weights[weights >= floor]
-    while len(heavy) > FEW:
-        floor *= 4.0
-        is_light = heavy < floor
-        if total - float(heavy.sum()) + float(heavy[is_light].sum()) > light_mass:
-            break
-        heavy = heavy[~is_light]
-    return heavy
 
 
 def rounding(num_tokens: int) -> float:
