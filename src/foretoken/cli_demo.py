@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,11 +34,10 @@ from foretoken.cli_options import (
     sampling,
     speculative,
 )
-from foretoken.params import SpeculativeConfig
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-    from foretoken.params import SamplingParams
+    from foretoken.params import SamplingParams, SpeculativeConfig
 
 QUESTIONS = (
     "Tell me a story about a lion and a mouse.",
@@ -123,14 +122,9 @@ def _arms(target: Any, config: SpeculativeConfig, model: str, options: dict[str,
 
         options["tokenizer"] = model
         if config.method == "draft_model" and config.model is None:
-            config = SpeculativeConfig(**{**_given(config), "model": str(zoo.path(model, "draft"))})
+            config = replace(config, model=str(zoo.path(model, "draft")))
     plain = load_llm(target, None, **options)
-    drafting = load_llm(target, config, **options)
-    return Arm("plain", plain), Arm(str(config.method), drafting)
-
-
-def _given(config: SpeculativeConfig) -> dict[str, Any]:
-    return {key: value for key, value in vars(config).items() if value is not None}
+    return Arm("plain", plain), Arm(str(config.method), plain.with_speculative_config(config))
 
 
 def _prompt(llm: LLM, question: str) -> Any:

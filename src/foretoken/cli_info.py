@@ -77,10 +77,11 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory(target),
         "drafter": None,
     }
-    if llm.draft_model is not None and llm.draft_model_info is not None:
-        step = median(cost_curve(llm.draft_model, max(1, length), repeats, (1,))[1])
+    drafting = llm.drafting
+    if drafting.model is not None and drafting.info is not None:
+        step = median(cost_curve(drafting.model, max(1, length), repeats, (1,))[1])
         report["drafter"] = {
-            **asdict(llm.draft_model_info),
+            **asdict(drafting.info),
             "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
             "step_seconds": step,
             "cost": step / seconds[1],

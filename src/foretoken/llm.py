@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +21,10 @@ from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.stats import StepProfile
-from foretoken.loading import is_zoo, load_model, load_tokenizer, tokenizer_beside
-from foretoken.modelinfo import Loaded, ModelInfo, describe
+from foretoken.loading import is_zoo, load_model, load_tokenizer
+from foretoken.modelinfo import describe
 from foretoken.outputs import RequestOutput
-from foretoken.pairing import check_same_tokenizer, check_vocab_sizes, drafter_factory
+from foretoken.pairing import Pairing
 from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.progress import progress_bar
 from foretoken.prompts import Prompts, read_params, read_prompts
@@ -80,28 +82,48 @@ class LLM:
         exactness: str = EngineConfig.exactness,
         strict_width: int = EngineConfig.strict_width,
     ) -> None:
-        self.speculative_config = SpeculativeConfig.parse(speculative_config)
         self.engine_config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             prefill_chunk_size=prefill_chunk_size,
-            acceptance=self.speculative_config.rejection_sample_method or EngineConfig.acceptance,
             exactness=exactness,
             strict_width=strict_width,
         )
+        config = SpeculativeConfig.parse(speculative_config)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
-        draft = self._load_draft(model, loaded, execution, trust_remote_code)
         self.target = CausalLM(loaded.model, execution=execution, release_originals=loaded.is_owned)
         self.model_info = describe(loaded, self.target)
-        self.draft_model_info: ModelInfo | None = draft[0] if draft is not None else None
-        self.draft_model: CausalLM | None = draft[1] if draft is not None else None
-        self._new_drafter = drafter_factory(self.speculative_config, self.target, self.draft_model)
+        self._pairing = Pairing(
+            loaded,
+            self.target,
+            self.tokenizer,
+            own_drafter=str(model) if is_zoo(model) else None,
+            execution=execution,
+            trust_remote_code=trust_remote_code,
+        )
         self._eos_token_ids = eos_token_ids(loaded.model)
         self._seed = seed
-        num_spec_tokens = self.speculative_config.num_speculative_tokens or 0
-        self._runner = Runner(self._new_engine, self.tokenizer, num_spec_tokens)
+        self._lock = threading.RLock()
+        self._speculate(config)
+
+    def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
+        """The same target in memory with another way of drafting; this LLM stays as it is.
+
+        Raises: as for a new LLM, where the drafter is concerned.
+        """
+        other = copy.copy(self)
+        other._speculate(SpeculativeConfig.parse(speculative_config))
+        return other
+
+    def _speculate(self, config: SpeculativeConfig) -> None:
+        """Draft this way from now on."""
+        self.speculative_config = config
+        acceptance = config.rejection_sample_method or EngineConfig.acceptance
+        self.engine_config = replace(self.engine_config, acceptance=acceptance)
+        self.drafting = self._pairing.drafting(config)
+        self._runner = Runner(self._new_engine, self.tokenizer, config.num_speculative_tokens or 0, self._lock)
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -187,42 +209,11 @@ class LLM:
     def _new_engine(self) -> Engine:
         return Engine(
             self.target,
-            self._new_drafter(),
+            self.drafting.new_drafter(),
             self.engine_config,
             eos_token_ids=self._eos_token_ids,
             tokenizer=self.tokenizer,
         )
-
-    def _load_draft(
-        self, model: ModelLike, target: Loaded, execution: str, trust_remote_code: bool
-    ) -> tuple[ModelInfo, CausalLM] | None:
-        """The drafter of the method ``draft_model``, checked against the target."""
-        config = self.speculative_config
-        name = config.model if config.model is not None else model if is_zoo(model) else None
-        if config.method != "draft_model" or name is None:
-            return None
-        is_loaded = isinstance(name, PreTrainedModel)
-        draft = load_model(
-            name,
-            part="draft",
-            dtype="auto" if is_loaded else config.dtype or target.model.dtype,
-            device="auto" if is_loaded else target.model.device,
-            revision=config.revision,
-            trust_remote_code=trust_remote_code,
-        )
-        self._check_pair(target, draft)
-        lm = CausalLM(draft.model, execution=execution, release_originals=draft.is_owned)
-        return describe(draft, lm), lm
-
-    def _check_pair(self, target: Loaded, draft: Loaded) -> None:
-        ours = self.tokenizer if self.tokenizer is not None else tokenizer_beside(target.model)
-        theirs = draft.tokenizer if draft.is_owned else tokenizer_beside(draft.model)
-        if ours is not None and theirs is not None:
-            check_same_tokenizer(ours, theirs, target.name, draft.name)
-            return
-        sizes = [loaded.model.config.get_text_config(decoder=True).vocab_size for loaded in (target, draft)]
-        num_tokens = None if ours is None else len(ours)
-        check_vocab_sizes(sizes[0], sizes[1], target.name, draft.name, num_tokens)
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -15,6 +16,8 @@ from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.errors import ConfigError, TokenizerMismatchError
 from foretoken.engine.model import CausalLM
+from foretoken.loading import load_model, tokenizer_beside
+from foretoken.modelinfo import Loaded, ModelInfo, describe
 from foretoken.params import SpeculativeConfig
 
 DrafterFactory = Callable[[], Drafter]
@@ -22,8 +25,76 @@ DrafterFactory = Callable[[], Drafter]
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """A way of drafting, ready to start.
+
+    Args:
+      new_drafter: makes a drafter without state, as often as one is needed.
+      model, info: of the method ``draft_model``.
+    """
+
+    new_drafter: DrafterFactory
+    model: CausalLM | None = None
+    info: ModelInfo | None = None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A target in search of a drafter.
+
+    Args:
+      loaded, target: the model, and its adapter.
+      tokenizer: of the target, where one is known.
+      own_drafter: name of the drafter that the target brings along.
+      execution, trust_remote_code: for a drafter that is a model.
+    """
+
+    loaded: Loaded
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    own_drafter: str | None = None
+    execution: str = "auto"
+    trust_remote_code: bool = False
+
+    def drafting(self, config: SpeculativeConfig) -> Drafting:
+        """Load what the config asks for and check that it fits.
+
+        Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
+        """
+        name = config.model if config.model is not None else self.own_drafter
+        if config.method != "draft_model" or name is None:
+            return Drafting(drafter_factory(config, self.target))
+        draft = self._load(name, config)
+        self._check(draft)
+        lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
+        return Drafting(drafter_factory(config, self.target, lm), lm, describe(draft, lm))
+
+    def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
+        if isinstance(name, PreTrainedModel):
+            return load_model(name)
+        return load_model(
+            name,
+            part="draft",
+            dtype=config.dtype or self.target.dtype,
+            device=self.target.device,
+            revision=config.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _check(self, draft: Loaded) -> None:
+        ours = self.tokenizer if self.tokenizer is not None else tokenizer_beside(self.loaded.model)
+        theirs = draft.tokenizer if draft.is_owned else tokenizer_beside(draft.model)
+        if ours is not None and theirs is not None:
+            check_same_tokenizer(ours, theirs, self.loaded.name, draft.name)
+            return
+        num_tokens = None if ours is None else len(ours)
+        drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
+        check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
 def drafter_factory(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None = None) -> DrafterFactory:
-    """What makes a fresh drafter, without state, as often as one is needed.
+    """What makes a fresh drafter.
 
     Args:
       draft_model: of the method ``draft_model``.

@@ -32,16 +32,22 @@ class Runner:
       new_engine: makes the engine, and another one after a step that broke off.
       tokenizer: for the text of results.
       num_spec_tokens: K, for the metrics.
+      lock: held while the target runs; runners of one target share it.
     """
 
     def __init__(
-        self, new_engine: Callable[[], Engine], tokenizer: PreTrainedTokenizerBase | None, num_spec_tokens: int
+        self,
+        new_engine: Callable[[], Engine],
+        tokenizer: PreTrainedTokenizerBase | None,
+        num_spec_tokens: int,
+        lock: threading.RLock,
     ) -> None:
         self._new_engine = new_engine
         self._engine = new_engine()
         self._tokenizer = tokenizer
         self._num_spec_tokens = num_spec_tokens
-        self._lock = threading.RLock()
+        self._lock = lock
+        self._is_stepping = False
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
         self._abandoned: deque[Session] = deque()
@@ -64,6 +70,8 @@ class Runner:
         Raises: PromptError, naming the prompt by its place.
         """
         with self._lock:
+            if self._is_stepping:
+                raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
             self._engine.target.execution.refresh_if_stale()
             requests: list[Request] = []
             try:
@@ -117,6 +125,7 @@ class Runner:
 
     def _step(self) -> None:
         started = perf_counter()
+        self._is_stepping = True
         try:
             outputs = self._engine.step()
             ended = perf_counter()
@@ -124,11 +133,11 @@ class Runner:
                 self._session_of[output.row.id].take(output, started, ended)
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
-        except EngineBusyError:  # a logits processor called back; the step it belongs to goes on
-            raise
         except BaseException as error:
             self._restart(error)
             raise
+        finally:
+            self._is_stepping = False
 
     def _restart(self, error: BaseException) -> None:
         """A step that broke off leaves rows in no known state: begin anew, and tell everyone who had rows."""
@@ -143,6 +152,9 @@ class Runner:
     def end(self, session: Session) -> None:
         """Take what is unfinished of a session out of the engine."""
         with self._lock:
+            if self._is_stepping:
+                self.abandon(session)
+                return
             session.is_closed = True
             for row_id in session.row_ids:
                 self._session_of.pop(row_id, None)

@@ -1,0 +1,513 @@
+"""The Python front door: prompts in every form, results in vLLM's shape, and an LLM that outlives every mishap."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import foretoken
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.engine.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineBusyError,
+    NumericsError,
+    PromptError,
+)
+from foretoken.engine.stats import SequenceStats
+from foretoken.outputs import speculative_metrics
+from foretoken.prompts import spellings
+from foretoken.testing import toy_model
+
+STORY = "Once upon a time there was a"
+QUESTION = "How many apples does Tom have? Tom has"
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+SAMPLED = SamplingParams(temperature=1, max_tokens=16, seed=7)
+CONFIGS: list[Any] = [
+    "draft_model",
+    {"method": "draft_model", "num_draft_branches": 2, "num_speculative_tokens": 3},
+    "ngram",
+    "nasd",
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("zoo:tiny", dtype="float32", max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def llm(plain: LLM) -> LLM:
+    return plain.with_speculative_config("draft_model")
+
+
+def texts(outputs: list[Any]) -> list[str]:
+    return [sample.text for output in outputs for sample in output.outputs]
+
+
+def ids(outputs: list[Any]) -> list[tuple[int, ...]]:
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert foretoken.__all__ == sorted(foretoken.__all__, key=lambda name: (not name.isupper(), name))
+    for name in foretoken.__all__:
+        assert getattr(foretoken, name).__name__ == name
+        assert name in dir(foretoken)
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        foretoken.Nonsense  # noqa: B018
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_every_way_of_drafting_gives_the_plain_tokens(plain: LLM, config: Any, params: SamplingParams) -> None:
+    prompts = [STORY, QUESTION, "The", STORY + STORY, "A lion"]  # more rows than run at once
+    drafting = plain.with_speculative_config(config)
+    assert ids(drafting.generate(prompts, params)) == ids(plain.generate(prompts, params))
+
+
+def test_greedy_plain_equals_transformers(plain: LLM) -> None:
+    target, _, tokenizer = zoo.load("tiny")
+    encoded = tokenizer(STORY, return_tensors="pt")
+    theirs = target.generate(**encoded, max_new_tokens=16, do_sample=False)[0, encoded["input_ids"].shape[1] :]
+    assert list(plain.generate(STORY, GREEDY)[0].outputs[0].token_ids) == theirs.tolist()
+
+
+def test_results_have_vllms_shape(llm: LLM) -> None:
+    (output,) = llm.generate(STORY, SamplingParams(temperature=1, max_tokens=9, seed=3, logprobs=2))
+    (sample,) = output.outputs
+    assert llm.tokenizer is not None
+    assert output.prompt == STORY
+    assert list(output.prompt_token_ids) == llm.tokenizer(STORY)["input_ids"]
+    assert output.finished
+    assert output.lossless
+    assert len(sample.token_ids) == 9
+    assert (sample.finish_reason, sample.stop_reason, sample.seed) == ("length", None, 3)
+    assert sample.text == llm.tokenizer.decode(sample.token_ids)
+    assert sample.logprobs is not None
+    assert len(sample.logprobs) == 9
+    for token, table in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert 2 <= len(table) <= 3
+        assert next(iter(table)) == token
+        assert table[token].decoded_token == llm.tokenizer.decode([token])
+        assert {entry.rank for entry in table.values()} >= {1, 2}
+    own = [table[token].logprob for token, table in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert sample.cumulative_logprob == pytest.approx(sum(own))
+
+
+def test_metrics_are_vllms_and_add_up(llm: LLM) -> None:
+    (output,) = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    metrics = output.metrics.speculative_decoding
+    assert list(metrics) == [
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "acceptance_histogram",
+        "num_accepted_draft_tokens",
+        "num_draft_tokens",
+        "num_spec_steps",
+        "num_spec_tokens",
+        "num_steps",
+        "tokens_per_step",
+    ]
+    histogram = metrics["acceptance_histogram"]
+    assert all(isinstance(key, str) and count > 0 for key, count in histogram.items())
+    assert sum(int(key) * count for key, count in histogram.items()) == metrics["num_accepted_draft_tokens"]
+    assert sum(histogram.values()) == metrics["num_spec_steps"]
+    assert metrics["num_spec_tokens"] == 5
+    assert metrics["tokens_per_step"] == pytest.approx(30 / metrics["num_steps"])
+    assert metrics["mean_acceptance_length"] > 1
+    assert output.metrics.decode_seconds > 0
+    assert output.metrics.tokens_per_second == pytest.approx(30 / output.metrics.decode_seconds)
+
+
+def test_metrics_without_a_draft_are_numbers() -> None:
+    metrics = speculative_metrics(SequenceStats(), 0)
+    assert metrics["mean_acceptance_length"] == 1.0
+    assert metrics["draft_acceptance_rate"] == 0.0
+    assert metrics["acceptance_histogram"] == {}
+
+
+def test_token_ids_end_with_the_eos_and_the_text_does_not_show_it(llm: LLM) -> None:
+    (output,) = llm.chat([{"role": "user", "content": "What is your favorite movie?"}], SamplingParams(temperature=0))
+    (sample,) = output.outputs
+    assert sample.token_ids[-1] == 3
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+    assert "<|end|>" not in sample.text
+    assert output.prompt is not None
+    assert output.prompt.startswith("<|user|>What is")
+
+
+def test_samples_of_one_prompt_differ_and_repeat_with_the_seed(llm: LLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=1, max_tokens=12, n=6, seed=11)
+    (first,) = llm.generate(STORY, params)
+    assert [sample.index for sample in first.outputs] == list(range(6))
+    assert len({sample.token_ids for sample in first.outputs}) > 1
+    assert ids([first]) == ids(plain.generate([QUESTION, STORY], params)[1:])
+
+
+def test_a_drawn_seed_is_reported_and_gives_the_same_again(llm: LLM) -> None:
+    first = llm.generate([STORY, STORY], SamplingParams(max_tokens=12))
+    seeds = [output.outputs[0].seed for output in first]
+    assert seeds[0] != seeds[1]
+    again = llm.generate([STORY, STORY], [SamplingParams(max_tokens=12, seed=seed) for seed in seeds])
+    assert ids(again) == ids(first)
+
+
+def test_the_seed_of_an_llm_repeats_its_requests(plain: LLM) -> None:
+    first, second = (LLM("zoo:tiny", seed=5) for _ in range(2))
+    params = SamplingParams(max_tokens=8)
+    outputs = [llm.generate([STORY, STORY], params) for llm in (first, second)]
+    assert ids(outputs[0]) == ids(outputs[1])
+    assert outputs[0][0].outputs[0].seed != outputs[0][1].outputs[0].seed
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_in_every_form(plain: LLM) -> None:
+    assert plain.tokenizer is not None
+    token_ids = plain.tokenizer(STORY)["input_ids"]
+    forms: list[Any] = [
+        STORY,
+        {"prompt": STORY},
+        {"prompt_token_ids": token_ids},
+        token_ids,
+        torch.tensor(token_ids),
+        [STORY],
+        [token_ids],
+        [{"prompt_token_ids": torch.tensor(token_ids)}],
+    ]
+    expected = plain.generate(STORY, GREEDY)[0].outputs[0].token_ids
+    for form in forms:
+        (output,) = plain.generate(form, GREEDY)
+        assert output.outputs[0].token_ids == expected
+        assert output.prompt_token_ids == tuple(token_ids)
+    assert plain.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("", PromptError, "prompt 0 is empty"),
+        ([STORY, []], PromptError, "prompt 1 is empty"),
+        ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside of the vocabulary, 0..4095"),
+        ([[5, -1]], PromptError, "token id -1"),
+        ([[5, 1.5]], PromptError, "holds 1.5"),
+        ([[5], STORY, {"text": STORY}], PromptError, "prompt 2 has the keys"),
+        (12, PromptError, "the prompt is 12"),
+        ([STORY, [7] * 2048], ContextLengthError, "prompt 1: the prompt has 2048 tokens and the context 2048"),
+    ],
+    ids=repr,
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompt: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message.replace(".", r"\.")):
+        llm.generate(prompt, GREEDY)
+    assert llm.num_unfinished == 0
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+def test_parameters_are_one_or_one_for_each(llm: LLM) -> None:
+    short, long = (SamplingParams(temperature=0, max_tokens=count) for count in (3, 6))
+    assert [len(tokens) for tokens in ids(llm.generate([STORY, STORY], [short, long]))] == [3, 6]
+    assert len(ids(llm.generate(STORY))[0]) <= 16
+    with pytest.raises(ConfigError, match="1 sampling parameters for 2 prompts"):
+        llm.generate([STORY, STORY], [short])
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out() -> None:
+    llm = LLM(toy_model(), "ngram")
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
+    assert len(output.outputs[0].token_ids) == 5
+    assert output.outputs[0].text == ""
+    with pytest.raises(PromptError, match="no tokenizer"):
+        llm.generate("text")
+    with pytest.raises(ConfigError, match=r"SamplingParams\.stop is text.*stop_token_ids"):
+        llm.generate([[1]], SamplingParams(stop="x"))
+    with pytest.raises(ConfigError, match="bad_words_ids"):
+        llm.generate([[1]], SamplingParams(bad_words=["x"]))
+    with pytest.raises(ConfigError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+# -- endings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", ["none", "draft_model"])
+def test_stop_strings_cut_the_text_and_keep_the_tokens(plain: LLM, config: str) -> None:
+    llm = plain.with_speculative_config(config)
+    full = llm.generate(STORY, GREEDY)[0].outputs[0]
+    for start in range(1, len(full.text) - 3, max(1, len(full.text) // 6)):
+        stop = full.text[start : start + 3]
+        expected = full.text[: full.text.index(stop)]
+        params = SamplingParams(temperature=0, max_tokens=16, stop=[stop, stop + "never"])
+        sample = llm.generate(STORY, params)[0].outputs[0]
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == (expected, "stop", stop)
+        assert sample.token_ids == full.token_ids[: len(sample.token_ids)]
+        assert stop in llm.tokenizer.decode(sample.token_ids)  # type: ignore[union-attr]
+
+
+def test_overlapping_stop_strings_end_at_the_earliest(llm: LLM) -> None:
+    text = llm.generate(STORY, GREEDY)[0].outputs[0].text
+    inner, outer = text[6:8], text[4:12]
+    cut = text.index(inner)
+    assert cut <= 6
+    params = SamplingParams(temperature=0, max_tokens=16, stop=[outer, inner])
+    with llm.stream(STORY, params) as stream:
+        pieces = [delta.text for delta in stream]
+    assert "".join(pieces) == text[:cut]
+    assert stream.outputs()[0].outputs[0].stop_reason == inner
+    kept = SamplingParams(temperature=0, max_tokens=16, stop=[outer, inner], include_stop_str_in_output=True)
+    assert llm.generate(STORY, kept)[0].outputs[0].text == text[: cut + 2]
+
+
+def test_a_stop_string_before_min_tokens_stays_in_the_text(llm: LLM) -> None:
+    full = llm.generate(STORY, GREEDY)[0].outputs[0].text
+    params = SamplingParams(temperature=0, max_tokens=16, min_tokens=8, stop=full[:2])
+    assert llm.generate(STORY, params)[0].outputs[0].text.startswith(full[:2])
+
+
+def test_bad_words_do_not_occur(llm: LLM) -> None:
+    text = llm.generate(STORY, GREEDY)[0].outputs[0].text
+    word = text.split()[2]
+    params = SamplingParams(temperature=0, max_tokens=16, bad_words=[word])
+    sample = llm.generate(STORY, params)[0].outputs[0]
+    assert llm.tokenizer is not None
+    for banned in spellings(word, llm.tokenizer):
+        width = len(banned)
+        grams = [sample.token_ids[i : i + width] for i in range(len(sample.token_ids))]
+        assert banned not in grams
+
+
+def test_detokenize_false_gives_no_text(llm: LLM) -> None:
+    sample = llm.generate(STORY, SamplingParams(temperature=0, detokenize=False))[0].outputs[0]
+    assert sample.text == ""
+    assert sample.token_ids
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_stream_adds_up_to_the_result(llm: LLM, params: SamplingParams) -> None:
+    prompts = [STORY, QUESTION]
+    text, tokens = ["", ""], [(), ()]
+    last: list[Any] = [None, None]
+    with llm.stream(prompts, params) as stream:
+        for delta in stream:
+            assert "".join(piece for piece, _ in delta.segments) == delta.text
+            assert {source for _, source in delta.segments} <= {"target", "draft_model"}
+            text[delta.prompt_index] += delta.text
+            tokens[delta.prompt_index] += delta.token_ids
+            last[delta.prompt_index] = delta.finish_reason
+    outputs = llm.generate(prompts, params)
+    assert text == texts(outputs)
+    assert tokens == ids(outputs)
+    assert last == [output.outputs[0].finish_reason for output in outputs]
+
+
+def test_a_stream_tells_who_proposed_what(llm: LLM) -> None:
+    with llm.stream(STORY, GREEDY) as stream:
+        accepted = sum(delta.num_accepted for delta in stream)
+    metrics = stream.outputs()[0].metrics.speculative_decoding
+    assert accepted == metrics["num_accepted_draft_tokens"] > 0
+
+
+def test_characters_of_several_tokens_arrive_whole(llm: LLM) -> None:
+    """A byte-level tokenizer splits an emoji: no delta may hold a replacement character."""
+    assert llm.tokenizer is not None
+    bias: dict[int, float] = {}
+    forced = llm.tokenizer("😀😀")["input_ids"]
+    assert len(forced) > 2
+
+    def follow(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.shape[1] - len(llm.tokenizer(STORY)["input_ids"])  # type: ignore[misc]
+        out = torch.full_like(scores, float("-inf"))
+        out[:, forced[place % len(forced)]] = 0
+        return out
+
+    params = SamplingParams(temperature=0, max_tokens=len(forced), logits_processors=[follow], logit_bias=bias or None)
+    with llm.stream(STORY, params) as stream:
+        pieces = [delta.text for delta in stream]
+    assert "".join(pieces) == "😀😀"
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_a_stream_closed_early_leaves_the_llm_usable(llm: LLM) -> None:
+    expected = ids(llm.generate(STORY, GREEDY))
+    stream = llm.stream([STORY, QUESTION], GREEDY)
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+    assert llm.num_unfinished == 0
+    (first, _) = stream.outputs()
+    assert (first.finished, first.outputs[0].finish_reason) == (False, "abort")
+    assert ids(llm.generate(STORY, GREEDY)) == expected
+
+
+def test_a_dropped_stream_is_ended_before_the_next_step(llm: LLM) -> None:
+    stream = llm.stream(STORY, GREEDY)
+    next(stream)
+    del stream
+    gc.collect()
+    assert llm.generate(QUESTION, GREEDY)[0].finished
+    assert llm.num_unfinished == 0
+
+
+def test_calls_made_while_a_stream_is_open_share_the_engine(llm: LLM) -> None:
+    expected = ids(llm.generate([STORY, QUESTION], SAMPLED))
+    with llm.stream(STORY, SAMPLED) as stream:
+        tokens = next(stream).token_ids
+        inner = llm.generate(QUESTION, SAMPLED)
+        for delta in stream:
+            tokens += delta.token_ids
+    assert [tokens, *ids(inner)] == expected
+
+
+# -- mishaps ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(LogitsProcessor):
+    """Raises after a few tokens."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 6:
+            raise self.error
+        return scores
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=repr)
+def test_an_exception_inside_a_step_leaves_the_llm_usable(llm: LLM, error: BaseException) -> None:
+    expected = ids(llm.generate(STORY, GREEDY))
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[Failing(error)])
+    with pytest.raises(type(error)):
+        llm.generate([STORY, QUESTION], [params, GREEDY])
+    assert llm.num_unfinished == 0
+    assert ids(llm.generate(STORY, GREEDY)) == expected
+
+
+def test_a_broken_step_tells_every_stream_that_had_rows(llm: LLM) -> None:
+    stream = llm.stream(STORY, GREEDY)
+    next(stream)
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[Failing(RuntimeError("broken"))])
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.generate(QUESTION, params)
+    with pytest.raises(RuntimeError, match="broken"):
+        list(stream)
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+def nan_after(num_calls: int) -> Any:
+    calls = [0]
+
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return scores if calls[0] <= num_calls else scores * float("nan")
+
+    return processor
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_ends_its_own_row_only(llm: LLM, temperature: float) -> None:
+    good = SamplingParams(temperature=temperature, max_tokens=16, seed=1)
+    bad = SamplingParams(temperature=temperature, max_tokens=16, seed=1, logits_processors=[nan_after(8)])
+    expected = ids(llm.generate([STORY, QUESTION], good))
+    first, broken, last = llm.generate([STORY, "A lion", QUESTION], [good, bad, good])
+    assert ids([first, last]) == expected
+    assert broken.outputs[0].finish_reason == "error"
+    assert "NaN" in str(broken.outputs[0].stop_reason)
+
+
+def test_when_every_row_fails_the_error_is_raised(llm: LLM) -> None:
+    bad = SamplingParams(temperature=0, max_tokens=24, logits_processors=[nan_after(0)])
+    with pytest.raises(NumericsError, match="NaN"):
+        llm.generate([STORY, QUESTION], bad)
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+def test_two_threads_get_right_results(llm: LLM) -> None:
+    prompts = {0: [STORY, "A lion"], 1: [QUESTION, "The", "What"]}
+    expected = {key: ids(llm.generate(value, SAMPLED)) for key, value in prompts.items()}
+    got: dict[int, list[Any]] = {0: [], 1: []}
+
+    def work(key: int) -> None:
+        for _ in range(3):
+            got[key].append(ids(llm.generate(prompts[key], SAMPLED)))
+
+    threads = [threading.Thread(target=work, args=(key,)) for key in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert got == {key: [value] * 3 for key, value in expected.items()}
+
+
+def test_calling_back_from_a_processor_is_refused(llm: LLM) -> None:
+    def call_back(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        llm.generate(STORY, GREEDY)
+        return scores
+
+    with pytest.raises(EngineBusyError):
+        llm.generate(STORY, SamplingParams(temperature=0, logits_processors=[call_back]))
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+# -- set-up ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "draft_mode"}, "draft_model"),
+        ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, "-1"),
+        ({"method": "draft_model", "num_draft_branches": 4, "max_draft_nodes": 4}, "max_draft_nodes=4"),
+    ],
+    ids=str,
+)
+def test_bad_speculative_configs_are_refused(plain: LLM, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plain.with_speculative_config(config)
+
+
+def test_a_drafter_is_needed_for_draft_model() -> None:
+    with pytest.raises(ConfigError, match="needs a drafter"):
+        LLM(toy_model(), "draft_model")
+
+
+def test_temperature_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        SamplingParams(temperature=-0.1)
+
+
+def test_model_info_tells_what_runs(llm: LLM) -> None:
+    info = llm.model_info
+    assert (info.name, info.architecture, info.dtype) == ("zoo:tiny", "LlamaForCausalLM", "float32")
+    assert info.num_parameters == 5_475_584
+    assert llm.drafting.info is not None
+    assert llm.drafting.info.num_parameters < info.num_parameters / 5
+
+
+def test_max_draft_nodes_limits_trees(plain: LLM) -> None:
+    config = {"method": "draft_model", "num_draft_branches": 2, "num_speculative_tokens": 5, "max_draft_nodes": 5}
+    llm = plain.with_speculative_config(config)
+    (output,) = llm.generate(STORY, GREEDY)
+    metrics = output.metrics.speculative_decoding
+    assert metrics["num_draft_tokens"] <= 4 * metrics["num_spec_steps"]
+    assert output.outputs[0].token_ids == plain.generate(STORY, GREEDY)[0].outputs[0].token_ids
