@@ -1,0 +1,280 @@
+"""Names become models, and what cannot be loaded becomes a typed error that says where, what and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.engine.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
+from foretoken.engine.execution import cpu_has_bfloat16
+from foretoken.llm import eos_token_ids
+from foretoken.loading import choose_device, choose_dtype, load_model, load_tokenizer, resolve
+from foretoken.pairing import check_same_tokenizer, check_vocab_sizes
+from foretoken.testing import toy_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the zoo's small drafter, which a test may damage."""
+    return Path(shutil.copytree(zoo.path("tiny", "draft"), tmp_path / "model"))
+
+
+def edit(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# -- what a name means -----------------------------------------------------------------------------------------------
+
+
+def test_directories_zoo_names_and_hub_ids_are_told_apart(checkpoint: Path) -> None:
+    assert resolve(checkpoint).is_local
+    assert resolve("zoo:tiny").location == str(zoo.path("tiny"))
+    assert resolve("zoo:tiny", part="draft").location == str(zoo.path("tiny", "draft"))
+    hub = resolve("owner/name", revision="abc")
+    assert not hub.is_local
+    assert (hub.location, hub.options["revision"]) == ("owner/name", "abc")
+
+
+def test_a_model_from_a_directory_speaks(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, tokenizer="zoo:tiny")
+    (output,) = llm.generate("Once upon", GREEDY)
+    assert len(output.outputs[0].token_ids) == 6
+    assert llm.model_info.name == str(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/no-such-foretoken-model", "a/b/c"])
+def test_a_missing_directory_is_named(name: str) -> None:
+    with pytest.raises(CheckpointError, match="does not exist; give a directory, a hub id"):
+        LLM(name)
+
+
+def test_a_file_is_no_model(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a file; give the directory"):
+        LLM(checkpoint / "model.safetensors")
+
+
+def test_an_unknown_model_of_the_zoo_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="tiny"):
+        LLM("zoo:tinny")
+
+
+@pytest.mark.parametrize("model", [None, 7, ""])
+def test_what_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="give a directory, a hub id, zoo:NAME or a loaded PreTrainedModel"):
+        LLM(model)
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------
+
+
+def test_truncated_weights(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:50_000])
+    with pytest.raises(CheckpointError, match="truncated or damaged: download or copy it again") as caught:
+        LLM(checkpoint)
+    assert str(checkpoint) in str(caught.value)
+
+
+def test_absent_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"the weights of .* cannot be loaded"):
+        LLM(checkpoint)
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the configuration of .* needs config\.json"):
+        LLM(tmp_path)
+
+
+def test_a_config_that_is_no_json(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="the configuration of"):
+        LLM(checkpoint)
+
+
+def test_an_unknown_architecture(checkpoint: Path) -> None:
+    edit(checkpoint, model_type="lllama")
+    with pytest.raises(CheckpointError, match="lllama"):
+        LLM(checkpoint)
+
+
+def test_weights_that_are_missing_do_not_start_out_random(checkpoint: Path) -> None:
+    edit(checkpoint, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"lacks 9 weights of its configuration \(model\.layers\.1\."):
+        LLM(checkpoint)
+
+
+def test_weights_of_another_shape(checkpoint: Path) -> None:
+    edit(checkpoint, intermediate_size=353)
+    with pytest.raises(CheckpointError, match="the weights of"):
+        LLM(checkpoint)
+
+
+def test_an_encoder_decoder_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        LLM(tmp_path)
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(zoo.path("tiny"), tmp_path / "model"))
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="the tokenizer of"):
+        LLM(model)
+
+
+def test_a_tokenizer_that_is_not_there(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        LLM(checkpoint, tokenizer=checkpoint)
+    with pytest.raises(ConfigError, match="tokenizer is int"):
+        load_tokenizer(7)  # type: ignore[arg-type]
+
+
+# -- dtype and device ------------------------------------------------------------------------------------------------
+
+
+def test_auto_is_bfloat16_where_the_cpu_has_it() -> None:
+    expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    assert choose_dtype("auto", torch.device("cpu")) == expected
+    assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    assert choose_dtype("fp16", torch.device("cpu")) == torch.float16
+    with pytest.raises(ConfigError, match="dtype is 'int4'; choose auto"):
+        choose_dtype("int4", torch.device("cpu"))
+
+
+def test_the_dtype_asked_for_is_the_dtype_loaded(checkpoint: Path) -> None:
+    assert load_model(checkpoint, dtype="float64").model.dtype == torch.float64
+    assert load_model(checkpoint, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["toaster", "cuda:x"])
+def test_an_unknown_device(device: str) -> None:
+    with pytest.raises(ConfigError, match="device is"):
+        choose_device(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        LLM("zoo:tiny", device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_loaded_model_keeps_its_dtype_and_its_weights(dtype: torch.dtype) -> None:
+    model = toy_model(dtype=dtype)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    llm = LLM(model, "ngram")
+    llm.generate([[1, 2, 3]], GREEDY)
+    assert llm.model_info.dtype == str(dtype).removeprefix("torch.")
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, weight in after.items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, before[name])
+
+
+def test_a_loaded_model_is_not_converted_silently() -> None:
+    with pytest.raises(ConfigError, match="convert it with"):
+        LLM(toy_model(dtype=torch.float32), dtype="bfloat16")
+
+
+# -- end of sequence -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("eos", "ids"), [(None, ()), (5, (5,)), ([5, 7], (5, 7))], ids=str)
+def test_eos_ids_come_from_the_generation_config(eos: Any, ids: tuple[int, ...]) -> None:
+    model = toy_model()
+    model.generation_config.eos_token_id = eos
+    assert eos_token_ids(model) == ids
+    plain = LLM(model).generate([[1, 2, 3]], SamplingParams(temperature=1, seed=0, max_tokens=200))[0].outputs[0]
+    if ids:
+        assert plain.finish_reason == "stop"
+        assert plain.token_ids[-1] in ids
+        assert not set(plain.token_ids[:-1]) & set(ids)
+    else:
+        assert plain.finish_reason == "length"
+
+
+# -- one tokenizer for two models ------------------------------------------------------------------------------------
+
+
+def word_tokenizer(words: list[str], **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    ours = word_tokenizer(["?", "a", "b", "c"])
+    check_same_tokenizer(ours, word_tokenizer(["?", "a", "b", "c"]), "T", "D")
+    with pytest.raises(TokenizerMismatchError, match="of T and D differ: id 2 is 'b' in the first and 'x' in the"):
+        check_same_tokenizer(ours, word_tokenizer(["?", "a", "x", "b"]), "T", "D")
+    with pytest.raises(TokenizerMismatchError, match="id 3 is 'c' in the first and missing in the second"):
+        check_same_tokenizer(ours, word_tokenizer(["?", "a", "b"]), "T", "D")
+    first, second = (word_tokenizer(["?", "a", "b"], bos_token=bos) for bos in "ab")
+    with pytest.raises(TokenizerMismatchError, match="bos_token is 'a' in the first and 'b' in the second"):
+        check_same_tokenizer(first, second, "T", "D")
+
+
+def test_padding_of_a_vocabulary_is_tolerated_and_another_size_is_not() -> None:
+    for sizes in [(50257, 50304), (32000, 32000), (151936, 152064), (50304, 50257)]:
+        check_vocab_sizes(*sizes, "T", "D")
+    check_vocab_sizes(152064, 151680, "T", "D", num_tokens=151665)
+    for sizes in [(32000, 50257), (64, 80), (32000, 32002)]:
+        with pytest.raises(TokenizerMismatchError, match=f"T has {sizes[0]} token ids and the drafter D {sizes[1]}"):
+            check_vocab_sizes(*sizes, "T", "D")
+
+
+def test_a_drafter_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=4096, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    word_tokenizer([f"w{i}" for i in range(4096)]).save_pretrained(tmp_path)
+    with pytest.raises(TokenizerMismatchError, match=r"zoo:tiny and .* differ: id 0 is '<\|endoftext\|>'"):
+        LLM("zoo:tiny", {"model": str(tmp_path)})
+    with pytest.raises(TokenizerMismatchError, match="id 0 is"):  # known by the directory it came from
+        LLM("zoo:tiny", {"model": GPT2LMHeadModel.from_pretrained(tmp_path)})
+
+
+def test_loaded_models_without_tokenizers_are_compared_by_size() -> None:
+    target, drafter = toy_model(64), toy_model(64, seed=1)
+    llm = LLM(target, {"model": drafter})
+    assert llm.generate([[1, 2]], GREEDY)[0].finished
+    with pytest.raises(TokenizerMismatchError, match="64 token ids and the drafter LlamaForCausalLM 80"):
+        LLM(target, {"model": toy_model(80)})
+
+
+@pytest.mark.parametrize(("target_size", "drafter_size"), [(60, 64), (64, 60)])
+def test_padded_vocabularies_give_the_plain_tokens(target_size: int, drafter_size: int) -> None:
+    target, drafter = toy_model(target_size), toy_model(drafter_size, seed=1)
+    prompts = [[1, 2, 3], [5, 6]]
+    for params in (GREEDY, SamplingParams(max_tokens=12, seed=3)):
+        plain = LLM(target).generate(prompts, params)
+        drafted = LLM(target, {"model": drafter, "num_draft_branches": 2}).generate(prompts, params)
+        assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_the_drafter_of_the_zoo_is_the_default_and_another_may_be_named() -> None:
+    own = LLM("zoo:tiny", "draft_model")
+    assert own.drafting.info is not None
+    assert own.drafting.info.name == "zoo:tiny (draft)"
+    named = LLM("zoo:tiny", {"model": str(zoo.path("tiny", "draft")), "num_speculative_tokens": 2})
+    loaded = LLM("zoo:tiny", {"model": LlamaForCausalLM.from_pretrained(zoo.path("tiny", "draft"))})
+    outputs = [llm.generate("A dog", GREEDY)[0].outputs[0].token_ids for llm in (own, named, loaded)]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_damaged_drafter_is_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=str(checkpoint)):
+        LLM("zoo:tiny", {"method": "draft_model", "model": str(checkpoint)})
