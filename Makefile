@@ -1,0 +1,54 @@
+# Two commands for a new user: `make demo` and `make test`. Everything runs inside .venv.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= 5.9.0
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n 2
+PIP = -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup demo test test-full test-oldest check format bench clean
+
+setup: .venv/.ready
+	@.venv/bin/foretoken --version
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) "$(TORCH)"
+	.venv/bin/python $(PIP) --upgrade transformers
+	.venv/bin/python $(PIP) --editable ".[dev]"
+	@touch $@
+
+# the oldest supported transformers, in front of everything else that .venv has
+.venvs/oldest/.ready: .venv/.ready
+	$(PYTHON) -m venv .venvs/oldest
+	echo "import site; site.addsitedir('$(CURDIR)/$(shell echo .venv/lib/python3*/site-packages)')" \
+		> $$(.venvs/oldest/bin/python -c "import site; print(site.getsitepackages()[0])")/newest.pth
+	.venvs/oldest/bin/python $(PIP) --ignore-installed --no-deps "transformers==$(OLDEST_TRANSFORMERS)"
+	@touch $@
+
+demo: .venv/.ready
+	.venv/bin/foretoken demo
+
+test: .venv/.ready test-oldest
+	$(call PYTEST,.venv) -m "not full"
+
+test-oldest: .venvs/oldest/.ready
+	$(call PYTEST,.venvs/oldest) -m "not slow and not full"
+
+test-full: .venv/.ready
+	$(call PYTEST,.venv) -m ""
+
+check: .venv/.ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	$(call PYTEST,.venv)
+
+format: .venv/.ready
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: .venv/.ready
+	.venv/bin/foretoken bench
+
+clean:
+	rm -rf .venv .venvs build dist .pytest_cache .mypy_cache .ruff_cache
