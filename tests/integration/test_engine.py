@@ -1,0 +1,153 @@
+"""The engine at its edges: broken steps, aborts in every state, contexts that just fit, rows that go bad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine import engine as engine_module
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import NumericsError
+from foretoken.engine.model import CausalLM
+from foretoken.params import SamplingParams
+from foretoken.testing import PerfectDrafter, check_cache_lengths, decode, perturbed, strengthen, toy_model
+
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.95, seed=5)
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(), execution="eager")
+
+
+@cache
+def small() -> CausalLM:
+    return CausalLM(perturbed(toy_model(), 0.15), execution="eager")
+
+
+def drafter_of(kind: str, model: CausalLM | None = None, **options: Any) -> Drafter:
+    model = model or small()
+    if kind == "ngram":
+        return NGramDrafter(4, prompt_lookup_min=1, num_candidates=2)
+    if kind == "nasd":
+        return NasdDrafter(4, num_branches=2)
+    if kind == "none":
+        return EmptyDrafter()
+    branches = 3 if kind == "tree" else 1
+    return DraftModelDrafter(model, target_vocab_size=64, num_branches=branches, num_speculative_tokens=4, **options)
+
+
+KINDS = ("none", "ngram", "nasd", "chain", "tree")
+
+
+def finish(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[tuple[int, ...]]:
+    rows = [row for prompt, params in requests for row in engine.add_request(prompt, params)]
+    for _ in engine.run():
+        check_cache_lengths(engine)
+    return [tuple(row.output_ids) for row in rows]
+
+
+REQUESTS = [(PROMPTS[0], GREEDY), (PROMPTS[1], SAMPLED), (PROMPTS[2], replace(SAMPLED, n=3))]
+
+
+@cache
+def plain_outputs() -> tuple[tuple[int, ...], ...]:
+    return tuple(finish(Engine(target(), EmptyDrafter()), REQUESTS))
+
+
+# -- steps that break off --------------------------------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """What Ctrl-C does, at a chosen place."""
+
+
+def breaking(function: Callable[..., Any], countdown: list[int], *, after: bool) -> Callable[..., Any]:
+    """The function, raising on its n-th call, before or after its work."""
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        countdown[0] -= 1
+        if countdown[0] == 0 and not after:
+            raise Interrupt
+        result = function(*args, **kwargs)
+        if countdown[0] == 0:
+            raise Interrupt
+        return result
+
+    return broken
+
+
+def places(engine: Engine) -> list[tuple[Any, str]]:
+    """Objects and methods of a step that may be cut off."""
+    found: list[tuple[Any, str]] = [
+        (engine, "_propose"),
+        (engine, "_verify"),
+        (engine, "_accept"),
+        (engine, "_emit"),
+        (engine, "_logprobs"),
+        (engine, "_observe"),
+        (engine, "_enter"),
+        (engine, "_retire"),
+        (engine, "_prefill"),
+        (engine.cache, "commit"),
+        (engine.cache, "open"),
+        (engine.cache, "reserve"),
+        (engine.cache, "swap"),
+        (engine.cache, "fork"),
+        (engine.cache, "remove"),
+        (engine.cache, "add_rows"),
+        (engine._batch, "enter"),
+        (engine._batch, "remove"),
+        (engine.drafter, "start"),
+        (engine.drafter, "propose"),
+        (engine.drafter, "observe"),
+        (engine.drafter, "forget"),
+    ]
+    inner = getattr(engine.drafter, "_cache", None)
+    if inner is not None:
+        found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
+        found += [(engine.drafter, name) for name in ("_feed", "_enter", "_align", "_catch_up", "_extend")]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["nasd", "tree"])
+def test_an_engine_whose_step_broke_off_gives_the_right_tokens_after_an_abort(kind: str) -> None:
+    """At every place of a step, before and after its work: abort all, and the same engine is as good as new."""
+    config = EngineConfig(max_num_seqs=4, prefill_chunk_size=8)
+    count = len(places(Engine(target(), drafter_of(kind), config)))
+    for place in range(count):
+        engine = Engine(target(), drafter_of(kind), config)
+        for nth, after in ((1, True), (2, False)):
+            owner, name = places(engine)[place]
+            original = getattr(owner, name)
+            setattr(owner, name, breaking(original, [nth], after=after))
+            for i, (prompt, params) in enumerate(REQUESTS):
+                engine.add_request(prompt, params, str(i))
+            try:
+                for _ in engine.run():
+                    pass
+            except Interrupt:
+                pass
+            setattr(owner, name, original)
+            stranded = engine.num_running
+            for i in range(len(REQUESTS)):
+                engine.abort(str(i))
+            setting = f"{kind}, {type(owner).__name__}.{name}, call {nth}, {'after' if after else 'before'} its work"
+            assert stranded == 0, setting
+            assert not engine.has_unfinished, setting
+            assert engine.cache.num_rows == 0, setting
+            assert tuple(finish(engine, REQUESTS)) == plain_outputs(), setting
