@@ -158,6 +158,11 @@ class DraftModelDrafter(Drafter):
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self.policy.forget(row)
+        if self._drafts.keys() <= {row.id for row in rows}:  # no need to move anything, nor to trust the order
+            self._drafts, self._order = {}, []
+            self._cache.clear()
+            return
+        for row in rows:
             draft = self._drafts.pop(row.id, None)
             if draft is None:
                 continue

@@ -96,6 +96,15 @@ class Batch:
         if last is not run:
             self._runs[index] = last
 
+    def clear(self) -> list[Run]:
+        """Take everything out of the cache, in whatever state it is; the runs that were in, with their forks."""
+        members = dict.fromkeys(member for run in self._runs for member in (run, *run.forks))
+        for run in self._runs:
+            run.forks = []
+        self._runs, self.num_decoding = [], 0
+        self.cache.clear()
+        return [run for run in members if run not in self.waiting]
+
     def withdraw(self, request_id: str) -> list[Run]:
         """Drop the waiting runs of a request, forks included; those that were dropped."""
         withdrawn = [run for run in self.waiting if run.row.request_id == request_id]

@@ -56,12 +56,14 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Move both buffers into larger ones."""
+        """Move both buffers into ones of at least this size."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = self._allocate(old, num_slots, capacity)
+            if old.shape[0] >= num_slots and old.shape[2] >= capacity:
+                continue
+            new = self._allocate(old, max(num_slots, old.shape[0]), max(capacity, old.shape[2]))
             new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
 
@@ -149,10 +151,10 @@ class KVCache(Cache):  # type: ignore[misc]
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling."""
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
-        self.capacity = _doubled(self.capacity, capacity)
-        self.num_slots = _doubled(self.num_slots, num_slots)
+        capacity, num_slots = _doubled(self.capacity, capacity), _doubled(self.num_slots, num_slots)
         for layer in self.layers:
-            layer.resize(self.num_slots, self.capacity)
+            layer.resize(num_slots, capacity)
+        self.capacity, self.num_slots = capacity, num_slots  # last, so that running out of memory is no lasting harm
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
         """Keep the accepted nodes of every row, in path order, and forget the others.
@@ -199,6 +201,10 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths.extend([0] * num_rows)
         self.reserve(0, self.num_rows)
         return first
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        self.lengths = []
 
     def fork(self, row: int) -> int:
         """Append a copy of a row; returns its index."""

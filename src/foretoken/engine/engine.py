@@ -81,6 +81,7 @@ class Engine:
         self.profile = StepProfile()
         self._batch = Batch(self.cache, self.config.max_num_seqs)
         self._prefilled_last = False
+        self._is_broken = False
         self._next_id = 0
         self._entered = threading.Lock()
 
@@ -172,7 +173,8 @@ class Engine:
         """One target forward: a prefill chunk, or a round of drafting and verification.
 
         Returns: what was added to which row; empty for a prefill step.
-        Raises: EngineBusyError when another thread is inside.
+        Raises: EngineBusyError when another thread is inside. Any other error, and Ctrl-C, ends the running rows
+          with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
         with self._exclusive():
             for run in self._batch.admit():
@@ -196,9 +198,22 @@ class Engine:
         if not self._entered.acquire(blocking=False):
             raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
         try:
+            if self._is_broken:
+                self._end_all()
             yield
+        except BaseException:
+            self._is_broken = True
+            self._end_all()
+            raise
         finally:
             self._entered.release()
+
+    def _end_all(self) -> None:
+        """Leave nothing of the rows of a step that broke off; may itself be cut off and called again."""
+        self.drafter.forget([run.row for run in self._batch.decoding])
+        for run in self._batch.clear():
+            run.row.finish_reason = run.row.finish_reason or "abort"
+        self._is_broken = False
 
     # -- rows --------------------------------------------------------------------------------------------------
 
