@@ -15,6 +15,8 @@ from foretoken.engine.noise import KeyedNoise, Purpose, mix
 
 FALSE_ALARM = 1e-7
 
+DRAFT_KEYS = [(4, 10, 2), (4, 11, 1), (5, 10, 2), (4, 10, 3)]  # step, position, depth: the first two are one place
+
 GOLDEN_ROW_KEYS = [2158877437495972032, 5518117603416245160]
 GOLDEN_BITS = [9053312114293951467, 5239262691109632041, 12232081093386441195]
 GOLDEN_MIX = [8323494716019514143, 10334464897978377457]
@@ -177,14 +179,18 @@ class TestRuleStreams:
 
     def test_redrafted_position_gets_new_numbers(self) -> None:
         """Keyed by position alone, a draft repeated after a rejection would be rejected again for the same reason."""
-        assert KeyedNoise(1, 4, 10).uniform(2, 0) != KeyedNoise(1, 5, 10).uniform(2, 0)
-        assert KeyedNoise(1, 4, 10).uniform(2, 0) != KeyedNoise(1, 4, 10).uniform(2, 1)
-        assert KeyedNoise(1, 4, 10).uniform(2, 0) == KeyedNoise(1, 4, 11).uniform(1, 0)
+        keys = [noise.stream_key(1, step, 10, Purpose.ACCEPT) for step in (4, 5)]
+        assert noise.uniform(keys[0]) != noise.uniform(keys[1])
+        assert noise.uniform(keys[0]) != noise.uniform(keys[0], 1)
+        law = torch.full((10**4,), 1e-4, dtype=torch.float64)
+        drafts = [KeyedNoise(1, step, position).draft(depth, law)[0] for step, position, depth in DRAFT_KEYS]
+        assert drafts[0] == drafts[1]
+        assert len(set(drafts)) == 3
 
     def test_draw_has_the_law(self) -> None:
-        """Chi-square of 5,000 residual draws, false alarm 1e-7."""
+        """Chi-square of 5,000 draft draws, false alarm 1e-7."""
         law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05], dtype=torch.float64)
-        drawn = np.bincount([KeyedNoise(3, step, 7).draw(1, law) for step in range(5_000)], minlength=5)
+        drawn = np.bincount([KeyedNoise(3, step, 7).draft(1, law)[0] for step in range(5_000)], minlength=5)
         assert drawn[1] == 0
         assert stats.chisquare(drawn[[0, 2, 3, 4]], 5_000 * law[[0, 2, 3, 4]].numpy()).pvalue > FALSE_ALARM
 

@@ -493,6 +493,10 @@ class TestProcessors:
         logits = torch.tensor([[0.0, 1, 2, 3, 1, 0]]).repeat(3, 1)
         assert choose(logits, [plain, banned, plain], [()] * 3, [0] * 3).tolist() == [3, 2, 3]
 
+    def test_bad_words_are_not_ignored_for_want_of_a_tokenizer(self) -> None:
+        with pytest.raises(ConfigError, match="bad_words_ids, or a tokenizer"):
+            law_of(SamplingParams(bad_words=["no"]), 9)
+
     @pytest.mark.parametrize(
         "values", [{"logit_bias": {9: 1.0}}, {"bad_words_ids": [[1, 9]]}, {"stop_token_ids": [9]}], ids=str
     )

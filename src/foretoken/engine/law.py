@@ -41,7 +41,7 @@ class SamplingLaw:
       seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
       custom_processor_seconds: time spent in ``params.logits_processors``.
 
-    Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary.
+    Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
     """
 
     def __init__(
@@ -72,6 +72,10 @@ class SamplingLaw:
         self._stop_ids = (*eos, *(params.stop_token_ids or ())) if params.min_tokens else ()
 
     def _check_vocabulary(self) -> None:
+        if self.params.bad_words and not self.params.bad_words_ids:
+            raise ConfigError(
+                f"bad_words {self.params.bad_words} were not resolved to tokens; give bad_words_ids, or a tokenizer"
+            )
         named = {
             "logit_bias": [int(token) for token in self.params.logit_bias or ()],
             "bad_words_ids": [token for words in self.params.bad_words_ids or () for token in words],

@@ -221,12 +221,12 @@ def complements(key: int, scratch: Scratch) -> np.ndarray:
     return rest
 
 
-# -- noise for the rejection rules ---------------------------------------------------------------------------------
+# -- draft draws for the rejection rules ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KeyedNoise:
-    """Numbers for one row in one step, from streams that the match noise never touches.
+    """Draft draws for one row in one step, from a stream that the acceptance rule never touches.
 
     Args:
       seed: of the row.
@@ -237,16 +237,6 @@ class KeyedNoise:
     seed: int
     step: int
     position: int
-
-    def uniform(self, depth: int, sibling: int) -> float:
-        """The acceptance uniform of the ``sibling``-th child of the visited node at ``depth``."""
-        return uniform(stream_key(self.seed, self.step, self.position + depth, Purpose.ACCEPT), sibling)
-
-    def draw(self, depth: int, probs: Tensor) -> int:
-        """The residual or bonus token after the visited node at ``depth``, from the law ``probs`` (V,)."""
-        return int(
-            self._race(stream_key(self.seed, self.step, self.position + depth, Purpose.RESIDUAL), probs).argmax()
-        )
 
     def draft(self, depth: int, probs: Tensor, num_tokens: int = 1, branch: int = 0) -> list[int]:
         """Tokens of the drafter's law ``probs`` (V,), without replacement, in draw order: the children of a node.
