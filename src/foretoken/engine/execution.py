@@ -10,14 +10,25 @@ import copy
 import difflib
 import logging
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from foretoken.engine.attention import use_grouped_sdpa
+from foretoken.engine.compiled import CompiledForward
 from foretoken.engine.errors import ConfigError, UnsupportedModelError
-from foretoken.engine.packing import MIN_ELEMENTS, PackedLinear, RMSNorm, cpu_has_bfloat16, packable, packed_dtype
+from foretoken.engine.packing import (
+    MIN_ELEMENTS,
+    PackedLinear,
+    RMSNorm,
+    as_operator,
+    cpu_has_bfloat16,
+    packable,
+    packed_dtype,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,11 +87,14 @@ class Execution:
         self.model = model
         self.kind = kind
         self.uses_grouped_attention = False
+        self.compiled: CompiledForward | None = None
         self._packed: list[PackedLinear] = []
         self._num_norms = 0
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
+        if self.compiled is not None:
+            return self.compiled(**kwargs)
         return self.model(**kwargs)
 
     def refresh_if_stale(self) -> bool:
@@ -111,7 +125,7 @@ class Execution:
         shared = _shared_storages(self.model)
         for layer in list(packable(self.model, min_elements)):
             packed = PackedLinear(layer)
-            layer.forward = packed
+            layer.forward = as_operator(packed) if self.kind == "compiled" else packed
             self._packed.append(packed)
             if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
                 packed.release()
@@ -131,6 +145,8 @@ def apply_execution(
     *,
     release_originals: bool = False,
     min_packed_elements: int = MIN_ELEMENTS,
+    cache_dir: Path | str | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Execution:
     """Make a shadow run the chosen way.
 
@@ -141,6 +157,8 @@ def apply_execution(
         for models that the library loaded itself.
       min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
         the number of rows.
+      cache_dir: of "compiled": where kernels are kept between processes; ~/.cache/foretoken/inductor by default.
+      progress: of "compiled": called with one line before and after each compilation.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
@@ -152,6 +170,8 @@ def apply_execution(
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
     execution._fuse_norms()
     execution._pack(release_originals, min_packed_elements)
+    if execution.kind == "compiled":
+        execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
     return execution
 
 

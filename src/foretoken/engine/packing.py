@@ -7,7 +7,9 @@ costs about 1.4 times as much for five, and gives every row the same bits whatev
 from __future__ import annotations
 
 import inspect
+import itertools
 import platform
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -23,7 +25,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def cpu_has_bfloat16() -> bool:
     """True where the CPU multiplies bfloat16 itself (avx512_bf16, AMX, or Arm's BF16), not by conversion."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # type: ignore[no-untyped-call]
         return False
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
@@ -36,7 +38,7 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
     Half precision without instructions for it is packed as float32: no other kernel here reads the weights once
     for several rows. The products are then exact and rounded once, at twice the memory.
     """
-    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
+    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):  # type: ignore[no-untyped-call]
         return None
     if dtype == torch.bfloat16 and cpu_has_bfloat16():
         return torch.bfloat16
@@ -74,8 +76,8 @@ class PackedLinear:
         if x.dtype != self._dtype:
             raise TypeError(f"a packed layer of {self._dtype} was given {x.dtype}; use execution='eager'")
         if self._dtype == self._packed_dtype:
-            return _linear(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
-        return _linear(x.to(self._packed_dtype), self._packed, self._bias, "none", [], "").to(self._dtype)  # type: ignore[no-any-return]
+            return _linear(x, self._packed, self._bias, "none", [], "")
+        return _linear(x.to(self._packed_dtype), self._packed, self._bias, "none", [], "").to(self._dtype)
 
     def refresh(self) -> bool:
         """Pack again when weight or bias were written since; True when they were."""
@@ -118,12 +120,43 @@ class PackedLinear:
         weight, *bias = (tensor.detach().to(packed_as) for tensor in tensors)
         if isinstance(self._layer, Conv1D):
             weight = weight.t()  # (in, out) -> (out, in)
-        self._num_elements = weight.numel()
+        self._num_elements, self.out_features = weight.numel(), weight.shape[0]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
         self._bias = bias[0] if bias else None
 
 
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+# An operator of its own, since inductor neither takes packed weights as inputs nor calls Python from a graph. It finds
+# its layer by number; a library and this table must live as long as the module does.
+_library = torch.library.Library("foretoken", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("packed_linear(Tensor x, int layer, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
+_numbers = itertools.count()
+_layers: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
+
+
+def _run_packed(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
+    return _layers[layer](x)
+
+
+def _packed_shape(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+_library.impl("packed_linear", _run_packed, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("foretoken::packed_linear", _packed_shape, lib=_library)
+
+
+def as_operator(packed: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The same forward as an operator that `torch.compile` can carry through a graph."""
+    number, out_features = next(_numbers), packed.out_features
+    _layers[number] = packed
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.foretoken.packed_linear(x, number, out_features)  # type: ignore[no-any-return]
+
+    return forward
 
 
 class RMSNorm:
