@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foretoken.engine.sampling import choose
+from foretoken.engine.sampling import argmax, choose
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import Verdict, walk
@@ -20,10 +20,12 @@ def match_rows(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor)
     walks = [walk(tree) for tree in trees]
     nodes = [next(steps) for steps in walks]
     verdicts: list[Verdict | None] = [None] * len(rows)
-    argmax = _argmax_table(logits) if any(row.law.is_argmax for row in rows) else []
+    best = (
+        argmax(logits.flatten(0, 1)).view(logits.shape[:2]).tolist() if any(row.law.is_argmax for row in rows) else []
+    )
     going_on = list(range(len(rows)))
     while going_on:
-        tokens = {i: argmax[i][nodes[i]] for i in going_on if rows[i].law.is_argmax}
+        tokens = {i: best[i][nodes[i]] for i in going_on if rows[i].law.is_argmax}
         drawn = [i for i in going_on if i not in tokens]
         if drawn:
             tokens.update(zip(drawn, _choose(rows, trees, logits, nodes, drawn), strict=True))
@@ -34,13 +36,6 @@ def match_rows(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor)
                 verdicts[i] = end.value
         going_on = [i for i in going_on if verdicts[i] is None]
     return [verdict for verdict in verdicts if verdict is not None]
-
-
-def _argmax_table(logits: torch.Tensor) -> list[list[int]]:
-    """The likeliest token of every node, -1 where the logits hold NaN."""
-    best = logits.float().max(dim=-1)  # as `generate` does, so that ties in float64 fall alike
-    table: list[list[int]] = best.indices.masked_fill(best.values.isnan(), -1).tolist()
-    return table
 
 
 def _choose(
