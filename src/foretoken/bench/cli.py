@@ -189,7 +189,7 @@ def _parts(suite: Suite, parts: list[str], console: Console, with_profile: bool)
     if "speed" in parts:
         tables += [partial(suite.speed, context, suite.greedy) for context in suite.settings.contexts]
     if "copying" in parts:
-        tables.append(partial(suite.copying, suite.greedy))
+        tables += [partial(suite.copying, suite.greedy), partial(suite.passages, suite.greedy)]
     if "sampling" in parts:
         first = suite.settings.contexts[0]
         tables += [partial(suite.speed, first, suite.sampled(top_p)) for top_p in (1.0, 0.9)]

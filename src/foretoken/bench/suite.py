@@ -17,7 +17,7 @@ from foretoken.bench.equality import Equality
 from foretoken.bench.measure import Comparison, Trial, compare, interleave, no_garbage_collection
 from foretoken.bench.models import Pair, describe, drafter_of_cost, relative_cost, scaled
 from foretoken.bench.profile import Profile, profile
-from foretoken.bench.workload import Prompt, load_prompts, read_questions, repeated_share, select
+from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, repeated_share, select
 from foretoken.engine.engine import EngineConfig
 from foretoken.engine.errors import ForetokenError
 from foretoken.engine.model import CausalLM
@@ -233,10 +233,13 @@ class Suite:
     def prompts(self, context: int | None, *, copying: bool = False, count: int | None = None) -> list[Prompt]:
         """Prompts that leave room for the output."""
         questions = select(self.questions, count or self.settings.num_prompts, copying=copying)
-        room = None
-        if self.target.context_length is not None:
-            room = self.target.context_length - self.settings.max_new_tokens
-        return load_prompts(self.pair.tokenizer, questions, context, room)
+        return load_prompts(self.pair.tokenizer, questions, context, self._room)
+
+    @property
+    def _room(self) -> int | None:
+        """Longest prompt that leaves the output its tokens."""
+        context = self.target.context_length
+        return None if context is None else context - self.settings.max_new_tokens
 
     def speed(self, context: int | None, sampling: Sampling) -> SpeedTable:
         """Plain and drafted decoding beside transformers' plain and best assisted generation."""
@@ -251,13 +254,30 @@ class Suite:
         arms = [self.plain_arm(), *self.draft_arms()]
         return self._table("prompts of all kinds", context, prompts, sampling, arms, others, tuning)
 
+    def passages(self, sampling: Sampling) -> SpeedTable:
+        """Lookup beside transformers' best prompt lookup: a passage, and its beginning again."""
+        return self._lookup_table("a passage and its beginning again", self.prompts(None, copying=True), sampling)
+
     def copying(self, sampling: Sampling) -> SpeedTable:
-        """Lookup in the text so far beside transformers' best prompt lookup, where there is something to copy."""
-        prompts = self.prompts(None, copying=True)
+        """Lookup beside transformers' best prompt lookup: a question asked again after the model's own answer."""
+        return self._lookup_table("a question asked again", self.copying_prompts(), sampling)
+
+    def copying_prompts(self) -> list[Prompt]:
+        """Conversations in which a question is asked again."""
+        plain, sampling = self.plain_arm(), replace(self.greedy, ignore_eos=False)
+        questions = select(self.questions, self.settings.num_prompts)
+        length = self.settings.max_new_tokens
+
+        def answer(ids: Seq[int]) -> tuple[int, ...]:
+            return plain.run(ids, length, sampling).token_ids
+
+        return asked_again(self.pair.tokenizer, questions, answer, self._room)
+
+    def _lookup_table(self, title: str, prompts: Seq[Prompt], sampling: Sampling) -> SpeedTable:
         lookup, speeds = self.tuned("prompt lookup", self.lookup_candidates(), prompts, sampling)
         arms = [self.plain_arm(), *self.lookup_arms()]
         others = [self.transformers_arm(), lookup]
-        return self._table("copying prompts", None, prompts, sampling, arms, others, {lookup.name: speeds})
+        return self._table(title, None, prompts, sampling, arms, others, {lookup.name: speeds})
 
     def _table(
         self,
@@ -331,7 +351,7 @@ class Suite:
 
     def lookup_efficiency(self, sampling: Sampling) -> EfficiencyTable:
         """The same without a drafter model, on copying prompts."""
-        prompts = self.prompts(None, copying=True)
+        prompts = self.copying_prompts()
         self._say("efficiency of lookup")
         rows = self._efficiencies(self.lookup_arms(), prompts, sampling)
         context = round(statistics.mean(len(prompt.token_ids) for prompt in prompts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib import resources
@@ -88,6 +88,29 @@ def load_prompts(
             ids = (*_padding(tokenizer, context - len(ids), question.id), *ids)
         if max_length is None or len(ids) <= max_length:
             prompts.append(Prompt(f"{question.category}-{question.id}", question.category, ids))
+    return prompts
+
+
+def asked_again(
+    tokenizer: Any,
+    questions: Seq[Question],
+    answer: Callable[[tuple[int, ...]], Seq[int]],
+    max_length: int | None = None,
+) -> list[Prompt]:
+    """Conversations that hold a question, the model's own answer, and the question again.
+
+    What a model says twice is there to be copied, also by a model too small to copy a passage that it was given.
+
+    Args:
+      answer: the model's greedy answer to token ids, up to where it ends.
+    """
+    gap = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
+    prompts = []
+    for question in questions:
+        ids = _encode(tokenizer, None, question.text)
+        ids = (*ids, *answer(ids), *gap, *ids)
+        if max_length is None or len(ids) <= max_length:
+            prompts.append(Prompt(f"{question.category}-{question.id}-again", question.category, ids))
     return prompts
 
 
