@@ -20,6 +20,7 @@ from foretoken.testing import perturbed, strengthen
 VOCAB_SIZE = 96
 CONTEXT = 256
 WINDOW = 8
+LONGROPE_BORDER = 64
 SLIDING_FULL = ["sliding_attention", "full_attention"]
 
 _COMMON: dict[str, Any] = {
@@ -125,6 +126,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi": Architecture("Phi", {"partial_rotary_factor": 0.5}),
     "phi3": Architecture("Phi3", {"sliding_window": None}),
+    "phi3-longrope": Architecture(
+        "Phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": LONGROPE_BORDER,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "factor": CONTEXT / LONGROPE_BORDER,
+            },
+        },
+    ),
     "gpt2": Architecture(
         "GPT2",
         _only(n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT, n_inner=96, **_IDS),

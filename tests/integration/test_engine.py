@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -17,9 +19,12 @@ from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
+from foretoken.engine.errors import NumericsError, TreeError
 from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence as Row
+from foretoken.engine.tree import DraftTree
 from foretoken.params import SamplingParams
-from foretoken.testing import check_cache_lengths, perturbed, toy_model
+from foretoken.testing import check_cache_lengths, perturbed, strengthen, toy_model
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -143,3 +148,84 @@ def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(kind: str, parity
             engine.abort(row.request_id)
         assert not engine.has_unfinished, setting
         assert tuple(finish(engine, REQUESTS)) == plain_outputs(), setting
+
+
+# -- contexts and vocabularies ---------------------------------------------------------------------------------------
+
+
+def absolute_model(context: int, vocab_size: int = 64) -> PreTrainedModel:
+    """A GPT-2, whose learned positions end where its context ends: one step further is an IndexError."""
+    names = {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(vocab_size=vocab_size, n_positions=context, n_embd=32, n_layer=2, n_head=4, **names)
+    return strengthen(GPT2LMHeadModel(config)).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("context", [24, 20])
+def test_nothing_looks_behind_the_end_of_a_context(context: int, kind: str) -> None:
+    """Prompts up to the last place of the target's context; a drafter of a shorter context stops drafting there."""
+    lm = CausalLM(absolute_model(24), execution="eager")
+    drafter = drafter_of(kind, CausalLM(perturbed(absolute_model(context), 0.15), execution="eager"))
+    whole = replace(GREEDY, max_tokens=None)
+    requests = [(tuple(range(1, length + 1)), whole) for length in (1, 15, 19, 20, 23)]
+    assert finish(Engine(lm, drafter), requests) == finish(Engine(lm, EmptyDrafter()), requests)
+
+
+@pytest.mark.parametrize("vocab_size", [48, 80])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_drafter_may_know_fewer_or_more_tokens(kind: str, vocab_size: int) -> None:
+    """Prompts and outputs hold tokens that the smaller drafter has never heard of."""
+    drafter = drafter_of(kind, CausalLM(absolute_model(64, vocab_size), execution="eager"))
+    requests = [((60, 61, 3, 62), replace(SAMPLED, logit_bias={63: 9.0})), ((1, 2), GREEDY)]
+    assert finish(Engine(target(), drafter), requests) == finish(Engine(target(), EmptyDrafter()), requests)
+
+
+class Repeater(Drafter):
+    """Proposes the same paths in every step."""
+
+    name = "repeater"
+
+    def __init__(self, *paths: Sequence[int]) -> None:
+        self.paths = paths
+
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
+        return [DraftTree.from_paths(row.pending, self.paths).cut(budget) for row, budget in zip(rows, budgets)]
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_draft_outside_of_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(TreeError, match="vocabulary"):
+        finish(Engine(target(), Repeater([token])), [(PROMPTS[0], GREEDY)])
+
+
+def test_block_verification_takes_the_main_chain_of_a_tree() -> None:
+    engine = Engine(target(), Repeater([1, 2], [3, 4]), EngineConfig(acceptance="block"))
+    assert [len(tokens) for tokens in finish(engine, REQUESTS)] == [len(tokens) for tokens in plain_outputs()]
+
+
+# -- rows that go bad ------------------------------------------------------------------------------------------------
+
+
+def nan_target() -> CausalLM:
+    """Token 63 makes everything behind it NaN."""
+    model = toy_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[63] = torch.nan
+    return CausalLM(model, execution="eager", probe=False)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_row_with_nan_leaves_nothing_to_those_after_it(is_aborted: bool) -> None:
+    """Its keys and values would reach the next row in its place through masked columns: 0 * NaN is NaN."""
+    lm = nan_target()
+    requests = [(PROMPTS[2], GREEDY), (tuple(range(40)), GREEDY)]
+    engine = Engine(lm, EmptyDrafter())
+    (bad,) = engine.add_request([63] * 60, GREEDY, "bad")
+    if is_aborted:
+        engine.step()
+        engine.abort("bad")
+    else:
+        (output,) = [output for outputs in engine.run() for output in outputs]
+        assert isinstance(output.error, NumericsError)
+    assert bad.finish_reason == ("abort" if is_aborted else "error")
+    assert finish(engine, requests) == finish(Engine(lm, EmptyDrafter()), requests)

@@ -69,7 +69,7 @@ class CausalLM:
         self.name = type(model).__name__
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.config.vocab_size
-        self.context_length: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.num_forwards = 0
@@ -252,6 +252,23 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
             "given their positions. Use a model with rotary or learned absolute positions."
         )
+
+
+def exact_context_length(config: Any) -> int | None:
+    """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
+
+    Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
+    that border, or a long row in the batch, would change tokens before it: such models end at the border.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in (ropes, *nested)
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
+    ]
+    return min([length or borders[0], *borders]) if borders else length
 
 
 def layer_types(config: Any) -> tuple[str, ...]:

@@ -1,0 +1,185 @@
+"""What cannot be exact is refused before anything is drafted, and nobody's model is changed on the way."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from architectures import ARCHITECTURES, REFUSED, target_model
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
+from foretoken.engine.model import CausalLM
+from foretoken.params import SamplingParams
+from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
+from harness import first_attention
+
+RECURRENT = set(REFUSED) - {"bloom", "falcon-alibi", "mpt", "bart", "t5"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_are_refused_by_name(name: str) -> None:
+    model = REFUSED[name].build(REFUSED[name].attention[0], torch.float32)
+    kind = UnsupportedStateError if name in RECURRENT else UnsupportedModelError
+    with pytest.raises(kind, match=type(model).__name__) as refusal:
+        CausalLM(model)
+    assert isinstance(refusal.value, ForetokenError)
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything about a model that a user could notice, tensors by value and by address."""
+    modules = dict(model.named_modules())
+    return {
+        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+        "addresses": {key: value.data_ptr() for key, value in model.state_dict().items()},
+        "config": copy.deepcopy(model.config.to_dict()),
+        "attention": model.config._attn_implementation,
+        "generation_config": copy.deepcopy(model.generation_config.to_dict()),
+        "training": {key: module.training for key, module in modules.items()},
+        "forwards": {key: module.__dict__.get("forward") for key, module in modules.items()},
+        "hooks": {key: (len(module._forward_pre_hooks), len(module._forward_hooks)) for key, module in modules.items()},
+        "gradients": {key: weight.requires_grad for key, weight in model.named_parameters()},
+    }
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    weights = before.pop("weights"), after.pop("weights")
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert before == after
+
+
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_users_model_stays_as_it_is(name: str, execution: str) -> None:
+    """Weights, configs, hooks, modes and methods, in float32; also its own logits afterwards."""
+    model = ARCHITECTURES[name].build(first_attention(name), torch.float32).train()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model.eval()
+    want = model(input_ids=ids).logits
+    model.train()
+    before = fingerprint(model)
+    request = ((1, 2, 3), SamplingParams(max_tokens=3, temperature=0.0))
+    decode(CausalLM(model, execution=execution), EmptyDrafter(), [request])
+    assert_unchanged(before, fingerprint(model))
+    assert torch.equal(model.eval()(input_ids=ids).logits, want)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_model_stays_as_it_is(name: str) -> None:
+    model = REFUSED[name].build(REFUSED[name].attention[0], torch.float32)
+    before = fingerprint(model)
+    with pytest.raises(UnsupportedModelError):
+        CausalLM(model)
+    assert_unchanged(before, fingerprint(model))
+
+
+def test_a_model_stays_as_it_is_after_an_exception() -> None:
+    model = toy_model(dtype=torch.float32)
+    before = fingerprint(model)
+    lm = CausalLM(model)
+
+    class Broken(EmptyDrafter):
+        def observe(self, rows: Any, results: Any) -> None:
+            raise RuntimeError("broken on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        decode(lm, Broken(), [((1, 2, 3), SamplingParams(max_tokens=5, temperature=0.0))])
+    assert_unchanged(before, fingerprint(model))
+
+
+# -- what the probe finds ----------------------------------------------------------------------------------------
+
+
+class ChainsOnly(LlamaForCausalLM):
+    """Takes 4-D masks, but shows every node all nodes before it, as some custom attention kernels do."""
+
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        width = input_ids.shape[1]
+        if attention_mask is not None and attention_mask.ndim == 4 and width > 1:
+            columns = torch.arange(attention_mask.shape[-1])
+            own = position_ids[:, None, :1, None] + torch.arange(width)[:, None]  # (B, 1, N, 1)
+            attention_mask = columns <= own
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+
+class IgnoresPositions(LlamaForCausalLM):
+    """Counts positions from the longest row of the cache."""
+
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        counted = (start + torch.arange(input_ids.shape[1]))[None]
+        return super().forward(input_ids, attention_mask, counted, past_key_values, **kwargs)
+
+
+class IgnoresTheMask(LlamaForCausalLM):
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return super().forward(input_ids, None, position_ids, past_key_values, **kwargs)
+
+
+class RejectsTheMask(LlamaForCausalLM):
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError("attention_mask must have two dimensions")
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+
+def odd_model(model_class: type[LlamaForCausalLM]) -> PreTrainedModel:
+    config = LlamaConfig(**toy_model().config.to_dict())
+    return strengthen(model_class(config)).double().eval()
+
+
+def test_where_trees_are_wrong_drafts_become_chains(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        lm = CausalLM(odd_model(ChainsOnly), execution="eager")
+    assert not lm.supports_trees
+    assert "chains but not trees" in caplog.text
+    requests = [((3, 1, 4, 1, 5), SamplingParams(max_tokens=12, temperature=0.0))]
+    plain = decode(lm, EmptyDrafter(), requests)
+    text = (*requests[0][0], *plain.outputs["0.0"])
+    drafter = PerfectDrafter([text], 4, vocab_size=64, num_branches=3)
+    compare(decode(lm, drafter, requests), plain, "trees reduced to chains")
+
+
+@pytest.mark.parametrize("model_class", [IgnoresPositions, IgnoresTheMask, RejectsTheMask])
+def test_where_chains_are_wrong_the_model_is_refused(model_class: type[LlamaForCausalLM]) -> None:
+    with pytest.raises(ProbeError, match=model_class.__name__):
+        CausalLM(odd_model(model_class), execution="eager")
+
+
+def test_the_probe_costs_a_few_forwards() -> None:
+    """And leaves no trace in the count of forwards."""
+    lm = CausalLM(target_model("llama"), execution="eager")
+    assert lm.num_forwards == 0
