@@ -189,7 +189,9 @@ class Repeater(Drafter):
         self.paths = paths
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
-        return [DraftTree.from_paths(row.pending, self.paths).cut(budget) for row, budget in zip(rows, budgets)]
+        return [
+            DraftTree.from_paths(row.pending, self.paths).cut(budget) for row, budget in zip(rows, budgets, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("token", [-1, 64])

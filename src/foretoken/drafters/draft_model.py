@@ -136,7 +136,7 @@ class DraftModelDrafter(Drafter):
                 forks.append((row, slot_of[prompt]))
             else:
                 slot_of[prompt] = self._enter(row, self._cache.add_rows())
-        self._feed(first_slot, list(slot_of))
+        self._feed(first_slot, [prompt if self._reach(len(prompt) + 1) > 0 else () for prompt in slot_of])
         for row, slot in forks:
             self._enter(row, self._cache.fork(slot))
         for row in rows:
@@ -152,7 +152,7 @@ class DraftModelDrafter(Drafter):
         """Run texts through the drafter, chunk by chunk, all rows at once."""
         for start in range(0, max(map(len, texts)), PREFILL_CHUNK):
             chunks = [text[start : start + PREFILL_CHUNK] for text in texts]
-            self.model.forward(Nodes.from_chains(chunks), self._cache, first_row=first_slot, keep=slice(0, 0))
+            self.model.forward(self._chains(chunks), self._cache, first_row=first_slot, keep=slice(0, 0))
             self._cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
 
     def forget(self, rows: Seq[Sequence]) -> None:
@@ -185,20 +185,32 @@ class DraftModelDrafter(Drafter):
     # -- propose -----------------------------------------------------------------------------------------------
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
-        self._align(rows)
         drafts = [self._drafts[row.id] for row in rows]
         for row, draft, budget in zip(rows, drafts, budgets, strict=True):
-            draft.begin(row.pending, min(self.policy.begin(row), budget))
+            draft.begin(row.pending, min(self.policy.begin(row), budget, self._reach(len(row.token_ids))))
+        drafting = [row for row, draft in zip(rows, drafts, strict=True) if draft.cap > 0]
+        if drafting:
+            self._draft(drafting)
+        return [self._tree(draft) for draft in drafts]
+
+    def _reach(self, length: int) -> int:
+        """How many tokens can be drafted behind so many: the last of them is never fed; 0 or less for none."""
+        context = self.model.context_length
+        return sys.maxsize if context is None else context - length + 1
+
+    def _draft(self, rows: Seq[Sequence]) -> None:
+        """Grow the drafts of these rows level by level."""
+        self._align(rows)
+        drafts = [self._drafts[row.id] for row in rows]
         self._cache.rollback([draft.trunk for draft in drafts])
-        depth = max(draft.cap for draft in drafts)
-        if depth > 0:
-            logits = self._catch_up(rows, drafts)
-            self._extend(rows, drafts, logits, 0)
-        for level in range(1, depth):
-            if not any(self._is_open(draft, level) for draft in drafts):
+        self._extend(rows, drafts, self._catch_up(rows, drafts), 0)
+        for level in range(1, max(draft.cap for draft in drafts)):
+            for draft in drafts:
+                if not self._is_open(draft, level):
+                    draft.frontier = []
+            if not any(draft.frontier for draft in drafts):
                 break
             self._extend(rows, drafts, self._expand(drafts), level)
-        return [self._tree(draft) for draft in drafts]
 
     def _is_open(self, draft: _Draft, level: int) -> bool:
         return bool(draft.frontier) and level < draft.cap and self._room(draft) > 0
@@ -212,7 +224,7 @@ class DraftModelDrafter(Drafter):
         chains = [row.token_ids[draft.trunk :] for row, draft in zip(rows, drafts, strict=True)]
         counts = [len(chain) for chain in chains]
         first = min(counts) - 1
-        logits = self.model.forward(Nodes.from_chains(chains), self._cache, keep=slice(first, max(counts)))
+        logits = self.model.forward(self._chains(chains), self._cache, keep=slice(first, max(counts)))
         self._cache.commit([range(count) for count in counts])
         for draft, count in zip(drafts, counts, strict=True):
             draft.trunk += count
@@ -228,9 +240,11 @@ class DraftModelDrafter(Drafter):
             for j, node in enumerate(draft.frontier):
                 draft.offset_of[node] = num_fed + j
                 tokens[i, j] = draft.tokens[node]
+        tokens.clamp_(max=self.model.vocab_size - 1)
         counts = tuple(len(draft.frontier) for draft in drafts)
         if self.num_branches == 1:
-            nodes = Nodes(tokens, torch.zeros_like(tokens), counts)
+            depths = torch.tensor([[0 if count else -1 - num_fed] for count in counts])
+            nodes = Nodes(tokens, depths, counts)
         else:
             nodes = Nodes(tokens, *self._shape(drafts, num_fed, width), num_fed=num_fed)
         logits = self.model.forward(nodes, self._cache)
@@ -239,8 +253,11 @@ class DraftModelDrafter(Drafter):
 
     @staticmethod
     def _shape(drafts: Seq[_Draft], num_fed: int, width: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
-        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier behind S fed columns."""
-        depths = torch.zeros((len(drafts), num_fed + width), dtype=torch.long)
+        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier behind S fed columns.
+
+        Padding has depth -1, the position of the pending token: the next one may lie outside of the context.
+        """
+        depths = torch.full((len(drafts), num_fed + width), -1, dtype=torch.long)
         ancestors = torch.zeros((len(drafts), width, num_fed + width), dtype=torch.bool)
         for i, draft in enumerate(drafts):
             for node, offset in draft.offset_of.items():
@@ -320,6 +337,12 @@ class DraftModelDrafter(Drafter):
             children = [pick.draft.add(pick.node, token, 0.0) for token in tokens]
             pick.draft.frontier = children[:1]
             pick.draft.laws[pick.node] = probs
+
+    def _chains(self, chains: Seq[Seq[int]]) -> Nodes:
+        """Rows of tokens; the drafter's last token stands for those of a larger vocabulary that it does not know."""
+        nodes = Nodes.from_chains(chains)
+        nodes.tokens.clamp_(max=self.model.vocab_size - 1)
+        return nodes
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""

@@ -17,7 +17,8 @@ class Nodes:
 
     Args:
       tokens: int64 (B, N).
-      depths: int64 (B, S + N), distance from the root of the row; 0 in padding.
+      depths: int64 (B, S + N), distance from the root of the row; in padding any that gives a position inside of the
+        context.
       counts: number of real nodes of every row; the rest is padding that only sees itself.
       ancestors: bool (B, N, S + N) or None when every row is a chain.
       num_fed: S, the number of committed columns at the end of every row that are nodes of the same tree, fed
