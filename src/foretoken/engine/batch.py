@@ -84,9 +84,11 @@ class Batch:
         run.forks = []
         return [run, *entered]
 
-    def remove(self, run: Run) -> None:
-        """Take a run out of the cache."""
+    def remove(self, run: Run, *, erase: bool) -> None:
+        """Take a run out of the cache; ``erase`` what it wrote where that may not be finite."""
         index = self._runs.index(run)
+        if erase:
+            self.cache.erase(index)
         if index < self.num_decoding:
             self.num_decoding -= 1
             self._swap(index, self.num_decoding)
@@ -103,6 +105,7 @@ class Batch:
             run.forks = []
         self._runs, self.num_decoding = [], 0
         self.cache.clear()
+        self.cache.erase()
         return [run for run in members if run not in self.waiting]
 
     def withdraw(self, request_id: str) -> list[Run]:

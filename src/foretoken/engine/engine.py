@@ -228,7 +228,7 @@ class Engine:
         """Take a run out of the batch."""
         if run in self._batch.decoding:
             self.drafter.forget([run.row])
-        self._batch.remove(run)
+        self._batch.remove(run, erase=run.row.finish_reason in (None, "error"))
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
@@ -298,11 +298,13 @@ class Engine:
         """Drafts, cut to what a row may still emit: accepted tokens and the bonus together fit its budget."""
         limit = self.config.strict_width - 1 if self.config.is_strict else DEFAULT_MAX_LENGTH
         budgets = [min(row.num_remaining_tokens - 1, limit) for row in rows]
-        chains_only = self.config.is_strict or not self.target.supports_trees
+        chains_only = self.config.is_strict or self.config.acceptance == "block" or not self.target.supports_trees
         trees = []
         for row, tree, budget in zip(rows, self.drafter.propose(rows, budgets), budgets, strict=True):
             if tree.tokens[0] != row.pending:
                 raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
+            if min(tree.tokens) < 0 or max(tree.tokens) >= self.target.vocab_size:
+                raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self.target.vocab_size - 1}")
             trees.append((tree.main_chain() if chains_only else tree).cut(budget))
         return trees
 
