@@ -1,0 +1,331 @@
+"""The command line as a user meets it: text, JSON lines, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from foretoken import LLM, SamplingParams, SpeculativeConfig, cli_demo
+from foretoken.cli import app
+from foretoken.cli_options import DEFAULTS, respell, speculative
+from foretoken.runner import Stream
+
+STORY = "Once upon a time there was a"
+SHORT = ["--max-new-tokens", "12", "--dtype", "float32"]
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, respell(arguments), input=stdin)
+
+
+def records(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("zoo:tiny", dtype="float32")
+
+
+# -- generate --------------------------------------------------------------------------------------------------------
+
+
+def test_piped_output_is_the_text_and_nothing_else(plain: LLM) -> None:
+    result = run("generate", STORY, "A lion", *SHORT)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [output.outputs[0].text for output in plain.generate([STORY, "A lion"], params)]
+    assert result.exit_code == 0
+    assert result.stdout == "".join(text + "\n" for text in expected)
+    assert "mean acceptance length" in result.stderr
+    assert "tokens per step" in result.stderr
+
+
+def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
+    prompts = [STORY, "A lion and a", "Who", "The end of"]
+    result = run("generate", *prompts, *SHORT, "--temperature", "1", "--seed", "5", "--json")
+    lines = records(result)
+    outputs = plain.generate(prompts, SamplingParams(temperature=1, seed=5, max_tokens=12))
+    assert [line["prompt"] for line in lines] == prompts
+    assert [line["token_ids"] for line in lines] == [list(output.outputs[0].token_ids) for output in outputs]
+    assert result.stderr == ""
+    for line, output in zip(lines, outputs, strict=True):
+        assert set(line) == {
+            "prompt",
+            "text",
+            "token_ids",
+            "finish_reason",
+            "stop_reason",
+            "num_prompt_tokens",
+            "num_generated_tokens",
+            "seed",
+            "lossless",
+            "metrics",
+            "timings",
+        }
+        assert line["text"] == output.outputs[0].text
+        assert line["num_prompt_tokens"] == len(output.prompt_token_ids)
+        assert line["num_generated_tokens"] == len(line["token_ids"])
+        assert (line["seed"], line["lossless"]) == (5, True)
+        assert line["metrics"]["speculative_decoding"]["num_spec_tokens"] == 5
+        assert set(line["timings"]) == {"prefill_seconds", "decode_seconds", "tokens_per_second"}
+
+
+def test_mean_acceptance_length_is_a_number_without_drafts() -> None:
+    (line,) = records(run("generate", STORY, *SHORT, "--method", "none", "--json"))
+    metrics = line["metrics"]["speculative_decoding"]
+    assert metrics["mean_acceptance_length"] == 1.0
+    assert metrics["tokens_per_step"] == 1.0
+    assert metrics["num_spec_steps"] == 0
+
+
+def test_several_samples_are_listed() -> None:
+    (line,) = records(run("generate", STORY, *SHORT, "-n", "3", "--temperature", "1", "--seed", "1", "--json"))
+    assert [sample["index"] for sample in line["samples"]] == [0, 1, 2]
+    assert line["token_ids"] == line["samples"][0]["token_ids"]
+    assert line["num_generated_tokens"] == sum(len(sample["token_ids"]) for sample in line["samples"])
+    text = run("generate", STORY, *SHORT, "-n", "3", "--temperature", "1", "--seed", "1").stdout
+    assert text == "".join(sample["text"] + "\n" for sample in line["samples"])
+
+
+def test_a_drawn_seed_is_reported_and_repeats() -> None:
+    (first,) = records(run("generate", STORY, *SHORT, "--temperature", "1", "--json"))
+    (again,) = records(
+        run("generate", STORY, *SHORT, "--temperature", "1", "--seed", str(first["seed"]), "--json", "--method", "nasd")
+    )
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_stop_may_be_repeated_and_is_cut() -> None:
+    full = run("generate", STORY, *SHORT).stdout
+    stop = full[5:8]
+    (line,) = records(run("generate", STORY, *SHORT, "--stop", "never seen", "--stop", stop, "--json"))
+    assert line["text"] == full[: full.index(stop)]
+    assert (line["finish_reason"], line["stop_reason"]) == ("stop", stop)
+
+
+def test_prompts_come_from_files_and_from_standard_input(tmp_path: Path) -> None:
+    spec_bench = tmp_path / "question.jsonl"
+    entries = [{"question_id": 1, "turns": ["A cat", "And then?"]}, {"prompt": "A dog"}, {"text": "A hen"}, "A cow"]
+    spec_bench.write_text("\n".join(json.dumps(entry) for entry in entries) + "\n\n")
+    plain_text = tmp_path / "prompts.txt"
+    plain_text.write_text("A pig\n\nA fox\n")
+    names = [line["prompt"] for line in records(run("generate", "--prompts-file", str(spec_bench), *SHORT, "--json"))]
+    assert names == ["A cat", "A dog", "A hen", "A cow"]
+    names = [line["prompt"] for line in records(run("generate", "--prompts-file", str(plain_text), *SHORT, "--json"))]
+    assert names == ["A pig", "A fox"]
+    assert records(run("generate", "-", *SHORT, "--json", stdin="A goat"))[0]["prompt"] == "A goat"
+    ids = json.dumps({"prompt_token_ids": [43, 531]})
+    assert records(run("generate", "--prompts-file", "-", *SHORT, "--json", stdin=ids))[0]["num_prompt_tokens"] == 2
+
+
+def test_chat_uses_the_template(plain: LLM) -> None:
+    (line,) = records(run("generate", "--chat", "Who are you?", *SHORT, "--json"))
+    assert line["prompt"] == plain.chat_prompt([{"role": "user", "content": "Who are you?"}])["prompt"]
+
+
+def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run("generate", STORY, *SHORT).stdout
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = run("generate", STORY, *SHORT).stdout
+    assert "\x1b[32m" in coloured
+    assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "there is no prompt"),
+        (["generate", ""], "prompt 0 is empty"),
+        (["generate", "x", "--model", "/no/such"], "/no/such does not exist"),
+        (["generate", "x", "--model", "zoo:tinny"], "tiny"),
+        (["generate", "x", "--method", "ngrm"], "did you mean 'ngram'"),
+        (["generate", "x", "--speculative-config", '{"method": "ngram", "num_speculativ_tokens": 3}'], "num_specul"),
+        (["generate", "x", "--speculative-config", "{"], "not valid JSON"),
+        (["generate", "x", "--speculative-config", "@/no/file"], "cannot be read"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--num-speculative-tokens", "-1"], "-1"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_tokens is 0"),
+        (["generate", "x", "--dtype", "int3"], "dtype is 'int3'"),
+        (["generate", "x", "--no-such-option"], "--no-such-option"),
+        (["generate", "x", "--prompts-file", "/no/file.jsonl"], "/no/file.jsonl"),
+        (["generate", "x", "--method", "ngram", "--speculative-config", "nasd"], "leave out --method"),
+        (["nonsense"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_refusals_exit_with_2_and_leave_standard_output_empty(arguments: list[str], message: str) -> None:
+    result = run(*arguments, "--json") if arguments[0] == "generate" else run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_a_bad_line_of_a_prompts_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for text, message in [('{"prompt": "a"}\n{', "line 2 is no JSON"), ('{"question": "a"}', "line 1 holds no prompt")]:
+        file.write_text(text)
+        result = run("generate", "--prompts-file", str(file))
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_keeps_partial_output(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    expected = run("generate", STORY, *SHORT).stdout.rstrip("\n")
+    steps = Stream.__next__
+    calls = [0]
+
+    def interrupted(self: Stream) -> Any:
+        calls[0] += 1
+        if calls[0] > 3:
+            raise KeyboardInterrupt
+        return steps(self)
+
+    monkeypatch.setattr(Stream, "__next__", interrupted)
+    result = run("generate", STORY, *SHORT, *(["--json"] if as_json else []))
+    assert result.exit_code == 130
+    text = json.loads(result.stdout)["text"] if as_json else result.stdout.rstrip("\n")
+    assert text
+    assert expected.startswith(text)
+    if as_json:
+        assert json.loads(result.stdout)["finish_reason"] == "abort"
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_real_program_exits_with_130() -> None:
+    command = [sys.executable, "-m", "foretoken", "generate", STORY, "--max-new-tokens", "1900", "--ignore-eos"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 64)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130
+    assert first + rest
+    assert (first + rest).endswith(b"\n")
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m foretoken generate '{STORY}' A B C --json --max-new-tokens 40 | head -c 20"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        ["--assistant-model", "X"],
+        ["--assistant-model=X"],
+        ["-md", "X"],
+        ["--model-draft", "X"],
+        ["--speculative-draft-model-path", "X"],
+        ["--spec-draft-model=X"],
+    ],
+    ids=str,
+)
+def test_other_tools_names_of_the_drafter(spelling: list[str]) -> None:
+    assert " ".join(respell(spelling)).replace("=", " ") == "--draft-model X"
+
+
+@pytest.mark.parametrize(
+    "name", ["num-assistant-tokens", "num-draft-tokens", "draft-max", "spec-draft-n-max", "speculative-num-steps"]
+)
+def test_other_tools_names_of_the_draft_length(name: str) -> None:
+    assert respell([f"--{name}", "3"]) == ["--num-speculative-tokens", "3"]
+    assert respell(["--", f"--{name}"]) == ["--", f"--{name}"]
+
+
+def test_the_default_method_is_the_zoos_drafter_else_prompt_lookup() -> None:
+    def method(model: str, **given: Any) -> SpeculativeConfig:
+        options = {"config": None, "method": None, "draft_model": None, "num_speculative_tokens": None, **given}
+        return speculative(model, **options)
+
+    assert method("zoo:tiny").method == "draft_model"
+    assert method("some/model").method == "ngram"
+    assert method("some/model", draft_model="d").method == "draft_model"
+    assert method("zoo:tiny", method="none").method == "none"
+    assert method("zoo:tiny", num_speculative_tokens=3).num_speculative_tokens == 3
+    assert method("zoo:tiny", config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
+
+
+def test_defaults_are_those_of_sampling_params_but_two() -> None:
+    ours, theirs = vars(DEFAULTS), vars(SamplingParams())
+    assert {key for key in ours if ours[key] != theirs[key]} == {"temperature", "max_tokens"}
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout.startswith("foretoken 0.")
+    text = run("--help").stdout
+    for verb in ("generate", "demo", "info"):
+        assert verb in text
+    assert "Exit codes" in " ".join(text.split()) or run("generate", "--help").exit_code == 0
+
+
+# -- info and demo ---------------------------------------------------------------------------------------------------
+
+
+def test_info_tells_what_a_model_is_and_costs() -> None:
+    (report,) = records(run("info", "--repeats", "1", "--context", "16", "--dtype", "float32", "--json"))
+    assert report["model"]["architecture"] == "LlamaForCausalLM"
+    assert report["probe"] == "trees and chains"
+    assert report["step_cost"]["1"] == 1.0
+    assert all(cost > 0 for cost in report["step_cost"].values())
+    assert report["peak_memory_bytes"] > report["model"]["weight_bytes"]
+    assert report["drafter"]["tokenizer"] == "same as the target's"
+    assert report["drafter"]["cost"] > 0
+    text = run("info", "--repeats", "1", "--context", "16", "--method", "ngram").stdout
+    assert "T(k)/T(1)" in text
+    assert "zoo:tiny" in text
+
+
+DEMO = ["demo", "--no-inflate", "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
+
+
+def test_demo_compares_before_it_speaks_of_speed() -> None:
+    (report,) = records(run(*DEMO, "--json"))
+    assert (report["num_prompts"], report["num_identical"]) == (2, 2)
+    assert report["speedup"]["lowest"] <= report["speedup"]["median"] <= report["speedup"]["highest"]
+    text = " ".join(run(*DEMO).stdout.split())
+    assert "2 of 2 identical" in text
+    assert text.index("identical") < text.index("x plain")
+
+
+def test_demo_gives_no_speed_when_texts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = cli_demo.measure
+
+    def tampered(arms: Any, prompts: Any, params: Any) -> None:
+        measure(arms, prompts, params)
+        arms[1].token_ids[1] = (*arms[1].token_ids[1][:-1], 9)
+
+    monkeypatch.setattr(cli_demo, "measure", tampered)
+    result = run(*DEMO)
+    assert result.exit_code == 3
+    assert "1 of 2 texts differ" in " ".join(result.stdout.split())
+    assert "x plain" not in result.stdout
+    result = run(*DEMO, "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["speedup"] is None
+
+
+def test_demo_labels_the_inflated_model() -> None:
+    options = ["--num-prompts", "1", "--max-new-tokens", "4", "--dtype", "float32", "--json"]
+    (report,) = records(run("demo", *options))
+    assert "inflated in width to 98.6 M parameters" in report["model"]
+    assert report["num_identical"] == 1
