@@ -76,6 +76,9 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
+    def get_max_cache_shape(self) -> int:  # its name in older transformers
+        return -1
+
 
 class _Window:
     """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns of their own."""
