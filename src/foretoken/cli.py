@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | demo | info``."""
+"""The command line: ``foretoken generate | demo | info | bench``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import typer
 
 from foretoken import __version__, cli_demo, cli_generate, cli_info
+from foretoken.bench import cli as cli_bench
 from foretoken.cli_options import respell
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command("generate")(cli_generate.generate)
 app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
+app.command("bench")(cli_bench.run)
 
 
 def _version(shown: bool) -> None:
