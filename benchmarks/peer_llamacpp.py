@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=4, help="prompts per group")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "target" / "tokenizer.json"))
     engines = {
@@ -64,7 +65,7 @@ def main() -> None:
         "n-gram": server(options, "NGRAM_SIMPLE"),
     }
     arms = {name: arm(engine, options.max_new_tokens) for name, engine in engines.items()}
-    for row in measure(options.folder, arms, lambda ids: tokenizer.decode(ids), options.repeats):
+    for row in measure(options.folder, arms, lambda ids: tokenizer.decode(ids), options.repeats, options.limit):
         print(json.dumps({"engine": f"llama.cpp {options.type}", "threads": options.threads, **row}))
 
 

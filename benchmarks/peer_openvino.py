@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=4, help="prompts per group")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "target" / "tokenizer.json"))
     target, draft = (str(export(options.folder, part, options.weights)) for part in ("target", "draft"))
@@ -91,7 +92,7 @@ def main() -> None:
         "draft model, 4": arm(drafted, decode, length, num_assistant_tokens=4),
         "prompt lookup, 5": arm(lookup, decode, length, num_assistant_tokens=5, max_ngram_size=3),
     }
-    for row in measure(options.folder, arms, decode, options.repeats):
+    for row in measure(options.folder, arms, decode, options.repeats, options.limit):
         engine = f"OpenVINO GenAI, weights {options.weights}, computes in {options.precision}"
         print(json.dumps({"engine": engine, "threads": options.threads, **row}))
 

@@ -23,11 +23,21 @@ def same_start(text: str, wanted: str) -> bool:
     return length > 0 and text[:length] == wanted[:length]
 
 
+def first_of_each(records: list[dict], limit: int) -> list[dict]:
+    """The first records of every group."""
+    groups = dict.fromkeys(record["group"] for record in records)
+    return [record for group in groups for record in [r for r in records if r["group"] == group][:limit]]
+
+
 def measure(
-    folder: Path, arms: dict[str, Callable[[dict], Answer]], decode: Callable[[list[int]], str], repeats: int
+    folder: Path,
+    arms: dict[str, Callable[[dict], Answer]],
+    decode: Callable[[list[int]], str],
+    repeats: int,
+    limit: int,
 ) -> list[dict]:
-    """Run all arms over all prompts, interleaved; tokens per second by arm and group, and how often the text is right."""
-    records = json.loads((folder / "prompts.json").read_text())
+    """Run all arms over all prompts, interleaved; speed and share of right texts by arm and group of prompts."""
+    records = first_of_each(json.loads((folder / "prompts.json").read_text()), limit)
     answers: dict[tuple[str, str], list[Answer]] = {}
     right: dict[tuple[str, str], list[bool]] = {}
     for run in arms.values():

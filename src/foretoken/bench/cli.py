@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 PARTS = ("speed", "copying", "sampling", "efficiency", "batch")
 EXIT_REFUSED, EXIT_DIFFERS = 2, 3
 _QUICK: dict[str, Any] = {
-    "num_prompts": 2,
-    "max_new_tokens": 12,
+    "num_prompts": 1,
+    "max_new_tokens": 16,
     "contexts": (64,),
     "draft_costs": (0.0,),
     "batch_size": 3,
     "vocab_sizes": (4096,),
     "profile_contexts": (64,),
+    "assisted_lengths": (2,),
+    "lookup_lengths": (3,),
 }
 
 

@@ -27,8 +27,6 @@ from foretoken.params import SpeculativeConfig
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
-ASSISTED_LENGTHS = (1, 2, 3, 4, 5, 6, 8)
-LOOKUP_LENGTHS = (2, 3, 5, 8, 10, 15)
 _TUNING_PROMPTS = 2
 
 
@@ -44,6 +42,7 @@ class Settings:
       contexts: tokens to which prompts are padded, one table each.
       num_draft_tokens: of the own drafters; None for the defaults of their methods.
       num_branches: of the tree arm.
+      assisted_lengths, lookup_lengths: numbers of draft tokens among which transformers' arms are tuned.
       draft_costs: targets for the cost of a drafter's forward; 0 is the drafter as it is.
     """
 
@@ -57,6 +56,8 @@ class Settings:
     batch_size: int = 8
     vocab_sizes: tuple[int, ...] = (4096, 32000, 150000)
     profile_contexts: tuple[int, ...] = (100, 500, 1500)
+    assisted_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
+    lookup_lengths: tuple[int, ...] = (2, 3, 5, 8, 10, 15)
     ignore_eos: bool = True
     seed: int = 0
     execution: str = "auto"
@@ -210,11 +211,14 @@ class Suite:
                 assistant_options={"num_assistant_tokens": length, "num_assistant_tokens_schedule": schedule},
             )
             for schedule in ("constant", "heuristic")
-            for length in ASSISTED_LENGTHS
+            for length in self.settings.assisted_lengths
         ]
 
     def lookup_candidates(self) -> list[TransformersArm]:
-        return [self.transformers_arm(f"{length}", prompt_lookup_num_tokens=length) for length in LOOKUP_LENGTHS]
+        return [
+            self.transformers_arm(f"{length}", prompt_lookup_num_tokens=length)
+            for length in self.settings.lookup_lengths
+        ]
 
     def tuned(
         self, name: str, candidates: Seq[TransformersArm], prompts: Seq[Prompt], sampling: Sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -116,13 +117,9 @@ def asked_again(
 
 def copying_text(passage: str) -> str:
     """A passage, and its beginning again: a continuation that copies is the natural one."""
-    beginning, rest = passage, passage.lstrip()
-    for _ in range(_COPIED_WORDS):
-        rest = rest.partition(" ")[2].lstrip(" ")
-        if not rest:
-            break
-        beginning = passage[: len(passage) - len(rest)]
-    return f"{passage.rstrip()}\n\n{beginning.rstrip()}"
+    words = list(re.finditer(r"\S+", passage))[:_COPIED_WORDS]
+    end = words[-1].end() if words else 0
+    return f"{passage.rstrip()}\n\n{passage[:end]}"
 
 
 def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:

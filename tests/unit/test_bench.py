@@ -1,0 +1,427 @@
+"""The benchmark: counting, ratios, the gate, replayed costs, and one quick run of everything."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from foretoken import zoo
+from foretoken.bench import cli, costs, equality, measure, models, profile, report, workload
+from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
+from foretoken.bench.models import Pair
+from foretoken.bench.suite import Settings, Suite, UnequalOutputsError
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.engine import EngineConfig
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+
+PROMPT = tuple(range(40, 60))
+GREEDY = Sampling(ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return models.load_pair("zoo:tiny", None, "float32")
+
+
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> CausalLM:
+    return CausalLM(pair.target)
+
+
+@pytest.fixture(scope="module")
+def drafter(pair: Pair) -> CausalLM:
+    return CausalLM(pair.drafter)
+
+
+def plain_arm(target: CausalLM) -> EngineArm:
+    return EngineArm("plain", target, EmptyDrafter(), (0, 3))
+
+
+def draft_arm(target: CausalLM, drafter: CausalLM, num_tokens: int = 3) -> EngineArm:
+    made = DraftModelDrafter(drafter, target_vocab_size=target.vocab_size, num_speculative_tokens=num_tokens)
+    return EngineArm("draft_model", target, made, (0, 3))
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_prompts_cover_the_kinds_of_spec_bench() -> None:
+    questions = workload.read_questions()
+    kinds = {question.category for question in questions}
+    assert {"chat", "maths", "code", "command", "story", "summary", "copy"} == kinds
+    assert len({question.id for question in questions}) == len(questions) >= 36
+    few = workload.select(questions, 6)
+    assert len({question.category for question in few}) == 6
+    assert {question.category for question in workload.select(questions, 3, copying=True)} == {"copy"}
+
+
+def test_prompts_are_padded_with_text_to_the_very_length() -> None:
+    _, _, tokenizer = zoo.load("tiny")
+    questions = workload.select(workload.read_questions(), 4)
+    for context in (256, 1500):
+        prompts = workload.load_prompts(tokenizer, questions, context)
+        assert [len(prompt.token_ids) for prompt in prompts] == [context] * 4
+        assert len({prompt.token_ids[:50] for prompt in prompts}) == 4, "every prompt has padding of its own"
+    bare = workload.load_prompts(tokenizer, questions)
+    padded = workload.load_prompts(tokenizer, questions, 256)
+    for short, long in zip(bare, padded, strict=True):
+        assert long.token_ids[-len(short.token_ids) :] == short.token_ids
+    assert workload.load_prompts(tokenizer, questions, 256, max_length=255) == []
+
+
+def test_a_copying_prompt_is_a_passage_and_its_beginning() -> None:
+    words = " ".join(f"w{i}" for i in range(30))
+    assert workload.copying_text(words) == words + "\n\n" + " ".join(f"w{i}" for i in range(16))
+    assert workload.copying_text("one  two") == "one  two\n\none  two"
+
+
+def test_a_question_asked_again_stands_behind_its_answer() -> None:
+    _, _, tokenizer = zoo.load("tiny")
+    question = workload.Question(1, "chat", "Hello!")
+    (prompt,) = workload.asked_again(tokenizer, [question], lambda ids: (7, 8, 3))
+    (bare,) = workload.load_prompts(tokenizer, [question])
+    newline = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
+    assert prompt.token_ids == (*bare.token_ids, 7, 8, 3, *newline, *bare.token_ids)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"question_id": 1, "turns": ["x"]}', '{"question_id": 1, "category": "a", "turns": []}']
+)
+def test_a_bad_line_of_a_prompts_file_is_named(tmp_path, line: str) -> None:
+    file = tmp_path / "question.jsonl"
+    file.write_text('{"question_id": 1, "category": "a", "turns": ["x"]}\n' + line + "\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        workload.read_questions(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        workload.read_questions(tmp_path / "missing")
+
+
+def test_repeats_are_counted_by_token() -> None:
+    assert workload.repeated_share([(1, 2, 1, 2, 3)], 2) == 0.8
+    assert workload.repeated_share([(1, 2, 3, 4), (1, 2, 3, 4)], 2) == 0.0, "only within one output"
+    assert workload.repeated_share([(5,) * 20]) == 1.0
+    assert workload.repeated_share([(), (1, 2, 3)]) == 0.0
+
+
+# -- arms --------------------------------------------------------------------------------------------------------
+
+
+def test_every_arm_gives_the_same_greedy_tokens(pair: Pair, target: CausalLM, drafter: CausalLM) -> None:
+    """And counts its decoding from the first emission on."""
+    arms: list[Arm] = [
+        plain_arm(target),
+        draft_arm(target, drafter),
+        EngineArm("ngram", target, NGramDrafter(4), (0, 3)),
+        TransformersArm("plain", pair.target, (0, 3)),
+        TransformersArm("static", pair.target, (0, 3), {"cache_implementation": "static"}),
+        TransformersArm("lookup", pair.target, (0, 3), {"prompt_lookup_num_tokens": 3}),
+        TransformersArm("assisted", pair.target, (0, 3), assistant=pair.drafter),
+    ]
+    for ignore_eos in (True, False):
+        runs = [arm.run(PROMPT, 24, replace(GREEDY, ignore_eos=ignore_eos)) for arm in arms]
+        assert len({run.token_ids for run in runs}) == 1
+        for run in runs:
+            assert 1 <= run.num_first <= len(run.token_ids)
+            assert run.num_decoded == len(run.token_ids) - run.num_first
+            assert run.first_seconds > 0
+            assert run.decode_seconds > 0 or run.num_decoded == 0
+    assert runs[0].num_first == runs[3].num_first == 1
+
+
+def test_an_ignored_end_does_not_end_any_arm(pair: Pair, target: CausalLM) -> None:
+    """The tenth greedy token is declared to be the end."""
+    tokens = plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
+    place = next(i for i, token in enumerate(tokens) if i >= 5 and token not in tokens[:i])
+    for arm in (
+        EngineArm("own", target, EmptyDrafter(), [tokens[place]]),
+        TransformersArm("hf", pair.target, [tokens[place]]),
+    ):
+        assert arm.run(PROMPT, 16, GREEDY).token_ids == tokens
+        assert arm.run(PROMPT, 16, replace(GREEDY, ignore_eos=False)).token_ids == tokens[: place + 1]
+
+
+def test_transformers_samples_by_the_seed_and_leaves_the_assistant_as_it_was(pair: Pair) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
+    before = pair.drafter.generation_config.to_dict()
+    options = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}
+    arm = TransformersArm("assisted", pair.target, (0, 3), assistant=pair.drafter, assistant_options=options)
+    assert arm.run(PROMPT, 12, sampling).token_ids == arm.run(PROMPT, 12, sampling).token_ids
+    other = arm.run(PROMPT, 12, replace(sampling, seed=6)).token_ids
+    assert other != arm.run(PROMPT, 12, sampling).token_ids
+    assert pair.drafter.generation_config.to_dict() == before
+
+
+def test_own_arms_agree_when_sampling(target: CausalLM, drafter: CausalLM) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
+    plain, drafted = plain_arm(target).run(PROMPT, 20, sampling), draft_arm(target, drafter).run(PROMPT, 20, sampling)
+    assert plain.token_ids == drafted.token_ids
+    assert drafted.stats is not None
+    assert drafted.stats.num_draft_tokens > 0
+
+
+def test_a_batch_counts_all_its_tokens(target: CausalLM) -> None:
+    """Every token after the rows have entered, a first token per row at most left out."""
+    arm = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=3))
+    tokens, seconds = arm.run_batch([PROMPT, PROMPT[:5], PROMPT[:9]], 6, GREEDY)
+    assert 3 * 5 <= tokens <= 3 * 6
+    assert seconds > 0
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+class _Fake(Arm):
+    """Takes a fixed time per token, and says in which order it was called."""
+
+    def __init__(self, name: str, seconds: float, calls: list[str], tokens: tuple[int, ...] = (1, 2, 3)) -> None:
+        self.name, self._seconds, self._calls, self._tokens = name, seconds, calls, tokens
+
+    def run(self, prompt_ids, max_new_tokens, sampling) -> Run:
+        self._calls.append(self.name)
+        return Run(self._tokens, 1, 0.0, self._seconds * (len(self._tokens) - 1) * prompt_ids[0])
+
+
+def trial_of(*arms: Arm, repeats: int = 1) -> measure.Trial:
+    prompts = [workload.Prompt(f"p{i}", "chat", (i,)) for i in (1, 2, 3)]
+    return measure.interleave(arms, prompts, GREEDY, 8, repeats)
+
+
+def test_arms_run_forwards_and_backwards() -> None:
+    calls: list[str] = []
+    trial_of(_Fake("a", 1.0, calls), _Fake("b", 2.0, calls), repeats=2)
+    assert calls[:2] == ["a", "b"], "warm-up"
+    assert calls[2:] == list("abba" * 2) * 3
+
+
+def test_a_ratio_is_the_median_of_the_prompts() -> None:
+    trial = trial_of(_Fake("slow", 3.0, []), _Fake("fast", 2.0, []))
+    found = measure.compare(trial, "fast", "slow")
+    assert found.ratio == found.low == found.high == found.worst == found.best == 1.5
+    assert found.num_prompts == 3
+    assert trial.tokens_per_second("slow") == pytest.approx(1 / 6), "12 tokens in 2 * (6 + 12 + 18) seconds"
+
+
+def test_prompts_without_decoding_are_left_out() -> None:
+    trial = trial_of(_Fake("slow", 3.0, []), _Fake("one token", 2.0, [], tokens=(1,)))
+    found = measure.compare(trial, "one token", "slow")
+    assert found.num_prompts == 0
+    assert math.isnan(found.ratio)
+
+
+def test_the_interval_of_a_median_covers_it() -> None:
+    values = [1.0, 1.1, 1.2, 1.3, 5.0]
+    low, high = measure.bootstrap_median(values)
+    assert 1.0 <= low <= statistics.median(values) <= high <= 5.0
+    assert low < high
+    assert measure.bootstrap_median(values) == (low, high), "no chance between two calls"
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------
+
+
+def test_first_difference() -> None:
+    assert equality.first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert equality.first_difference((1, 2, 3), (1, 9, 3)) == 1
+    assert equality.first_difference((1, 2), (1, 2, 3)) == 2
+
+
+def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: CausalLM) -> None:
+    """An arm that replaces its sixth token fails by the model's own preference; a shorter one by infinity."""
+    arm = plain_arm(target)
+
+    class Wrong(Arm):
+        name = "wrong"
+
+        def run(self, prompt_ids, max_new_tokens, sampling) -> Run:
+            run = arm.run(prompt_ids, max_new_tokens, sampling)
+            return replace(run, token_ids=(*run.token_ids[:5], run.token_ids[5] + 1, *run.token_ids[6:]))
+
+    class Short(Wrong):
+        name = "short"
+
+        def run(self, prompt_ids, max_new_tokens, sampling) -> Run:
+            run = arm.run(prompt_ids, max_new_tokens, sampling)
+            return replace(run, token_ids=run.token_ids[:-1])
+
+    prompts = [workload.Prompt("p", "chat", PROMPT)]
+    for sampling in (GREEDY, Sampling(temperature=1.0, seed=2, ignore_eos=True)):
+        trial = measure.interleave([arm, Wrong(), Short()], prompts, sampling, 10)
+        wrong, short, right = equality.check(trial, pair.target, "plain", ["wrong", "short", "plain"])
+        assert wrong.divergences[0].position == 5
+        assert equality.MAX_FLOAT32_GAP < wrong.largest_gap < 100
+        assert math.isinf(short.largest_gap)
+        assert right.num_identical == right.num_prompts == 1
+        assert right.passes(torch.float32)
+        assert not wrong.passes(torch.float32)
+        assert wrong.passes(torch.bfloat16), "half precision is reported, not judged"
+
+
+def test_the_gap_knows_what_was_drawn(pair: Pair, target: CausalLM) -> None:
+    """Seen with its noise, the token that was drawn is the preferred one, at every position."""
+    sampling = Sampling(temperature=1.0, seed=11, ignore_eos=True)
+    tokens = plain_arm(target).run(PROMPT, 6, sampling).token_ids
+    logits = pair.target(input_ids=torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 :]
+    for place, token in enumerate(tokens):
+        likeliest = [int(other) for other in logits[place].topk(3).indices if int(other) != token]
+        gaps = [
+            equality.preference_gap(pair.target, PROMPT, tokens[:place], sampling, token, other) for other in likeliest
+        ]
+        assert min(gaps) > 0
+
+
+def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup arm is made to lie about one token."""
+    settings = Settings(num_prompts=1, max_new_tokens=8)
+    suite = Suite(pair, "none", settings)
+    honest = EngineArm.run
+
+    def lying(self: EngineArm, *args: object) -> Run:
+        run = honest(self, *args)
+        return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], 0))
+
+    monkeypatch.setattr(EngineArm, "run", lying)
+    monkeypatch.setattr(
+        Suite, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
+    )
+    with pytest.raises(UnequalOutputsError, match=r"ngram leaves .* at token 7"):
+        suite.passages(suite.greedy)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+def test_replayed_forwards_are_those_of_the_run(target: CausalLM, drafter: CausalLM) -> None:
+    """One target forward per step; tokens add up; the lengths of the cache grow by what was committed."""
+    arm = draft_arm(target, drafter)
+    noted, run = costs.record(arm, PROMPT, 16, GREEDY)
+    ours = [forward for forward in noted.forwards if forward.is_target]
+    assert len(ours) == noted.num_steps == arm_steps(run) - 1, "the first step emits first"
+    assert run.token_ids == plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
+    lengths = [forward.lengths[0] for forward in ours]
+    assert lengths[0] == len(PROMPT) + run.num_first - 1
+    assert lengths == sorted(set(lengths))
+    assert "forward" not in vars(target), "the models are as they were"
+
+
+def arm_steps(run: Run) -> int:
+    assert run.stats is not None
+    return run.stats.num_steps
+
+
+@torch.inference_mode()
+def test_a_replay_gives_the_logits_shapes_of_the_run_and_moves_no_cache(target: CausalLM, drafter: CausalLM) -> None:
+    arm = draft_arm(target, drafter)
+    noted, _ = costs.record(arm, PROMPT, 16, GREEDY)
+    replay = costs.Replay([noted])
+    seconds = replay.seconds(noted)
+    assert all(part > 0 for part in seconds)
+    assert arm.run(PROMPT, 16, GREEDY).token_ids == plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
+
+
+@torch.inference_mode()
+def test_efficiency_is_speed_up_over_what_is_allowed(target: CausalLM, drafter: CausalLM) -> None:
+    (found,) = costs.efficiencies(plain_arm(target), [draft_arm(target, drafter)], [PROMPT], 24, GREEDY)
+    allowed = found.tokens_per_step * found.plain_seconds / (found.target_seconds + found.drafter_seconds)
+    assert found.allowed == pytest.approx(allowed)
+    assert found.efficiency == pytest.approx(found.speedup / allowed)
+    assert found.nodes_per_step <= 4
+    assert found.efficiency == pytest.approx(found.forward_share / found.plain_forward_share)
+
+
+def test_the_profile_adds_up_to_the_step(target: CausalLM, drafter: CausalLM) -> None:
+    """Verbs and models together are the step, but for the bookkeeping between the verbs."""
+    found = profile.profile(draft_arm(target, drafter), [PROMPT], 24, GREEDY)
+    parts = found.target_seconds + found.drafter_seconds + sum(found.verb_seconds.values())
+    assert parts <= found.step_seconds
+    assert parts > 0.5 * found.step_seconds
+    assert min(found.verb_seconds.values()) >= 0
+    assert 0 < found.outside_share < 1
+    assert "run" not in vars(target.execution)
+
+
+def test_a_dearer_drafter_is_wider(pair: Pair, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_WIDTHS", (1, 8))
+    cheap, low = models.drafter_of_cost(pair, target, 1e-9)
+    dear, high = models.drafter_of_cost(pair, target, 100.0)
+    assert cheap is pair.drafter
+    assert dear.config.hidden_size == 8 * pair.drafter.config.hidden_size
+    assert low < high
+
+
+@pytest.mark.parametrize("scale", ["big", "1024", "ax2"])
+def test_an_unknown_scale_is_refused(scale: str) -> None:
+    with pytest.raises(ConfigError, match="HIDDENxFFN"):
+        models.sizes(scale)
+    assert models.sizes("512x1408") == (512, 1408)
+
+
+# -- everything --------------------------------------------------------------------------------------------------
+
+
+def test_plain_data_is_json() -> None:
+    found = measure.Comparison("a", "b", float("nan"), 1.0, float("inf"), 0.0, 1.0, 2)
+    data = report.plain_data({"x": (found, None)})
+    assert json.loads(json.dumps(data))["x"][0]["ratio"] is None
+    assert data["x"][0]["high"] is None
+    assert data["x"][0]["low"] == 1.0
+
+
+def app():
+    import typer
+
+    made = typer.Typer()
+    made.command()(cli.run)
+    return made
+
+
+def test_unknown_parts_and_numbers_are_refused() -> None:
+    for arguments in (
+        ["--parts", "speeed"],
+        ["--contexts", "a,b"],
+        ["--scale", "huge"],
+        ["--prompts-file", "/nowhere"],
+    ):
+        result = CliRunner().invoke(app(), ["--quick", *arguments])
+        assert result.exit_code == 2, result.output
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_everything(tmp_path) -> None:
+    file = tmp_path / "deep" / "results.json"
+    result = CliRunner().invoke(app(), ["--quick", "--profile", "--json", "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    results = json.loads(file.read_text())
+    assert json.loads(result.stdout) == results
+    assert {"provenance", "models", "dtype", "settings", "speed", "efficiency", "batch", "profile"} <= set(results)
+    assert results["provenance"]["num_threads"] >= 1
+    for table in results["speed"]:
+        assert all(row["tokens_per_second"] > 0 for row in table["rows"])
+        greedy = table["sampling"] == "greedy"
+        own = [row for row in table["rows"] if row["tokens_per_step"] is not None and row["equality"]]
+        assert len(own) >= (3 if greedy else 2)
+        assert all(row["equality"]["num_identical"] == row["equality"]["num_prompts"] for row in own)
+
+
+def test_tables_print_every_row(pair: Pair) -> None:
+    """A speed table by hand, in a console wide enough."""
+    from foretoken.bench.suite import Row, SpeedTable
+
+    found = measure.Comparison("draft_model", "plain", 1.5, 1.4, 1.6, 1.3, 1.7, 4)
+    rows = (Row("plain", 10.0, (), 1.0, None, 0.2, None), Row("draft_model", 15.0, (found,), 2.5, 0.6, 0.2, None))
+    console = Console(width=160, record=True, file=io.StringIO())
+    report.show_speed(console, SpeedTable("all", "greedy", 256, 4, 256.0, 2, 0.5, rows))
+    text = console.export_text()
+    assert "1.50 (1.40-1.60)" in text
+    assert "60%" in text
+    assert "quiet machine" in text
