@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +21,7 @@ from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import NumericsError, TreeError
+from foretoken.engine.errors import ConfigError, NumericsError, TreeError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.tree import DraftTree
@@ -231,3 +233,54 @@ def test_a_row_with_nan_leaves_nothing_to_those_after_it(is_aborted: bool) -> No
         assert isinstance(output.error, NumericsError)
     assert bad.finish_reason == ("abort" if is_aborted else "error")
     assert finish(engine, requests) == finish(Engine(lm, EmptyDrafter()), requests)
+
+
+# -- rows that come and go -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nasd", "chain", "tree"])
+def test_aborts_in_any_state_harm_nobody(kind: str) -> None:
+    """Waiting, prefilling, decoding, samples still without a row: ended rows keep a true beginning, others all."""
+    rng = random.Random(len(kind))
+    requests = [(prompt, replace(SAMPLED, n=n)) for prompt, n in zip(PROMPTS, (4, 1, 2, 1), strict=True)]
+    whole = iter(finish(Engine(target(), EmptyDrafter()), requests))
+    want = [[next(whole) for _ in range(params.n)] for _, params in requests]
+    drafter = drafter_of(kind)
+    for max_num_seqs, chunk in ((1, 8), (2, 1), (3, 3), (5, 2)):
+        config = EngineConfig(max_num_seqs=max_num_seqs, prefill_chunk_size=chunk)
+        engine = Engine(target(), drafter, config)
+        rows = [engine.add_request(prompt, params, str(i)) for i, (prompt, params) in enumerate(requests)]
+        for _ in engine.run():
+            if rng.random() < 0.2:
+                engine.abort(str(rng.randrange(len(requests))))
+            check_cache_lengths(engine)
+        for row, tokens in [pair for i, group in enumerate(rows) for pair in zip(group, want[i], strict=True)]:
+            is_whole = row.finish_reason == "length"
+            assert is_whole or row.finish_reason == "abort"
+            assert tuple(row.output_ids) == (tokens if is_whole else tokens[: row.num_output_tokens])
+    if isinstance(drafter, DraftModelDrafter):
+        assert drafter._cache.num_rows == len(drafter._order) == len(drafter._drafts) == 0
+
+
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_a_drafter_equal_to_the_target_is_never_wrong(kind: str) -> None:
+    """One forgotten, stale or shifted column of the drafter's cache would cost an accepted token."""
+    engine = Engine(target(), drafter_of(kind, target()), EngineConfig(max_num_seqs=3, prefill_chunk_size=4))
+    rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
+    for _ in engine.run():
+        check_cache_lengths(engine)
+    assert all(row.num_steps == -(-row.num_output_tokens // 4) for row in rows)
+
+
+def test_ids_of_rows_stay_unique_when_threads_add_requests() -> None:
+    engine = Engine(target(), EmptyDrafter())
+    with ThreadPoolExecutor(8) as pool:
+        added = list(pool.map(lambda _: engine.add_request(PROMPTS[1], GREEDY), range(64)))
+    assert len({row.id for rows in added for row in rows}) == 64
+    assert len({row.request_id for rows in added for row in rows}) == 64
+
+
+@pytest.mark.parametrize("option", ["max_num_seqs", "prefill_chunk_size", "strict_width", "max_model_len"])
+def test_a_size_of_zero_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is 0"):
+        EngineConfig(**{option: 0})

@@ -110,7 +110,7 @@ class Batch:
 
     def withdraw(self, request_id: str) -> list[Run]:
         """Drop the waiting runs of a request, forks included; those that were dropped."""
-        withdrawn = [run for run in self.waiting if run.row.request_id == request_id]
+        withdrawn = [run for run in list(self.waiting) if run.row.request_id == request_id]
         for run in withdrawn:
             self.waiting.remove(run)
         return [member for run in withdrawn for member in (run, *run.forks)]

@@ -29,9 +29,10 @@ class EngineConfig:
     strict_width: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "prefill_chunk_size", "strict_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("strict_width", 1), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be {least} or more")
         if self.acceptance not in ("match", "standard", "block"):
             raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
         if self.exactness not in ("default", "strict"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class Engine:
         self._batch = Batch(self.cache, self.config.max_num_seqs)
         self._prefilled_last = False
         self._is_broken = False
-        self._next_id = 0
+        self._ids = count()  # unique also when requests are added from several threads
         self._entered = threading.Lock()
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Engine:
         prompt = [int(token) for token in prompt_ids]
         self._check_prompt(prompt)
         seed = fresh_seed() if params.seed is None else params.seed
-        request_id = request_id if request_id is not None else f"request-{self._next_id}"
+        request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         runs = [self._new_run(prompt, params, request_id, index, mix(seed, index)) for index in range(params.n)]
         runs[0].forks = runs[1:]
         self._batch.waiting.append(runs[0])
@@ -127,7 +128,7 @@ class Engine:
         law.seed = seed
         budget = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         row = Sequence(
-            id=self._next_id,
+            id=next(self._ids),
             request_id=request_id,
             index=index,
             token_ids=list(prompt),
@@ -137,7 +138,6 @@ class Engine:
             law=law,
             max_length=min(budget, self.max_model_len),
         )
-        self._next_id += 1
         return Run(row, StopChecker(params, self.eos_token_ids, len(prompt), row.max_length, self.tokenizer))
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -238,7 +238,8 @@ class Engine:
         runs = runs[:1] if self.config.is_strict else runs
         size = self.config.prefill_chunk_size
         first_row = self._batch.num_decoding
-        chunks = [run.row.token_ids[run.num_prefilled : run.row.num_prompt_tokens - 1][:size] for run in runs]
+        ends = [min(run.num_prefilled + size, run.num_to_prefill) for run in runs]
+        chunks = [run.row.token_ids[run.num_prefilled : end] for run, end in zip(runs, ends, strict=True)]
         nodes = Nodes.from_chains(chunks, size if self.config.is_strict else None)
         requires = self.drafter.requires
         with recording(self.target, requires) as record:
@@ -346,10 +347,10 @@ class Engine:
         if error is None:
             tokens.append(verdict.next_token)
         finish = None
-        for count, token in enumerate(tokens, 1):
+        for length, token in enumerate(tokens, 1):
             finish = run.checker.check(token)
             if finish is not None:
-                tokens = tokens[:count]
+                tokens = tokens[:length]
                 break
         logprobs = self._logprobs(row, tree, verdict.path, tokens, logits)
         row.extend(tokens)
