@@ -1,0 +1,182 @@
+"""Under `standard` and `block` the engine's outputs have exactly the target's law; broken rules are found out.
+
+One chi-square per wiring path: the joint law of three tokens over a vocabulary of four, enumerated from plain
+forwards, against 3,000 samples of one request. False alarms: the seeds are fixed, and each right cell was accepted
+at the level 1e-3 when it was written; each fault must be rejected at 1e-9.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine import noise, verify
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM
+from foretoken.params import SamplingParams
+from foretoken.testing import perturbed, toy_model
+
+VOCAB_SIZE = 4
+PROMPT = (0, 3, 0, 3, 1, 0, 3)
+LENGTH = 3
+NUM_SAMPLES = 3000
+TEMPERATURE = 1.2
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE, seed=3), execution="eager")
+
+
+@cache
+def drafter_model() -> CausalLM:
+    return CausalLM(perturbed(toy_model(VOCAB_SIZE, seed=3), 0.6, seed=4), execution="eager")
+
+
+@cache
+def exact_law() -> dict[tuple[int, ...], float]:
+    """Probability of every output, from one plain forward each."""
+    law = {}
+    for output in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
+        with torch.no_grad():
+            ids = torch.tensor([[*PROMPT, *output]])
+            laws = (toy_model(VOCAB_SIZE, seed=3)(input_ids=ids).logits[0] / TEMPERATURE).softmax(-1)
+        probabilities = [laws[len(PROMPT) - 1 + i, token] for i, token in enumerate(output)]
+        law[output] = float(torch.stack(probabilities).prod())
+    return law
+
+
+def make_drafter(kind: str, acceptance: str) -> Drafter:
+    if kind == "none":
+        return EmptyDrafter()
+    if kind == "ngram":
+        return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
+    return DraftModelDrafter(
+        drafter_model(),
+        target_vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=2,
+        num_branches=2 if kind == "tree" else 1,
+        acceptance=acceptance,
+    )
+
+
+def p_value(kind: str, acceptance: str, num_samples: int = NUM_SAMPLES) -> float:
+    """Of the hypothesis that the engine's outputs have the exact law; rare outputs are pooled."""
+    config = EngineConfig(max_num_seqs=num_samples, acceptance=acceptance)
+    engine = Engine(target(), make_drafter(kind, acceptance), config)
+    params = SamplingParams(n=num_samples, max_tokens=LENGTH, temperature=TEMPERATURE, seed=99)
+    rows = engine.add_request(PROMPT, params)
+    for _ in engine.run():
+        pass
+    counts = Counter(tuple(row.output_ids) for row in rows)
+    expected = {output: probability * num_samples for output, probability in exact_law().items()}
+    frequent = [output for output in expected if expected[output] >= 5]
+    observed = [counts[output] for output in frequent]
+    wanted = [expected[output] for output in frequent]
+    observed.append(num_samples - sum(observed))
+    wanted.append(num_samples - sum(wanted))
+    return float(chisquare(observed, wanted).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("kind", "acceptance"),
+    [
+        ("none", "match"),
+        ("chain", "match"),
+        ("tree", "match"),
+        ("chain", "standard"),
+        ("tree", "standard"),
+        ("ngram", "standard"),
+        ("chain", "block"),
+        ("tree", "block"),
+        ("ngram", "block"),
+    ],
+)
+def test_outputs_have_the_law_of_the_target(kind: str, acceptance: str) -> None:
+    assert p_value(kind, acceptance) > 1e-3
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def replaces_the_residual_by_p(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verify, "residual", lambda target_probs, *_: target_probs.double())
+
+
+def accepts_at_half_the_rate(patch: pytest.MonkeyPatch) -> None:
+    right = verify.RejectionNoise.uniform
+    patch.setattr(verify.RejectionNoise, "uniform", lambda self, *key: 0.5 + right(self, *key) / 2)
+
+
+def shares_one_stream(patch: pytest.MonkeyPatch) -> None:
+    """Draft draws, acceptance tests and residual draws all read the same numbers."""
+    right = noise.stream_key
+    for module in (noise, verify):
+        patch.setattr(module, "stream_key", lambda *key: right(*key[:3], noise.Purpose.DRAFT))
+
+
+def forgets_the_drawn_sibling(patch: pytest.MonkeyPatch) -> None:
+    """The second sibling is tested as if it had been drawn with replacement."""
+    patch.setattr(verify, "without", lambda draft_probs, _: draft_probs.double())
+
+
+def blurs_the_law_of_the_draft(patch: pytest.MonkeyPatch) -> None:
+    """The law handed over is not the one that was drawn from."""
+    right = DraftModelDrafter.propose
+
+    def propose(self: Any, *args: Any) -> Any:
+        from dataclasses import replace
+
+        trees = right(self, *args)
+        return [
+            tree if tree.probs is None else replace(tree, probs=(tree.probs + 1.0 / VOCAB_SIZE) / 2) for tree in trees
+        ]
+
+    patch.setattr(DraftModelDrafter, "propose", propose)
+
+
+FAULTS = [
+    ("chain", "standard", replaces_the_residual_by_p),
+    ("tree", "standard", replaces_the_residual_by_p),
+    ("chain", "block", replaces_the_residual_by_p),
+    ("chain", "standard", accepts_at_half_the_rate),
+    ("chain", "block", accepts_at_half_the_rate),
+    ("chain", "standard", shares_one_stream),
+    ("chain", "block", shares_one_stream),
+    ("tree", "standard", forgets_the_drawn_sibling),
+    ("chain", "standard", blurs_the_law_of_the_draft),
+    ("tree", "standard", blurs_the_law_of_the_draft),
+    ("chain", "block", blurs_the_law_of_the_draft),
+]
+
+
+@pytest.mark.parametrize(("kind", "acceptance", "fault"), FAULTS)
+def test_a_broken_rule_is_found_out(kind: str, acceptance: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact_law()
+    fault(monkeypatch)
+    assert p_value(kind, acceptance) < 1e-9
+
+
+def test_samples_and_drafts_do_not_depend_on_each_other() -> None:
+    """Under match the drafted outputs are the very samples of plain decoding, one by one."""
+    outputs = []
+    for kind in ("none", "tree"):
+        engine = Engine(target(), make_drafter(kind, "match"), EngineConfig(max_num_seqs=64))
+        rows = engine.add_request(PROMPT, SamplingParams(n=64, max_tokens=LENGTH, temperature=TEMPERATURE, seed=5))
+        for _ in engine.run():
+            pass
+        outputs.append([row.output_ids for row in rows])
+    assert outputs[0] == outputs[1]
