@@ -275,6 +275,7 @@ def check_cache_lengths(engine: Engine) -> None:
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1), (5, 5, 5, 5, 5, 5, 5, 5, 5))
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=1234)
+PENALISED = replace(SAMPLED, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4, min_tokens=4)
 
 
 def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> None:
@@ -290,6 +291,7 @@ def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterab
       target: the model to draft for; any size, its vocabulary holds at least ten tokens.
     Raises: AssertionError; the message names the drafter, the setting and both texts.
     """
+    depths = tuple(depths)
     for params in (GREEDY, SAMPLED):
         plain = _decode_all(target, EmptyDrafter(), params)
         for depth in depths:
@@ -303,6 +305,8 @@ def check_drafter(make_drafter: MakeDrafter, target: CausalLM, *, depths: Iterab
         drafter = make_drafter(deepest)
         for run in ("first", "second"):
             check_identity(drafter, target, params, plain, f"K={deepest}, {run} run of one drafter")
+    penalised = _decode_all(target, EmptyDrafter(), PENALISED)
+    check_identity(make_drafter(max(depths)), target, PENALISED, penalised, "with penalties")
 
 
 def _decode_all(target: CausalLM, drafter: Drafter, params: SamplingParams, **options: Any) -> Trace:

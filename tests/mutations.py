@@ -1,0 +1,281 @@
+"""Faults of state, positions, masks and law, each small enough to be a slip of the pen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.drafters import draft_model
+from foretoken.engine import accept
+from foretoken.engine.cache import KVCache, RaggedLayer
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
+from foretoken.engine.tree import DraftTree
+from foretoken.engine.verify import Verdict
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def commits_everything(patch: pytest.MonkeyPatch) -> None:
+    """Rollback deleted: rejected nodes stay in the cache."""
+
+    def commit(self: KVCache, paths: Any, first_row: int = 0) -> None:
+        width = self.window.view_length - self.window.offset
+        for row in range(first_row, first_row + len(paths)):
+            self.lengths[row] += width
+
+    patch.setattr(KVCache, "commit", commit)
+
+
+def moves_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Stale columns committed: the right number of them, with the wrong nodes in them."""
+    patch.setattr(KVCache, "_move", lambda *_: None)
+
+
+def commits_one_more(patch: pytest.MonkeyPatch) -> None:
+    _patch_lengths(patch, 1)
+
+
+def commits_one_less(patch: pytest.MonkeyPatch) -> None:
+    _patch_lengths(patch, -1)
+
+
+def _patch_lengths(patch: pytest.MonkeyPatch, extra: int) -> None:
+    commit = KVCache.commit
+
+    def wrong(self: KVCache, paths: Any, first_row: int = 0) -> None:
+        commit(self, paths, first_row)
+        for row in range(first_row, first_row + len(paths)):
+            self.lengths[row] += extra
+
+    patch.setattr(KVCache, "commit", wrong)
+
+
+def writes_ragged_rows_at_one_offset(patch: pytest.MonkeyPatch) -> None:
+    def write(self: Any, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        window = self._cache.window
+        rows = buffer[window.first_row : window.first_row + states.shape[0]]
+        rows[:, :, window.offset : window.offset + states.shape[2]] = states
+        return rows[:, :, : window.view_length]
+
+    patch.setattr(RaggedLayer, "_write", write)
+
+
+def shifts_positions(patch: pytest.MonkeyPatch) -> None:
+    """Every node one position too far behind the prefix."""
+    _patch_depths(patch, lambda nodes: nodes.depths + 1)
+
+
+def counts_positions_in_columns(patch: pytest.MonkeyPatch) -> None:
+    """Node i gets position L + i, whatever its depth."""
+    _patch_depths(patch, lambda nodes: torch.arange(nodes.width).expand_as(nodes.depths))
+
+
+def _patch_depths(patch: pytest.MonkeyPatch, depths: Callable[[Nodes], torch.Tensor]) -> None:
+    forward = CausalLM.forward
+
+    def wrong(self: CausalLM, nodes: Nodes, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(self, dataclasses.replace(nodes, depths=depths(nodes)), *args, **kwargs)
+
+    patch.setattr(CausalLM, "forward", wrong)
+
+
+def hides_the_parent(patch: pytest.MonkeyPatch) -> None:
+    """Mask off by one: a node does not see the one before it."""
+    _patch_visible(patch, lambda mask, own: mask & ~_at(mask, own - 1))
+
+
+def shows_the_next_column(patch: pytest.MonkeyPatch) -> None:
+    """Mask off by one: a node sees the column after its own."""
+    _patch_visible(patch, lambda mask, own: mask | _at(mask, own + 1))
+
+
+def hides_the_first_column(patch: pytest.MonkeyPatch) -> None:
+    """The oldest committed column is lost. Behind a filled window nobody misses it, hence full attention only."""
+    _patch_visible(patch, lambda mask, own: mask & (torch.arange(mask.shape[2]) > 0))
+
+
+def hides_the_last_committed_column(patch: pytest.MonkeyPatch) -> None:
+    _patch_visible(patch, lambda mask, own: mask & ~_at(mask, own[:, :1] - 1))
+
+
+def shows_siblings(patch: pytest.MonkeyPatch) -> None:
+    """A node sees every node before it, related or not."""
+    _patch_visible(patch, lambda mask, own: torch.arange(mask.shape[2]) <= own[:, :, None])
+
+
+def hides_itself(patch: pytest.MonkeyPatch) -> None:
+    _patch_visible(patch, lambda mask, own: mask & ~_at(mask, own))
+
+
+def _at(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return torch.arange(mask.shape[2]) == columns[:, :, None]
+
+
+def _patch_visible(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Change the mask (B, N, T); the second argument holds every node's own column (B, N)."""
+    visible = CausalLM._visible
+
+    def wrong(self: CausalLM, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        return change(visible(self, nodes, starts, columns), starts + torch.arange(nodes.width))
+
+    patch.setattr(CausalLM, "_visible", wrong)
+
+
+def counts_the_window_in_columns(patch: pytest.MonkeyPatch) -> None:
+    in_window = CausalLM._in_window
+
+    def wrong(self: CausalLM, nodes: Nodes, starts: Any, positions: Any, columns: int) -> torch.Tensor:
+        return in_window(self, nodes, starts, starts + torch.arange(nodes.width), columns)
+
+    patch.setattr(CausalLM, "_in_window", wrong)
+
+
+def forgets_the_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CausalLM, "_in_window", lambda *_: torch.tensor(True))
+
+
+def widens_the_window(patch: pytest.MonkeyPatch) -> None:
+    _patch_window(patch, 1)
+
+
+def narrows_the_window(patch: pytest.MonkeyPatch) -> None:
+    _patch_window(patch, -1)
+
+
+def _patch_window(patch: pytest.MonkeyPatch, extra: int) -> None:
+    in_window = CausalLM._in_window
+
+    def wrong(self: CausalLM, *args: Any) -> torch.Tensor:
+        right, self._window = self._window, self._window + extra  # type: ignore[operator]
+        try:
+            return in_window(self, *args)
+        finally:
+            self._window = right
+
+    patch.setattr(CausalLM, "_in_window", wrong)
+
+
+# -- the law and the loop --------------------------------------------------------------------------------------------
+
+
+def leaves_the_noise_unkeyed(patch: pytest.MonkeyPatch) -> None:
+    """The noise depends on how often somebody asked, as a generator's would."""
+    _patch_choice(patch, lambda paths, positions, call: (paths, [10_000 * call + i for i in range(len(positions))]))
+
+
+def keys_noise_by_the_pending_token(patch: pytest.MonkeyPatch) -> None:
+    """All nodes of a draft share the noise of the root."""
+    _patch_choice(
+        patch,
+        lambda paths, positions, _: (
+            paths,
+            [position - len(path) for path, position in zip(paths, positions, strict=True)],
+        ),
+    )
+
+
+def forgets_the_path(patch: pytest.MonkeyPatch) -> None:
+    """Processors see the committed text only."""
+    _patch_choice(patch, lambda paths, positions, _: ([() for _ in paths], positions))
+
+
+def _patch_choice(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, int], tuple[Any, Any]]) -> None:
+    choose, calls = accept.choose, itertools.count(1)
+
+    def wrong(logits: Any, laws: Any, paths: Any, positions: Any) -> torch.Tensor:
+        return choose(logits, laws, *change(paths, positions, next(calls)))
+
+    patch.setattr(accept, "choose", wrong)
+
+
+def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
+    def match_rows(rows: Any, trees: Any, logits: torch.Tensor) -> list[Verdict]:
+        leaves = [tree.leaves[0] for tree in trees]
+        return [
+            Verdict(tree.path(leaf), int(logits[row, leaf].argmax()))
+            for row, (tree, leaf) in enumerate(zip(trees, leaves, strict=True))
+        ]
+
+    patch.setattr("foretoken.engine.engine.match_rows", match_rows)
+
+
+def draws_from_the_law_before(patch: pytest.MonkeyPatch) -> None:
+    """Every node answers with the logits of its predecessor in the tensor."""
+    verify = Engine._verify
+    patch.setattr(Engine, "_verify", lambda self, trees: verify(self, trees).roll(1, dims=1))
+
+
+def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
+    verify = Engine._verify
+    patch.setattr(
+        Engine,
+        "_verify",
+        lambda self, trees: verify(self, trees).flip(0) if max(map(len, trees)) > 1 else verify(self, trees),
+    )
+
+
+def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
+    """Only the last token of a step is looked at."""
+    emit = Engine._emit
+
+    def wrong(self: Engine, run: Any, tree: DraftTree, verdict: Verdict, logits: Any) -> Any:
+        check = run.checker.check
+        remaining = itertools.count(len(verdict.path), -1)
+        run.checker.check = lambda token: check(token) if next(remaining) == 1 else None
+        try:
+            return emit(self, run, tree, verdict, logits)
+        finally:
+            run.checker.check = check
+
+    patch.setattr(Engine, "_emit", wrong)
+
+
+def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    """The budget counts drafted tokens and forgets the bonus."""
+    patch.setattr(Sequence, "num_remaining_tokens", property(lambda row: row.max_length - len(row.token_ids) + 1))
+    check = StopChecker.check
+
+    def late(self: StopChecker, token: int) -> Any:
+        finish = check(self, token)
+        return None if finish is not None and finish.reason == "length" and self._length == self._max_length else finish
+
+    patch.setattr(StopChecker, "check", late)
+
+
+def forgets_history(patch: pytest.MonkeyPatch) -> None:
+    """Emitted tokens never reach the counts of the law when there are several."""
+    extend = Sequence.extend
+
+    def wrong(self: Sequence, tokens: Any) -> None:
+        if len(tokens) == 1:
+            extend(self, tokens)
+        else:
+            self.token_ids.extend(tokens)
+
+    patch.setattr(Sequence, "extend", wrong)
+
+
+# -- the drafter's own cache, which costs speed and never tokens -----------------------------------------------------
+
+
+def keeps_the_next_columns(patch: pytest.MonkeyPatch) -> None:
+    """Accepted nodes are looked up one column too far in the drafter's cache."""
+    _patch_kept(patch, lambda offsets: [offset + 1 for offset in offsets])
+
+
+def keeps_the_first_columns(patch: pytest.MonkeyPatch) -> None:
+    """The right number of accepted nodes stays in the drafter's cache, but the first ones of the tree."""
+    _patch_kept(patch, lambda offsets: list(range(len(offsets))))
+
+
+def _patch_kept(patch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
+    fed_along = draft_model._Draft.fed_along
+    patch.setattr(draft_model._Draft, "fed_along", lambda self, tokens: change(fed_along(self, tokens)))
