@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,12 @@ def run(
     draft_costs: Annotated[
         str, typer.Option(help="Costs to inflate the drafter to, by comma; 0 is the drafter as it is.")
     ] = "0,0.05,0.15",
+    assisted_lengths: Annotated[
+        str, typer.Option(help="Numbers of assistant tokens among which transformers' assisted generation is tuned.")
+    ] = "1,2,3,4,5,6,8",
+    lookup_lengths: Annotated[
+        str, typer.Option(help="Numbers of tokens among which transformers' prompt lookup is tuned.")
+    ] = "2,3,5,8,10,15",
     batch_size: Annotated[int, typer.Option(help="Rows of the batch.", min=1)] = 8,
     stop_at_eos: Annotated[bool, typer.Option(help="End where the model ends; otherwise at the budget.")] = False,
     prompts_file: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl; own prompts else.")] = None,
@@ -75,32 +82,30 @@ def run(
     from foretoken.engine.errors import ForetokenError
 
     try:
+        chosen = _chosen(parts)
         settings = Settings(
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
             repeats=repeats,
-            contexts=tuple(map(int, _numbers(contexts, "contexts"))),
-            draft_costs=tuple(_numbers(draft_costs, "draft-costs")),
+            contexts=_integers(contexts, "contexts"),
+            draft_costs=_numbers(draft_costs, "draft-costs"),
             num_draft_tokens=num_speculative_tokens,
+            assisted_lengths=_integers(assisted_lengths, "assisted-lengths"),
+            lookup_lengths=_integers(lookup_lengths, "lookup-lengths"),
             batch_size=batch_size,
             ignore_eos=not stop_at_eos,
             seed=seed,
             execution=execution,
             prompts_file=prompts_file,
         )
-        if scale is None:
-            scale = "100m" if model.startswith("zoo:") and not quick else "none"
-        results = _measure(
-            model,
-            draft_model,
-            scale,
-            dtype,
-            threads,
-            _chosen(parts),
-            _quickened(settings) if quick else settings,
-            profile,
-            as_json,
-        )
+        if quick:
+            settings = replace(settings, **_QUICK)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        suite = _suite(model, draft_model, dtype, scale or _default_scale(model, quick), settings)
+        results = _results(suite, chosen, profile, is_shown=not as_json)
     except UnequalOutputsError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(EXIT_DIFFERS) from None
@@ -115,17 +120,20 @@ def run(
         sys.stdout.write(text + "\n")
 
 
-def _quickened(settings: Settings) -> Settings:
-    from dataclasses import replace
+def _default_scale(model: str, quick: bool) -> str:
+    """A model of the zoo is small and gets the width of a real one; others are measured as they are."""
+    return "100m" if model.startswith("zoo:") and not quick else "none"
 
-    return replace(settings, **_QUICK)
+
+def _integers(text: str, name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _numbers(text, name))
 
 
-def _numbers(text: str, name: str) -> list[float]:
+def _numbers(text: str, name: str) -> tuple[float, ...]:
     from foretoken.engine.errors import ConfigError
 
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
+        return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"--{name} is {text!r}; give numbers with commas between them") from None
 
@@ -140,33 +148,26 @@ def _chosen(parts: str) -> list[str]:
     return chosen
 
 
-def _measure(
-    model: str,
-    draft_model: str | None,
-    scale: str,
-    dtype: str,
-    threads: int | None,
-    parts: list[str],
-    settings: Settings,
-    with_profile: bool,
-    as_json: bool,
-) -> dict[str, Any]:
+def _suite(model: str, draft_model: str | None, dtype: str, scale: str, settings: Settings) -> Suite:
+    """The models behind the options; what is running is told on standard error, when that is a terminal."""
+    from rich.console import Console
+
+    from foretoken.bench.models import load_pair
+    from foretoken.bench.suite import Suite
+
+    status = Console(stderr=True, style="dim", highlight=False, quiet=not sys.stderr.isatty())
+    return Suite(load_pair(model, draft_model, dtype), scale, settings, status.print)
+
+
+def _results(suite: Suite, parts: list[str], with_profile: bool, *, is_shown: bool) -> dict[str, Any]:
     """Run the parts; tables appear as they are ready."""
     import torch
     from rich.console import Console
 
     from foretoken.bench import report
-    from foretoken.bench.models import load_pair
     from foretoken.bench.provenance import provenance
-    from foretoken.bench.suite import Suite
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    console = Console(highlight=False, quiet=as_json)
-    status = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
-    suite = Suite(
-        load_pair(model, draft_model, dtype), scale, settings, lambda text: status.print(f"[dim]{text}[/dim]")
-    )
+    console = Console(highlight=False, quiet=not is_shown)
     facts = provenance()
     kind = str(suite.target.dtype).removeprefix("torch.")
     execution = suite.target.execution.describe()
@@ -176,7 +177,7 @@ def _measure(
         "models": suite.pair.label,
         "dtype": kind,
         "execution": execution,
-        "settings": {**report.plain_data(settings), "prompts_file": str(settings.prompts_file or "own prompts")},
+        "settings": {**report.plain_data(suite.settings), "prompts_file": str(suite.settings.prompts_file or "own")},
     }
     with torch.inference_mode():
         results |= _parts(suite, parts, console, with_profile)

@@ -27,7 +27,7 @@ from foretoken.params import SpeculativeConfig
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
-_TUNING_PROMPTS = 2
+_TUNING_PROMPTS, _NUM_FINALISTS = 2, 3
 
 
 class UnequalOutputsError(ForetokenError):
@@ -223,12 +223,21 @@ class Suite:
     def tuned(
         self, name: str, candidates: Seq[TransformersArm], prompts: Seq[Prompt], sampling: Sampling
     ) -> tuple[TransformersArm, dict[str, float]]:
-        """The fastest of some settings of transformers on these prompts, and the tokens per second of all."""
+        """The fastest of some settings of transformers on these prompts, and the tokens per second of all.
+
+        One run of each on the first prompt, then the best few interleaved on two prompts.
+        """
         self._say(f"tuning {name}")
-        some = prompts[:_TUNING_PROMPTS]
-        trial = interleave(candidates, some, sampling, self.settings.max_new_tokens)
-        speeds = {candidate.name: trial.tokens_per_second(candidate.name) for candidate in candidates}
-        best = max(candidates, key=lambda candidate: speeds[candidate.name])
+        speeds = {}
+        for candidate in candidates:
+            candidate.run(prompts[0].token_ids, 4, sampling)
+            run = candidate.run(prompts[0].token_ids, self.settings.max_new_tokens, sampling)
+            speeds[candidate.name] = run.num_decoded / run.decode_seconds if run.num_decoded else 0.0
+        finalists = sorted(candidates, key=lambda candidate: -speeds[candidate.name])[:_NUM_FINALISTS]
+        if len(candidates) > 1:
+            trial = interleave(finalists, prompts[:_TUNING_PROMPTS], sampling, self.settings.max_new_tokens)
+            speeds |= {candidate.name: trial.tokens_per_second(candidate.name) for candidate in finalists}
+        best = max(finalists, key=lambda candidate: speeds[candidate.name])
         best.name = f"{name} ({best.name})"
         return best, speeds
 
