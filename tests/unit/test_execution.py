@@ -366,8 +366,11 @@ class TestGroupedAttention:
             assert torch.equal(grouped_sdpa(module, query, key, key, None, **arguments)[0], want)
         want, _ = sdpa_attention_forward(module, query, key, key, mask)
         assert torch.equal(grouped_sdpa(module, query, key, key, mask)[0], want)
+        shared = mask[:, 1:2]
+        want, _ = sdpa_attention_forward(module, query, key, key, shared, position_bias=bias)
+        assert torch.equal(grouped_sdpa(module, query, key, key, shared, position_bias=bias)[0], want)
         with pytest.raises(ValueError, match="softcap"):
-            grouped_sdpa(module, query, key, key, mask, softcap=1.0)
+            grouped_sdpa(module, query, key, key, shared, softcap=1.0)
 
     def test_copies_neither_keys_nor_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = nn.Module()
