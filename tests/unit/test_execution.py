@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from foretoken.engine import execution as execution_module
 from foretoken.engine import packing
 from foretoken.engine.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.engine.cache import KVCache
@@ -165,6 +166,34 @@ class TestChoice:
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         monkeypatch.setattr(packing.platform, "machine", lambda: "x86_64")
         assert cpu_has_bfloat16() is False
+
+
+@can_pack
+class TestMemory:
+    @pytest.mark.parametrize(
+        ("dtype", "release", "bytes_per_weight"),
+        [(torch.float32, False, 4), (torch.float32, True, 0), (torch.bfloat16, False, 4), (torch.bfloat16, True, 2)],
+    )
+    def test_counts_what_packing_takes(
+        self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, release: bool, bytes_per_weight: int
+    ) -> None:
+        monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: False)
+        assert packing.packing_bytes([nn.Linear(8, 5, dtype=dtype)], release) == 40 * bytes_per_weight
+
+    def test_auto_runs_eagerly_and_says_so_when_memory_is_short(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = build("llama")
+        monkeypatch.setattr(execution_module, "available_memory_bytes", lambda: 1000)
+        assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "eager"
+        assert "execution='packed'" in caplog.text
+        assert apply_execution(shadow(model), "packed", **PACK_ALL).kind == "packed"
+        monkeypatch.setattr(execution_module, "available_memory_bytes", lambda: None)
+        assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "packed"
+
+    def test_the_system_is_asked(self) -> None:
+        available = packing.available_memory_bytes()
+        assert available is None or 10**6 < available < 10**14
 
 
 @can_pack

@@ -25,9 +25,11 @@ from foretoken.engine.packing import (
     PackedLinear,
     RMSNorm,
     as_operator,
+    available_memory_bytes,
     cpu_has_bfloat16,
     packable,
     packed_dtype,
+    packing_bytes,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def apply_execution(
 
     Args:
       shadow_model: from `shadow`, or a model nobody else holds; its layers are changed in place.
-      kind: "auto", "eager", "packed" or "compiled".
+      kind: "auto" (packed where the CPU and its memory allow), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.
       min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
@@ -164,7 +166,10 @@ def apply_execution(
     Exactness: equals eager execution within the rounding of the dtype.
     """
     weight = shadow_model.get_input_embeddings().weight
-    execution = Execution(shadow_model, choose_execution(kind, weight.device, weight.dtype))
+    chosen = choose_execution(kind, weight.device, weight.dtype)
+    if kind == "auto" and chosen == "packed" and not _fits(shadow_model, release_originals, min_packed_elements):
+        chosen = "eager"
+    execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
@@ -173,6 +178,22 @@ def apply_execution(
     if execution.kind == "compiled":
         execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
     return execution
+
+
+def _fits(model: PreTrainedModel, release_originals: bool, min_elements: int) -> bool:
+    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    needed = packing_bytes(packable(model, min_elements), release_originals)
+    available = available_memory_bytes()
+    if available is None or needed <= 0.9 * available:
+        return True
+    logger.warning(
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
+        "drafts; pass execution='packed' to pack all the same.",
+        type(model).__name__,
+        needed / 1e9,
+        available / 1e9,
+    )
+    return False
 
 
 def _shared_storages(model: nn.Module) -> set[int]:

@@ -10,8 +10,9 @@ import inspect
 import itertools
 import platform
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -192,6 +193,28 @@ def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(layer.buffers()):
         return None
     return parameters["weight"] if len(inspect.signature(layer.forward).parameters) == 1 else None
+
+
+def available_memory_bytes() -> int | None:
+    """What the system can still give out without swapping; None where it does not say (Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
+
+
+def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
+    """Memory that packing these layers takes at its height, over what is held now."""
+    total = 0
+    for layer in layers:
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        dtype = packed_dtype(weight.dtype)
+        if dtype is not None:
+            kept = 0 if release_originals else weight.dtype.itemsize
+            total += weight.numel() * (dtype.itemsize - weight.dtype.itemsize + kept)
+    return total
 
 
 def packable(model: nn.Module, min_elements: int = MIN_ELEMENTS) -> Iterator[nn.Module]:
