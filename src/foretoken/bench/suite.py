@@ -27,7 +27,7 @@ from foretoken.params import SpeculativeConfig
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
-_TUNING_PROMPTS, _NUM_FINALISTS = 2, 3
+_NUM_FINALISTS = 2
 
 
 class UnequalOutputsError(ForetokenError):
@@ -225,7 +225,7 @@ class Suite:
     ) -> tuple[TransformersArm, dict[str, float]]:
         """The fastest of some settings of transformers on these prompts, and the tokens per second of all.
 
-        One run of each on the first prompt, then the best few interleaved on two prompts.
+        One run of each on the first prompt, then the best two interleaved on one prompt or two.
         """
         self._say(f"tuning {name}")
         speeds = {}
@@ -235,7 +235,8 @@ class Suite:
             speeds[candidate.name] = run.num_decoded / run.decode_seconds if run.num_decoded else 0.0
         finalists = sorted(candidates, key=lambda candidate: -speeds[candidate.name])[:_NUM_FINALISTS]
         if len(candidates) > 1:
-            trial = interleave(finalists, prompts[:_TUNING_PROMPTS], sampling, self.settings.max_new_tokens)
+            some = prompts[: max(1, min(2, len(prompts) // 2))]
+            trial = interleave(finalists, some, sampling, self.settings.max_new_tokens)
             speeds |= {candidate.name: trial.tokens_per_second(candidate.name) for candidate in finalists}
         best = max(finalists, key=lambda candidate: speeds[candidate.name])
         best.name = f"{name} ({best.name})"

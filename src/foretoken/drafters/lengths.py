@@ -66,6 +66,10 @@ class Fixed(LengthPolicy):
         return self.num_tokens
 
 
+MAX_LENGTH = 32
+"""Longest draft that the heuristic grows to: a row that loops accepts everything, and logits are (B, N, V)."""
+
+
 class Heuristic(LengthPolicy):
     """Two tokens more after a step in which all were accepted, one fewer (but one) after any other.
 
@@ -92,7 +96,7 @@ class Heuristic(LengthPolicy):
         if num_accepted < num_drafted:
             self._length_of[row.id] = max(1, length - 1)
         elif num_drafted >= length > 0:
-            self._length_of[row.id] = length + 2
+            self._length_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
 
     def forget(self, row: Sequence) -> None:
         self._length_of.pop(row.id, None)

@@ -108,6 +108,10 @@ class Batch:
         self.cache.erase()
         return [run for run in members if run not in self.waiting]
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a run of this request is waiting or in the cache."""
+        return any(run.row.request_id == request_id for run in [*self.waiting, *self._runs])
+
     def withdraw(self, request_id: str) -> list[Run]:
         """Drop the waiting runs of a request, forks included; those that were dropped."""
         withdrawn = [run for run in list(self.waiting) if run.row.request_id == request_id]

@@ -18,9 +18,9 @@ from foretoken.engine.accept import match_rows
 from foretoken.engine.batch import Batch, Run
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.errors import (
+    ConfigError,
     ContextLengthError,
     EngineBusyError,
-    NumericsError,
     PromptError,
     TreeError,
 )
@@ -28,7 +28,7 @@ from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
-from foretoken.engine.sampling import SamplingLaw, log_probs
+from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
@@ -77,6 +77,10 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
         context = target.context_length or DEFAULT_MAX_LENGTH
+        if target.context_length is not None and context < (self.config.max_model_len or 0):
+            raise ConfigError(
+                f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
+            )
         self.max_model_len = min(self.config.max_model_len or context, context)
         self.cache = target.new_cache()
         self.profile = StepProfile()
@@ -94,12 +98,14 @@ class Engine:
         """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
 
         Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
-        leaves no room for a token.
+        leaves no room for a token; ConfigError for the id of a request that is still unfinished.
         """
         prompt = [int(token) for token in prompt_ids]
         self._check_prompt(prompt)
         seed = fresh_seed() if params.seed is None else params.seed
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if self._batch.holds(request_id):
+            raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
         runs = [self._new_run(prompt, params, request_id, index, mix(seed, index)) for index in range(params.n)]
         runs[0].forks = runs[1:]
         self._batch.waiting.append(runs[0])
@@ -333,7 +339,7 @@ class Engine:
         noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
 
         def target_probs(node: int) -> torch.Tensor:
-            return log_probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0].exp()
+            return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
 
         rule = block if self.config.acceptance == "block" else rejection
         return rule(tree, target_probs, noise)
@@ -343,7 +349,7 @@ class Engine:
         row = run.row
         row.num_steps += 1
         tokens = [tree.tokens[node] for node in verdict.path[1:]]
-        error = _no_distribution(row) if verdict.next_token < 0 else None
+        error = failure(logits[verdict.path[-1]], row.law) if verdict.next_token < 0 else None
         if error is None:
             tokens.append(verdict.next_token)
         finish = None
@@ -390,14 +396,6 @@ class Engine:
             for i in going_on
         ]
         self.drafter.observe([runs[i].row for i in going_on], results)
-
-
-def _no_distribution(row: Sequence) -> NumericsError:
-    return NumericsError(
-        f"the model gave NaN for request {row.request_id} after {row.num_output_tokens} tokens, or its sampling "
-        "parameters left no token possible; the row ends here. Check the dtype (float16 overflows in many models), "
-        "the logits processors and the weights"
-    )
 
 
 class _Clock:

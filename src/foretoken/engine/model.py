@@ -231,6 +231,9 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" not in parameters:
         raise UnsupportedStateError(
