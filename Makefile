@@ -22,7 +22,7 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venvs/oldest
 	echo "import site; site.addsitedir('$(CURDIR)/$(shell echo .venv/lib/python3*/site-packages)')" \
 		> $$(.venvs/oldest/bin/python -c "import site; print(site.getsitepackages()[0])")/newest.pth
-	.venvs/oldest/bin/python $(PIP) --ignore-installed --no-deps "transformers==$(OLDEST_TRANSFORMERS)"
+	.venvs/oldest/bin/python $(PIP) "transformers==$(OLDEST_TRANSFORMERS)"
 	@touch $@
 
 demo: .venv/.ready
