@@ -431,12 +431,30 @@ def test_nan_ends_its_own_row_only(llm: LLM, temperature: float) -> None:
     first, broken, last = llm.generate([STORY, "A lion", QUESTION], [good, bad, good])
     assert ids([first, last]) == expected
     assert broken.outputs[0].finish_reason == "error"
-    assert "NaN" in str(broken.outputs[0].stop_reason)
+    assert "logits_processors" in str(broken.outputs[0].stop_reason)
+
+
+@pytest.mark.parametrize("config", ["none", "ngram"])
+def test_nan_weights_end_the_rows_that_meet_them(config: str) -> None:
+    model = toy_model()
+    healthy = ids(LLM(model, config).generate([[1, 2], [3, 4, 3, 4]], SAMPLED))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[63] = float("nan")
+    llm = LLM(model, config)
+    params = SamplingParams(temperature=1, max_tokens=16, seed=7, logit_bias={63: float("-inf")})
+    outputs = llm.generate([[1, 2], [1, 63], [3, 4, 3, 4]], params)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "NaN" in str(outputs[1].outputs[0].stop_reason)
+    assert outputs[1].outputs[0].token_ids == ()
+    for output, expected in zip([outputs[0], outputs[2]], healthy, strict=True):
+        assert output.outputs[0].finish_reason == "length"
+        shared = min(expected.index(63) if 63 in expected else 16, 16)
+        assert output.outputs[0].token_ids[:shared] == expected[:shared]
 
 
 def test_when_every_row_fails_the_error_is_raised(llm: LLM) -> None:
     bad = SamplingParams(temperature=0, max_tokens=24, logits_processors=[nan_after(0)])
-    with pytest.raises(NumericsError, match="NaN"):
+    with pytest.raises(NumericsError, match="logits_processors"):
         llm.generate([STORY, QUESTION], bad)
     assert llm.generate(STORY, GREEDY)[0].finished
 
