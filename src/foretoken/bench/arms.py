@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -64,6 +65,7 @@ class Run:
       first_seconds: from the request to the first emission, prompt and drafter's prompt included.
       decode_seconds: from there to the end.
       stats: the engine's counters, None for other arms.
+      step_seconds: between one emission and the next; they add up to ``decode_seconds``.
     """
 
     token_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class Run:
     first_seconds: float
     decode_seconds: float
     stats: SequenceStats | None = None
+    step_seconds: tuple[float, ...] = ()
 
     @property
     def num_decoded(self) -> int:
@@ -106,7 +109,8 @@ class _Emissions:
 
     def as_run(self, token_ids: Seq[int], stats: SequenceStats | None = None) -> Run:
         first, last = self.times[0], self.times[-1]
-        return Run(tuple(token_ids), self.counts[0], first - self.started, last - first, stats)
+        steps = tuple(later - earlier for earlier, later in pairwise(self.times))
+        return Run(tuple(token_ids), self.counts[0], first - self.started, last - first, stats, steps)
 
 
 class EngineArm(Arm):

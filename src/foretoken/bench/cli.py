@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from foretoken.bench.suite import Settings, SpeedTable, Suite
 
-PARTS = ("speed", "copying", "sampling", "efficiency", "batch")
+PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
 EXIT_REFUSED, EXIT_DIFFERS = 2, 3
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
@@ -201,12 +201,13 @@ def _parts(suite: Suite, parts: list[str], console: Console, with_profile: bool)
         report.show_speed(console, table)
         report.show_gaps(console, table.rows)
         results.setdefault("speed", []).append(report.plain_data(table))
-    if "efficiency" in parts:
+    found = []
+    if "efficiency" in parts and suite.pair.drafter is not None:
         context = suite.settings.contexts[0]
-        found = []
-        if suite.pair.drafter is not None:
-            found = [suite.efficiency(cost, context, suite.greedy) for cost in suite.settings.draft_costs]
+        found = [suite.efficiency(cost, context, suite.greedy) for cost in suite.settings.draft_costs]
+    if "lookup-efficiency" in parts:
         found.append(suite.lookup_efficiency(suite.greedy))
+    if found:
         report.show_efficiency(console, found)
         results["efficiency"] = report.plain_data(found)
     if "batch" in parts:

@@ -172,45 +172,55 @@ class Replay:
             cache.add_rows(num_rows - cache.num_rows)
         cache.reserve(needed)
 
-    def seconds(self, noted: Record) -> tuple[float, float]:
-        """Of the target's and of the drafter's forwards."""
-        spent = {True: 0.0, False: 0.0}
+    def seconds(self, noted: Record) -> list[float]:
+        """Of every forward."""
+        spent = []
         for forward in noted.forwards:
             cache = self._caches[id(forward.model)]
             first_row = forward.arguments.get("first_row", 0)
             cache.lengths[first_row : first_row + len(forward.lengths)] = forward.lengths
             start = perf_counter()
             forward.model.forward(forward.nodes, cache, **forward.arguments)
-            spent[forward.is_target] += perf_counter() - start
-        return spent[True], spent[False]
+            spent.append(perf_counter() - start)
+        return spent
 
 
 def replayed(
     arms: Seq[EngineArm], prompt: Seq[int], max_new_tokens: int, sampling: Sampling, repeats: int = 2
-) -> tuple[dict[str, ForwardCosts], dict[str, list[float]]]:
+) -> tuple[dict[str, ForwardCosts], dict[str, float]]:
     """Costs of the forwards of every arm on one prompt, and the seconds of its loop, interleaved A B B A.
 
-    Returns: medians over the repeats of the forwards' seconds, and all decode seconds of the loops.
+    Every repetition makes the same forwards and steps, so each of them counts with its own median: a disturbance
+    that lasts for some steps of one repetition leaves no trace.
     """
     notes = {arm.name: record(arm, prompt, max_new_tokens, sampling) for arm in arms}
     replay = Replay([noted for noted, _ in notes.values()])
-    spent: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in arms}
-    loops: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    forwards: dict[str, list[Seq[float]]] = {arm.name: [] for arm in arms}
+    steps: dict[str, list[Seq[float]]] = {arm.name: [] for arm in arms}
     for _ in range(repeats):
         for arm in [*arms, *reversed(arms)]:
             with no_garbage_collection():
-                loops[arm.name].append(arm.run(prompt, max_new_tokens, sampling).decode_seconds)
-                spent[arm.name].append(replay.seconds(notes[arm.name][0]))
-    return {name: _costs(*notes[name], spent[name]) for name in notes}, loops
+                steps[arm.name].append(arm.run(prompt, max_new_tokens, sampling).step_seconds)
+                forwards[arm.name].append(replay.seconds(notes[arm.name][0]))
+    costs = {name: _costs(*notes[name], column_medians(forwards[name])) for name in notes}
+    return costs, {name: sum(column_medians(steps[name])) for name in notes}
 
 
-def _costs(noted: Record, run: Run, spent: Seq[tuple[float, float]]) -> ForwardCosts:
+def column_medians(rows: Seq[Seq[float]]) -> list[float]:
+    """The median of every column; all rows are of one length."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def _costs(noted: Record, run: Run, seconds: Seq[float]) -> ForwardCosts:
+    spent = {True: 0.0, False: 0.0}
+    for forward, taken in zip(noted.forwards, seconds, strict=True):
+        spent[forward.is_target] += taken
     return ForwardCosts(
         num_tokens=run.num_decoded,
         num_steps=noted.num_steps,
         num_nodes=sum(forward.nodes.width for forward in noted.forwards if forward.is_target),
-        target_seconds=statistics.median(target for target, _ in spent),
-        drafter_seconds=statistics.median(drafter for _, drafter in spent),
+        target_seconds=spent[True],
+        drafter_seconds=spent[False],
     )
 
 
@@ -232,7 +242,7 @@ def efficiencies(
             continue
         for name in names:
             costs[name].append(by_arm[name])
-            loops[name] += statistics.median(seconds[name])
+            loops[name] += seconds[name]
     totals = {name: _added(costs[name]) for name in names if costs[name]}
     base = totals.get(plain.name)
     if base is None:

@@ -376,7 +376,9 @@ class Suite:
         plain = self.plain_arm()
         for arm in (plain, *arms):
             arm.run(token_ids[0], 16, sampling)
-        return costs.efficiencies(plain, arms, token_ids, self.settings.max_new_tokens, sampling, self.settings.repeats)
+        return costs.efficiencies(
+            plain, arms, token_ids, self.settings.max_new_tokens, sampling, max(2, self.settings.repeats)
+        )
 
     def batch(self, sampling: Sampling) -> list[BatchRow]:
         """Ragged rows together against one by one, plain and drafted."""
