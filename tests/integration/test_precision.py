@@ -1,0 +1,126 @@
+"""Single and half precision: what rounding can flip is located and measured; strict mode leaves nothing to flip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM
+from foretoken.params import SamplingParams
+from foretoken.testing import Divergence, Trace, compare, decode, divergences, token_gap
+from harness import first_attention, random_ids
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = (tuple(random_ids(13, 2)), (7,), tuple(random_ids(3, 3)), tuple(random_ids(24, 4)), tuple(random_ids(9, 6)))
+MODES = {
+    "greedy": SamplingParams(max_tokens=16, temperature=0.0),
+    "sampled": SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=17),
+}
+FLOAT32_GAP = 1e-4
+BFLOAT16_GAP = 0.25
+"""Logits of these models spread by 2 and reach 8, where neighbouring bfloat16 numbers are 0.06 apart."""
+
+ROUTED = {"qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"}
+ROUTED_GAP = 2.0
+"""A near-tie between experts, anywhere in the text, moves the later logits by about their spread.
+
+Seen on qwen3-moe: stepwise logits 2.09 from float64, those of one forward 0.15, the gap of the tokens 0.27.
+"""
+
+STRICT = EngineConfig(exactness="strict", max_num_seqs=5, prefill_chunk_size=16, strict_width=8, max_model_len=64)
+
+
+@cache
+def adapter(name: str, dtype: torch.dtype) -> CausalLM:
+    return CausalLM(target_model(name, first_attention(name), dtype))
+
+
+@cache
+def draft_adapter(name: str, dtype: torch.dtype) -> CausalLM:
+    return CausalLM(draft_model(name, first_attention(name), dtype))
+
+
+def drafter(name: str, dtype: torch.dtype, num_branches: int) -> Drafter:
+    return DraftModelDrafter(
+        draft_adapter(name, dtype),
+        target_vocab_size=VOCAB_SIZE,
+        num_speculative_tokens=4,
+        num_branches=num_branches,
+    )
+
+
+def requests(mode: str) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    return [(prompt, MODES[mode]) for prompt in PROMPTS]
+
+
+def differences(name: str, dtype: torch.dtype, mode: str) -> list[Divergence]:
+    """Of a tree drafter in a batch, and of every row alone, from the plain loop in one batch."""
+    lm, asked = adapter(name, dtype), requests(mode)
+    plain = decode(lm, EmptyDrafter(), asked)
+    found = divergences(lm, asked, decode(lm, drafter(name, dtype, 3), asked), plain)
+    for row, request in enumerate(asked):
+        alone = decode(lm, drafter(name, dtype, 1), [request])
+        want = Trace({"0.0": plain.outputs[f"{row}.0"]}, {}, 0)
+        found += divergences(lm, [request], alone, want)
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_single_precision_differs_at_ties_only(name: str, mode: str) -> None:
+    for divergence in differences(name, torch.float32, mode):
+        assert divergence.gap < FLOAT32_GAP, divergence
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_precision_differs_at_near_ties_only(name: str, mode: str, record_property: pytest.FixtureRequest) -> None:
+    found = differences(name, torch.bfloat16, mode)
+    record_property("divergences", [str(divergence) for divergence in found])
+    for divergence in found:
+        assert divergence.gap < (ROUTED_GAP if name in ROUTED else BFLOAT16_GAP), divergence
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_strict_half_precision_differs_nowhere(name: str, mode: str) -> None:
+    """Chains, and trees reduced to chains; rows in a batch and alone; all tokens, in bfloat16."""
+    lm, asked = adapter(name, torch.bfloat16), requests(mode)
+    plain = decode(lm, EmptyDrafter(), asked, config=STRICT)
+    for num_branches in (1, 3):
+        trace = decode(lm, drafter(name, torch.bfloat16, num_branches), asked, config=STRICT)
+        compare(trace, plain, f"{name}, strict, {num_branches} branches")
+    for row, request in enumerate(asked):
+        alone = decode(lm, drafter(name, torch.bfloat16, 1), [request], config=STRICT)
+        assert alone.outputs["0.0"] == plain.outputs[f"{row}.0"]
+
+
+def test_half_precision_does_differ_without_strict_mode() -> None:
+    """The control of the test above: at free shapes some of these texts part."""
+    names = ("qwen2-sliding", "qwen3", "gemma3", "gpt2", "falcon", "stablelm", "mistral-filled")
+    assert any(differences(name, torch.bfloat16, mode) for name in names for mode in MODES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gap_tells_a_fault_from_rounding(mode: str) -> None:
+    """A token that was no near-tie has a gap far above any bound; the chosen one has none to itself."""
+    lm, params = adapter("llama", torch.float32), MODES[mode]
+    engine = Engine(lm, EmptyDrafter())
+    (row,) = engine.add_request(PROMPTS[0], params)
+    for _ in engine.run():
+        pass
+    first = row.output_ids[0]
+    whole = replace(params, top_p=1.0)
+    gaps = [token_gap(lm, PROMPTS[0], (), whole, 0, (token, first)) for token in range(VOCAB_SIZE)]
+    assert gaps[first] == 0
+    assert sorted(gaps)[VOCAB_SIZE // 2] > BFLOAT16_GAP
