@@ -1,7 +1,7 @@
 # Two commands for a new user: `make demo` and `make test`. Everything runs inside .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-OLDEST_TRANSFORMERS ?= 5.9.0
+OLDEST_TRANSFORMERS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n 2
 PIP = -m pip install --quiet --disable-pip-version-check
 
@@ -17,12 +17,13 @@ setup: .venv/.ready
 	.venv/bin/python $(PIP) --editable ".[dev]"
 	@touch $@
 
-# the oldest supported transformers, in front of everything else that .venv has
+# the oldest supported transformers and what it needs, in front of everything else that .venv has
 .venvs/oldest/.ready: .venv/.ready
 	$(PYTHON) -m venv .venvs/oldest
-	echo "import site; site.addsitedir('$(CURDIR)/$(shell echo .venv/lib/python3*/site-packages)')" \
+	.venv/bin/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 		> $$(.venvs/oldest/bin/python -c "import site; print(site.getsitepackages()[0])")/newest.pth
 	.venvs/oldest/bin/python $(PIP) "transformers==$(OLDEST_TRANSFORMERS)"
+	.venvs/oldest/bin/python -c "import transformers; print('oldest: transformers', transformers.__version__)"
 	@touch $@
 
 demo: .venv/.ready
