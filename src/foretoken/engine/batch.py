@@ -15,7 +15,8 @@ from foretoken.engine.stopping import StopChecker
 class Run:
     """An admitted row and what only the engine knows about it.
 
-    ``forks`` are the other samples of its request, which copy its cache once its prompt is in.
+    ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A run ``is_in_doubt``
+    when its last step gave no token, and a draft may be to blame: the next one runs without.
     """
 
     row: Sequence
@@ -23,6 +24,7 @@ class Run:
     forks: list[Run] = field(default_factory=list)
     features: list[Features] = field(default_factory=list)
     num_prefilled: int = 0
+    is_in_doubt: bool = False
 
     @property
     def num_to_prefill(self) -> int:

@@ -210,14 +210,14 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths = []
 
     @torch.inference_mode()
-    def erase(self, row: int | None = None) -> None:
-        """Zero all columns of a row, or of all rows, the uncommitted ones too.
+    def erase(self, row: int | None = None, first_column: int = 0) -> None:
+        """Zero the columns of a row, or of all rows, from the given one on, the uncommitted ones too.
 
         A NaN left behind would reach the next row in this place through masked columns, since 0 * NaN is NaN.
         """
         rows = slice(None) if row is None else row
         for buffer in self._buffers():
-            buffer[rows] = 0
+            buffer[rows, :, first_column:] = 0
 
     def fork(self, row: int) -> int:
         """Append a copy of a row; returns its index."""

@@ -278,7 +278,7 @@ class Engine:
         """One round over all rows that decode."""
         clock = _Clock(self.profile)
         rows = [run.row for run in runs]
-        trees = self._propose(rows)
+        trees = self._propose(runs)
         clock.lap("propose_seconds")
         with recording(self.target, self.drafter.requires) as record:
             logits = self._verify(trees)
@@ -292,6 +292,9 @@ class Engine:
         clock.lap("emit_seconds")
         paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
         self.cache.commit(paths)
+        for slot, run in enumerate(runs):
+            if run.is_in_doubt:
+                self.cache.erase(slot, self.cache.lengths[slot])
         clock.lap("commit_seconds")
         self._observe(runs, trees, paths, outputs, logits, record)
         for run in runs:
@@ -301,10 +304,11 @@ class Engine:
         self.profile.num_steps += 1
         return outputs
 
-    def _propose(self, rows: list[Sequence]) -> list[DraftTree]:
+    def _propose(self, runs: list[Run]) -> list[DraftTree]:
         """Drafts, cut to what a row may still emit: accepted tokens and the bonus together fit its budget."""
         limit = self.config.strict_width - 1 if self.config.is_strict else DEFAULT_MAX_LENGTH
-        budgets = [min(row.num_remaining_tokens - 1, limit) for row in rows]
+        rows = [run.row for run in runs]
+        budgets = [0 if run.is_in_doubt else min(run.row.num_remaining_tokens - 1, limit) for run in runs]
         chains_only = self.config.is_strict or self.config.acceptance == "block" or not self.target.supports_trees
         trees = []
         for row, tree, budget in zip(rows, self.drafter.propose(rows, budgets), budgets, strict=True):
@@ -345,12 +349,18 @@ class Engine:
         return rule(tree, target_probs, noise)
 
     def _emit(self, run: Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RowOutput:
-        """Append the accepted tokens and the bonus, cut where the row ends."""
+        """Append the accepted tokens and the bonus, cut where the row ends.
+
+        A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
+        sum. So a failure in the company of drafts only brings the row in doubt: its next step runs without any.
+        """
         row = run.row
         row.num_steps += 1
+        has_failed = verdict.next_token < 0
+        run.is_in_doubt = has_failed and tree.num_draft_tokens > 0
         tokens = [tree.tokens[node] for node in verdict.path[1:]]
-        error = failure(logits[verdict.path[-1]], row.law) if verdict.next_token < 0 else None
-        if error is None:
+        error = failure(logits[verdict.path[-1]], row.law) if has_failed and not run.is_in_doubt else None
+        if not has_failed:
             tokens.append(verdict.next_token)
         finish = None
         for length, token in enumerate(tokens, 1):
@@ -389,7 +399,7 @@ class Engine:
         logits: torch.Tensor,
         record: object,
     ) -> None:
-        going_on = [i for i, run in enumerate(runs) if not run.row.is_finished]
+        going_on = [i for i, run in enumerate(runs) if outputs[i].token_ids and not run.row.is_finished]
         requires = self.drafter.requires
         results = [
             StepResult(trees[i], paths[i], outputs[i].token_ids, gather(requires, record, logits, i, paths[i]))

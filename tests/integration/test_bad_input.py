@@ -1,0 +1,245 @@
+"""Bad input is refused with a typed error that names the value, and does no harm to the rows beside it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineBusyError,
+    ForetokenError,
+    NumericsError,
+    PromptError,
+)
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+
+VOCAB_SIZE = 64
+POISON = 63
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+def drafter(num_branches: int = 3) -> Drafter:
+    small = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1), execution="eager")
+    return DraftModelDrafter(small, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3, num_branches=num_branches)
+
+
+def finish(engine: Engine) -> None:
+    for _ in engine.run():
+        pass
+
+
+@cache
+def sound_outputs(params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """What the good prompts give without any bad neighbour."""
+    engine = Engine(target(), EmptyDrafter())
+    rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]
+    finish(engine)
+    return tuple(tuple(row.output_ids) for row in rows)
+
+
+BAD_PROMPTS = [
+    ((), PromptError, "no tokens"),
+    ((1, 2, VOCAB_SIZE), PromptError, f"{VOCAB_SIZE}"),
+    ((1, -1), PromptError, "-1"),
+    (tuple([1] * 256), ContextLengthError, "256"),
+    (tuple([1] * 1000), ContextLengthError, "1000"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_is_refused_and_harms_nobody(prompt: Any, error: type[ForetokenError], message: str) -> None:
+    """Before, between and after good ones, in the middle of decoding."""
+    engine = Engine(target(), drafter())
+    rows: list[Sequence] = []
+    for good in PROMPTS:
+        with pytest.raises(error, match=message):
+            engine.add_request(prompt, GREEDY)
+        rows += engine.add_request(good, GREEDY)
+        engine.step()
+    finish(engine)
+    assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
+
+
+BAD_PARAMS = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"n": 0}, "n"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"seed": 1.5}, "seed"),
+    ({"temprature": 1.0}, "temperature"),
+    ({"best_of": 2}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_PARAMS)
+def test_bad_sampling_parameters_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**values)
+
+
+BAD_CONFIGS = [
+    ({"method": "eagel"}, "eagel"),
+    ({"method": "ngram", "num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ({"method": "ngram", "num_speculative_tokens": "many"}, "num_speculative_tokens"),
+    ({"method": "ngram", "prompt_lookup_mix": 3}, "prompt_lookup_min"),
+    ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "prompt_lookup"),
+    ({"method": "ngram", "rejection_sample_method": "typical"}, "rejection_sample_method"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_CONFIGS)
+def test_bad_speculative_configs_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.parse(values)
+
+
+def test_a_logit_bias_outside_of_the_vocabulary_is_refused() -> None:
+    engine = Engine(target(), EmptyDrafter())
+    with pytest.raises(ConfigError, match=str(VOCAB_SIZE)):
+        engine.add_request(PROMPTS[0], replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}))
+    assert not engine.has_unfinished
+
+
+# -- rows without a distribution -------------------------------------------------------------------------------------
+
+
+@cache
+def poisoned() -> CausalLM:
+    """The same target, but token 63 makes everything behind it NaN."""
+    model = toy_model(VOCAB_SIZE)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    return CausalLM(model, execution="eager", probe=False)
+
+
+class DraftsPoison(NGramDrafter):
+    """Hangs the poisonous token under every pending one, beside a sound chain."""
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        chain = super().propose_row(row, budget)
+        paths = [chain.path_tokens(leaf) for leaf in chain.leaves]
+        return DraftTree.from_paths(row.pending, [(POISON, POISON)[:budget], *paths])
+
+
+@pytest.mark.parametrize("acceptance", ["match", "standard", "block"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_drafted_token_that_turns_the_model_nan_costs_no_token(params: SamplingParams, acceptance: str) -> None:
+    """Plain decoding never feeds it, so its NaN must not reach the others through masked columns: 0 * NaN is NaN.
+
+    Failed before: every row that was ever drafted a poisonous token ended with an error.
+    """
+    never = replace(params, bad_words_ids=((POISON,),))
+    engine = Engine(poisoned(), DraftsPoison(3, prompt_lookup_min=1), EngineConfig(acceptance=acceptance))
+    rows = [engine.add_request(prompt, never)[0] for prompt in PROMPTS]
+    assert not [output.error for outputs in engine.run() for output in outputs if output.error]
+    assert {row.finish_reason for row in rows} == {"length"}
+    if acceptance == "match" or params is GREEDY:
+        plain = Engine(target(), EmptyDrafter())
+        sound = [plain.add_request(prompt, never)[0] for prompt in PROMPTS]
+        finish(plain)
+        assert [row.output_ids for row in rows] == [row.output_ids for row in sound]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_row_that_turns_nan_ends_with_an_error_and_the_others_go_on(params: SamplingParams) -> None:
+    engine = Engine(poisoned(), drafter())
+    never = replace(params, bad_words_ids=((POISON,),))
+    rows = [engine.add_request(prompt, never)[0] for prompt in PROMPTS[:2]]
+    (bad,) = engine.add_request((1, POISON, 2), params)
+    rows += [engine.add_request(prompt, never)[0] for prompt in PROMPTS[2:]]
+    errors = {output.row.id: output.error for outputs in engine.run() for output in outputs if output.error}
+    assert list(errors) == [bad.id]
+    assert isinstance(errors[bad.id], NumericsError)
+    assert (bad.finish_reason, bad.output_ids) == ("error", [])
+    plain = Engine(target(), EmptyDrafter())
+    sound = [plain.add_request(prompt, never)[0] for prompt in PROMPTS]
+    finish(plain)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in sound]
+
+
+def test_parameters_that_leave_no_token_end_their_own_row_only() -> None:
+    engine = Engine(target(), drafter())
+    nothing = replace(GREEDY, logit_bias=dict.fromkeys(range(VOCAB_SIZE), float("-inf")))
+    (bad,) = engine.add_request(PROMPTS[0], nothing)
+    rows = [engine.add_request(prompt, GREEDY)[0] for prompt in PROMPTS]
+    finish(engine)
+    assert bad.finish_reason == "error"
+    assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
+
+
+def test_a_processor_that_fails_for_one_row_is_reported() -> None:
+    """Its exception is the caller's own; the engine stays usable."""
+
+    def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("the user's own")
+
+    engine = Engine(target(), drafter())
+    engine.add_request(PROMPTS[0], replace(GREEDY, logits_processors=(fails,)))
+    with pytest.raises(ZeroDivisionError, match="own"):
+        finish(engine)
+    assert not engine.has_unfinished
+    rows = [engine.add_request(prompt, GREEDY)[0] for prompt in PROMPTS]
+    finish(engine)
+    assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_entered_from_two_threads_refuses_the_second() -> None:
+    inside, may_leave = threading.Event(), threading.Event()
+
+    class Waits(EmptyDrafter):
+        def propose(self, rows: Any, budgets: Any) -> Any:
+            inside.set()
+            may_leave.wait(10)
+            return super().propose(rows, budgets)
+
+    engine = Engine(target(), Waits(), EngineConfig())
+    rows = [engine.add_request(prompt, GREEDY)[0] for prompt in PROMPTS]
+    thread = threading.Thread(target=finish, args=(engine,))
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(EngineBusyError, match="thread"):
+        engine.step()
+    with pytest.raises(EngineBusyError, match="thread"):
+        engine.abort("request-0")
+    may_leave.set()
+    thread.join()
+    assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "prefill_chunk_size", "strict_width", "max_model_len"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Engine(target(), EmptyDrafter(), EngineConfig(**{name: 0}))
