@@ -277,6 +277,17 @@ def test_a_stop_string_before_min_tokens_stays_in_the_text(llm: LLM) -> None:
     assert llm.generate(STORY, params)[0].outputs[0].text.startswith(full[:2])
 
 
+def test_stop_strings_are_looked_for_in_the_text_that_the_user_gets(llm: LLM) -> None:
+    """The checker once left special tokens out of its text, so that a stop string of theirs was never found."""
+    prompt = llm.chat_prompt([{"role": "user", "content": "What is your favorite movie?"}])
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, skip_special_tokens=False, stop="<|end|>")
+    (sample,) = llm.generate(prompt, params)[0].outputs
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", "<|end|>")
+    assert sample.token_ids[-1] == 3
+    assert sample.text
+    assert "<|" not in sample.text
+
+
 def test_bad_words_do_not_occur(llm: LLM) -> None:
     text = llm.generate(STORY, GREEDY)[0].outputs[0].text
     word = text.split()[2]

@@ -84,7 +84,9 @@ class StopChecker:
         self._length = num_prompt_tokens
         self._first = num_prompt_tokens
         self._max_length = max_length
-        self._detokenizer = Detokenizer(tokenizer) if self._stops and tokenizer is not None else None
+        self._detokenizer: Detokenizer | None = None
+        if self._stops and tokenizer is not None:  # looked for in the text that the user gets
+            self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
 
     def check(self, token: int) -> Finish | None:
         """Take in the next token; the reason to end with it, or None."""
