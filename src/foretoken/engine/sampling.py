@@ -124,8 +124,8 @@ def failure(logits: Tensor, law: SamplingLaw) -> NumericsError:
     if bool((logits == torch.inf).any()):
         return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
     return NumericsError(
-        "the sampling parameters leave no token possible; relax bad_words, no_repeat_ngram_size, logit_bias, "
-        f"min_tokens or logits_processors ({law.params})"
+        "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
+        f"no_repeat_ngram_size, logit_bias, min_tokens or logits_processors ({law.params})"
     )
 
 
