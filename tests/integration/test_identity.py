@@ -168,12 +168,14 @@ def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
         assert plain(name, mode).outputs[f"{row}.0"] == tuple(text[0, len(prompt) :].tolist())
 
 
-def test_drafts_are_both_accepted_and_rejected() -> None:
-    """Over all architectures the perturbed drafters are right and wrong often enough to exercise both ways."""
-    for drafter in DRAFTERS:
-        num_steps = sum(run(name, DRAFTERS[drafter](name), "greedy").num_steps for name in NAMES)
-        num_plain_steps = sum(plain(name, "greedy").num_steps for name in NAMES)
-        assert num_steps < num_plain_steps, f"{drafter}: nothing was ever accepted"
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_are_both_accepted_and_rejected(drafter: str) -> None:
+    """The drafters of this file are right and wrong often enough to exercise both ways."""
+    names = ("llama", "gemma3", "gpt2")
+    num_plain_steps = sum(plain(name, "greedy").num_steps for name in names)
+    num_steps = sum(run(name, DRAFTERS[drafter](name), "greedy").num_steps for name in names)
+    fewest = len(names) * (2 + MODES["greedy"].max_tokens // 5)
+    assert fewest < num_steps < num_plain_steps
 
 
 def test_seeds_give_different_texts() -> None:
