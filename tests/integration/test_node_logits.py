@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
-from architectures import ARCHITECTURES
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, target_model
+from foretoken.engine import model
+from foretoken.engine.execution import apply_execution
+from foretoken.engine.model import CausalLM
 from harness import adapter, node_logit_error, tolerance
 
 CASES = [(name, attention) for name, arch in ARCHITECTURES.items() for attention in arch.attention]
@@ -21,3 +27,15 @@ def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tre
 def test_trees_are_supported(name: str, attention: str) -> None:
     """The probe at load time found every supported architecture fit for trees."""
     assert adapter(name, attention).supports_trees
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("name", "attention"), CASES)
+def test_packed_execution_gives_the_same_node_logits(
+    name: str, attention: str, is_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains."""
+    monkeypatch.setattr(model, "apply_execution", partial(apply_execution, min_packed_elements=0))
+    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed")
+    assert lm.execution.num_packed_layers > 0
+    assert node_logit_error(name, attention, is_tree, lm) < 1e-3
