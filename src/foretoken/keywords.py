@@ -1,0 +1,202 @@
+"""Keywords of a configuration: aliases, the nearest name for an unknown one, values within their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from foretoken.engine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
+    """The error for a key that does not exist; it names the nearest one."""
+    names = sorted(known)
+    near = get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+    return ConfigError(f"{owner} has no key {key!r}; {hint}")
+
+
+def _canonical(
+    owner: str, given: Mapping[str, Any], fields: Iterable[str], aliases: Mapping[str, str]
+) -> dict[str, Any]:
+    """The given keys under their own names.
+
+    Raises: ConfigError for an unknown key, and for two spellings of one key with different values.
+    """
+    names = frozenset(fields)
+    spelled: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key if key in names else aliases.get(key)
+        if name is None:
+            raise _unknown_key(owner, key, names | aliases.keys())
+        if name in values and not _same(values[name], value):
+            raise ConfigError(
+                f"{owner} got {spelled[name]}={values[name]!r} and {key}={value!r}, two names of one key; give one"
+            )
+        spelled[name], values[name] = key, value
+    return values
+
+
+def _respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]) -> dict[str, Any]:
+    """The given keys, dashes and the like made regular."""
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = normal(key)
+        if name in values and not _same(values[name], value):
+            raise ConfigError(f"{owner} got {name} twice, as {values[name]!r} and as {value!r}; give it once")
+        values[name] = value
+    return values
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) in (bool, int, float, str) and type(b) in (bool, int, float, str) and a == b)
+
+
+def strict_keywords(
+    aliases: Mapping[str, str],
+    normal: Callable[[str], str] = str,
+    implied: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """Class decorator: a dataclass whose constructor takes aliases and names the nearest known key.
+
+    ``implied`` holds aliases that say more than their value: other keys, set where they are not given.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        generated = cls.__init__
+        names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+
+        @functools.wraps(generated)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = _respelled(cls.__name__, kwargs, normal)
+            values = _canonical(cls.__name__, given, names, aliases)
+            for alias in given.keys() & (implied or {}).keys():
+                values = {**(implied or {})[alias], **values}
+            twice = set(names[: len(args)]) & values.keys()
+            if twice:
+                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by place and by name; give each once")
+            generated(self, *args, **values)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
+def integer(owner: str, name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
+    """The value as an int within the limits."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number{_and(remedy)}") from None
+    if number < low or (high is not None and number > high):
+        limit = f"{low} or more" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{owner}.{name} is {number}; it must be {limit}{_and(remedy)}")
+    return number
+
+
+def real(
+    owner: str,
+    name: str,
+    value: Any,
+    low: float,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    remedy: str = "",
+) -> float:
+    """The value as a finite float within the limits; ``above`` excludes the lower one."""
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a number{_and(remedy)}") from None
+    if not math.isfinite(number) or number > high or number < low or (above and number == low):
+        edge = "greater than" if above else "at least"
+        limit = f"{edge} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
+        raise ConfigError(f"{owner}.{name} is {number}; it must be finite, {limit}{_and(remedy)}")
+    return number
+
+
+def _and(remedy: str) -> str:
+    return f"; {remedy}" if remedy else ""
+
+
+def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[str, ...]:
+    """One string or several as a tuple without empty ones."""
+    given = (value,) if isinstance(value, str) else tuple(value or ())
+    for string in given:
+        if not isinstance(string, str) or not string:
+            raise ConfigError(f"{owner}.{name} holds {string!r}; every entry must be a non-empty string")
+    return given
+
+
+# -- keys that check themselves -----------------------------------------------------------------------------------
+
+Check = Callable[[str, Any], Any]
+"""(name of the key, value that was given) -> the value in its normal form. Raises ConfigError."""
+
+
+def key(check: Check) -> Any:
+    """A dataclass field that is None when it is not given, and otherwise what ``check`` makes of it."""
+    return dataclasses.field(default=None, metadata={"check": check})
+
+
+def whole(low: int, high: int | None = None) -> Check:
+    """A whole number within the limits."""
+    return lambda name, value: integer("SpeculativeConfig", name, value, low, high)
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
+    """A finite number within the limits; ``above`` excludes the lower one."""
+    return lambda name, value: real("SpeculativeConfig", name, value, low, high, above=above)
+
+
+def flag() -> Check:
+    """True or False."""
+
+    def check(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    return check
+
+
+def whole_numbers(low: int = 0) -> Check:
+    """A list of different whole numbers, as an ascending tuple."""
+
+    def check(name: str, value: Any) -> tuple[int, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ConfigError(f"{name} is {value!r}; it must be a list of whole numbers")
+        return tuple(sorted({integer("SpeculativeConfig", name, item, low) for item in value}))
+
+    return check
+
+
+def one_of(choices: Mapping[str, str]) -> Check:
+    """A name, or an alias of it: keys are what may be given, values what it is called here."""
+
+    def check(name: str, value: Any) -> str:
+        chosen = choices.get(spelling(value).lower()) if isinstance(value, str) else None
+        if chosen is None:
+            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(dict.fromkeys(choices.values()))}")
+        return chosen
+
+    return check
+
+
+def spelling(name: str) -> str:
+    """``--spec-draft-n-max`` -> ``spec_draft_n_max``."""
+    return name.lstrip("-").replace("-", "_")

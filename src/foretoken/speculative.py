@@ -1,0 +1,247 @@
+"""How drafts are made and accepted: `SpeculativeConfig`. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from foretoken.engine.errors import ConfigError
+from foretoken.keywords import key, one_of, spelling, strict_keywords, whole
+from foretoken.methods import COMMON_KEYS, METHOD_ALIASES, METHODS, Method
+
+SPECULATIVE_ALIASES = {
+    # transformers
+    "assistant_model": "model",
+    "num_assistant_tokens": "num_speculative_tokens",
+    "prompt_lookup_num_tokens": "num_speculative_tokens",
+    "max_matching_ngram_size": "prompt_lookup_max",
+    "num_assistant_tokens_schedule": "length_policy",
+    # SGLang
+    "speculative_algorithm": "method",
+    "speculative_draft_model_path": "model",
+    "speculative_draft_model_revision": "revision",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_draft_tokens": "max_draft_nodes",
+    "speculative_eagle_topk": "num_draft_branches",
+    "speculative_ngram_min_match_window_size": "prompt_lookup_min",
+    "speculative_ngram_max_match_window_size": "prompt_lookup_max",
+    # llama.cpp
+    "spec_type": "method",
+    "md": "model",
+    "model_draft": "model",
+    "spec_draft_model": "model",
+    "spec_draft_n_max": "num_speculative_tokens",
+    "draft": "num_speculative_tokens",
+    "draft_n": "num_speculative_tokens",
+    "draft_max": "num_speculative_tokens",
+    "draft_n_max": "num_speculative_tokens",
+    # mlx-lm, LM Studio
+    "draft_model": "model",
+    "num_draft_tokens": "num_speculative_tokens",
+    # shorter or older spellings
+    "drafter": "model",
+    "draft_dtype": "dtype",
+    "ngram_n": "ngram_size",
+    "acceptance": "rejection_sample_method",
+    "num_lookup_candidates": "num_prompt_lookup_candidates",
+}
+"""Names of other systems for keys of `SpeculativeConfig`. SGLang's ``num_draft_tokens`` counts nodes,
+root included; vLLM's K and its kin count drafted tokens, the bonus not among them."""
+
+_IMPLIED = {"prompt_lookup_num_tokens": {"method": "ngram"}}
+
+_DRAFT_SAMPLE_METHODS = {"greedy": "greedy", "probabilistic": "probabilistic", "gumbel": "probabilistic"}
+_REJECTION_SAMPLE_METHODS = {
+    "match": "match",
+    "standard": "standard",
+    "rejection": "standard",
+    "rejection_sampler": "standard",
+    "block": "block",
+}
+_LENGTH_POLICIES = {
+    "fixed": "fixed",
+    "constant": "fixed",
+    "heuristic": "heuristic",
+    "heuristic_transient": "heuristic",
+}
+
+
+@strict_keywords(SPECULATIVE_ALIASES, spelling, _IMPLIED)
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made and accepted. Keys are vLLM's; those of other systems are aliases.
+
+    A key left at None takes the default of the method, from the table `METHODS`. Keys without a meaning for
+    the method stay None and may not be given.
+
+    Args:
+      method: ``draft_model``, ``ngram`` (prompt lookup), ``nasd`` (n-gram storage) or ``none``. Left out, it
+        follows from the other keys: a model means ``draft_model``, a key of one method means that method.
+      model: drafter of ``draft_model``: a path, a hub id, ``zoo:NAME`` or a loaded model; None where the
+        target brings its own (``zoo:X``).
+      num_speculative_tokens: longest draft, the bonus not counted.
+      revision, dtype: of a drafter that is loaded by name.
+      draft_sample_method: "greedy" or "probabilistic".
+      rejection_sample_method: "match" (equal tokens for any draft), "standard" (rejection sampling), "block".
+      num_draft_branches: siblings per drafted position; 1 is a chain.
+      max_draft_nodes: limit of a draft tree, root included; None for what branches and length amount to.
+      length_policy: "fixed" or "heuristic".
+      prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up.
+      num_prompt_lookup_candidates: continuations that are merged into one tree.
+      ngram_size: n of the n-gram storage, the predicted token included.
+      filler_top_k: how many of the target's most likely tokens enter the storage per verified position.
+
+    Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
+    """
+
+    method: str | None = None
+    model: Any = None
+    num_speculative_tokens: int | None = key(whole(0))
+    revision: str | None = None
+    dtype: Any = None
+    draft_sample_method: str | None = key(one_of(_DRAFT_SAMPLE_METHODS))
+    rejection_sample_method: str | None = key(one_of(_REJECTION_SAMPLE_METHODS))
+    num_draft_branches: int | None = key(whole(1))
+    max_draft_nodes: int | None = key(whole(2))
+    length_policy: str | None = key(one_of(_LENGTH_POLICIES))
+    prompt_lookup_min: int | None = key(whole(1))
+    prompt_lookup_max: int | None = key(whole(1))
+    num_prompt_lookup_candidates: int | None = key(whole(1))
+    ngram_size: int | None = key(whole(2))
+    filler_top_k: int | None = key(whole(1))
+
+    def __post_init__(self) -> None:
+        name = self._method_name()
+        self._set("method", name)
+        self._check_keys(name)
+        self._fill_defaults(METHODS[name])
+        self._check_values()
+        self._check_acceptance()
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
+        """Read what a user gave: nothing, a mapping, JSON, ``@file`` with JSON, a method's name, or a config.
+
+        Raises: ConfigError when it is none of these, or not valid.
+        """
+        if value is None:
+            return cls(method="none")
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            value = _read_text(value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None")
+        return cls(**{str(name): item for name, item in value.items()})
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.method != "none"
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _given(self) -> set[str]:
+        return {f.name for f in dataclasses.fields(self) if f.name != "method" and getattr(self, f.name) is not None}
+
+    def _method_name(self) -> str:
+        """The method, under its own name; inferred from the keys where it was left out."""
+        if self.method is None:
+            return self._inferred_method()
+        if not isinstance(self.method, str):
+            raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
+        name = spelling(self.method).lower()
+        name = METHOD_ALIASES.get(name, name)
+        if name not in METHODS:
+            near = get_close_matches(name, [*METHODS, *METHOD_ALIASES], n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"method {self.method!r} is not known; {hint}choose one of {', '.join(METHODS)}")
+        return name
+
+    def _inferred_method(self) -> str:
+        special = self._given() - COMMON_KEYS
+        fitting = [name for name, method in METHODS.items() if special and special <= method.keys]
+        if len(fitting) != 1:
+            raise ConfigError(
+                f"the method does not follow from the keys {sorted(self._given())}; add method, one of "
+                f"{', '.join(METHODS)}"
+            )
+        return fitting[0]
+
+    def _check_keys(self, name: str) -> None:
+        for name_of_key in sorted(self._given() - METHODS[name].keys):
+            owners = [other for other, method in METHODS.items() if name_of_key in method.keys]
+            raise ConfigError(
+                f"key {name_of_key!r} has no meaning for method {name!r}, only for {', '.join(owners)}; leave it out"
+            )
+
+    def _fill_defaults(self, method: Method) -> None:
+        defaults = {
+            "num_speculative_tokens": method.num_speculative_tokens,
+            "rejection_sample_method": "match",
+            "length_policy": "fixed",
+            **method.defaults,
+        }
+        self._order_lookup(defaults)
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                self._set(name, value)
+
+    def _order_lookup(self, defaults: dict[str, Any]) -> None:
+        """A single bound of the lookup moves the other one's default along."""
+        if "prompt_lookup_min" not in defaults:
+            return
+        if isinstance(self.prompt_lookup_max, int):
+            defaults["prompt_lookup_min"] = min(defaults["prompt_lookup_min"], self.prompt_lookup_max)
+        if isinstance(self.prompt_lookup_min, int):
+            defaults["prompt_lookup_max"] = max(defaults["prompt_lookup_max"], self.prompt_lookup_min)
+
+    def _check_values(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value is not None and "check" in item.metadata:
+                self._set(item.name, item.metadata["check"](item.name, value))
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is not None and longest is not None and shortest > longest:
+            raise ConfigError(
+                f"prompt_lookup_min={shortest} is more than prompt_lookup_max={longest}; lower the first or "
+                "raise the second"
+            )
+
+    def _check_acceptance(self) -> None:
+        """Refuse rules that are not exact for the drafts this config makes.
+
+        "match" takes any draft. "standard" takes samples of a known law, and deterministic drafts, whose
+        tokens are point masses. "block" takes chains only.
+        """
+        widest = max(self.num_draft_branches or 1, self.num_prompt_lookup_candidates or 1)
+        if self.rejection_sample_method == "block" and widest > 1:
+            raise ConfigError(
+                f"rejection_sample_method='block' takes chains, and this config drafts {widest} branches; "
+                "use 'match' or 'standard', or one branch"
+            )
+
+
+def _read_text(text: str) -> Any:
+    """JSON, the JSON in ``@file``, or the bare name of a method."""
+    source = "speculative config"
+    if text.startswith("@"):
+        source = text[1:]
+        try:
+            text = Path(source).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"speculative config {source!r} cannot be read: {error.strerror}; check the path"
+            ) from None
+    name = spelling(text.strip()).lower()
+    if name in METHODS or name in METHOD_ALIASES:
+        return {"method": name}
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
