@@ -99,7 +99,7 @@ class LLM:
             loaded,
             self.target,
             self.tokenizer,
-            own_drafter=str(model) if is_zoo(model) else None,
+            zoo_name=str(model) if is_zoo(model) else None,
             execution=execution,
             trust_remote_code=trust_remote_code,
         )

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.lengths import make_policy
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
-from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.errors import ConfigError, TokenizerMismatchError
+from foretoken.engine.errors import TokenizerMismatchError
 from foretoken.engine.model import CausalLM
+from foretoken.factories import DrafterFactory, Materials, drafter_factory
 from foretoken.loading import load_model, tokenizer_beside
 from foretoken.modelinfo import Loaded, ModelInfo, describe
 from foretoken.params import SpeculativeConfig
-
-DrafterFactory = Callable[[], Drafter]
 
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -46,14 +38,14 @@ class Pairing:
     Args:
       loaded, target: the model, and its adapter.
       tokenizer: of the target, where one is known.
-      own_drafter: name of the drafter that the target brings along.
+      zoo_name: of a target of the zoo, which brings along what drafters need.
       execution, trust_remote_code: for a drafter that is a model.
     """
 
     loaded: Loaded
     target: CausalLM
     tokenizer: PreTrainedTokenizerBase | None
-    own_drafter: str | None = None
+    zoo_name: str | None = None
     execution: str = "auto"
     trust_remote_code: bool = False
 
@@ -62,13 +54,14 @@ class Pairing:
 
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
-        name = config.model if config.model is not None else self.own_drafter
+        materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
+        name = config.model if config.model is not None else self.zoo_name
         if config.method != "draft_model" or name is None:
-            return Drafting(drafter_factory(config, self.target))
+            return Drafting(drafter_factory(config, materials))
         draft = self._load(name, config)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
-        return Drafting(drafter_factory(config, self.target, lm), lm, describe(draft, lm))
+        return Drafting(drafter_factory(config, replace(materials, draft_model=lm)), lm, describe(draft, lm))
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
         if isinstance(name, PreTrainedModel):
@@ -91,80 +84,6 @@ class Pairing:
         num_tokens = None if ours is None else len(ours)
         drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
         check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
-
-
-def drafter_factory(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None = None) -> DrafterFactory:
-    """What makes a fresh drafter.
-
-    Args:
-      draft_model: of the method ``draft_model``.
-    """
-    make = {"none": _none, "ngram": _ngram, "nasd": _nasd, "draft_model": _draft_model}[str(config.method)]
-    make(config, target, draft_model)  # every refusal now, none later
-    return lambda: make(config, target, draft_model)
-
-
-def _none(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
-    return EmptyDrafter()
-
-
-def _ngram(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
-    return NGramDrafter(
-        prompt_lookup_min=_set(config.prompt_lookup_min),
-        prompt_lookup_max=_set(config.prompt_lookup_max),
-        num_candidates=_set(config.num_prompt_lookup_candidates),
-        max_nodes=config.max_draft_nodes,
-        length_policy=make_policy(str(config.length_policy), _set(config.num_speculative_tokens)),
-    )
-
-
-def _nasd(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
-    return NasdDrafter(
-        ngram_size=_set(config.ngram_size),
-        filler_top_k=_set(config.filler_top_k),
-        num_branches=_set(config.num_draft_branches),
-        length_policy=make_policy(str(config.length_policy), _depth(config)),
-    )
-
-
-def _draft_model(config: SpeculativeConfig, target: CausalLM, draft_model: CausalLM | None) -> Drafter:
-    if draft_model is None:
-        raise ConfigError(
-            "method 'draft_model' needs a drafter; add model (a directory, a hub id, zoo:NAME or a loaded model), or "
-            "use a target of the zoo, which brings its own"
-        )
-    return DraftModelDrafter(
-        draft_model,
-        target_vocab_size=target.vocab_size,
-        num_branches=_set(config.num_draft_branches),
-        sample_method=str(config.draft_sample_method),
-        acceptance=str(config.rejection_sample_method),
-        policy=make_policy(str(config.length_policy), _depth(config)),
-    )
-
-
-def _depth(config: SpeculativeConfig) -> int:
-    """Draft length within the node limit: a level of a tree has as many nodes as there are branches.
-
-    10 nodes, root included, hold 4 levels of 2 branches.
-    """
-    length, branches = _set(config.num_speculative_tokens), _set(config.num_draft_branches)
-    if config.max_draft_nodes is None:
-        return length
-    depth = (config.max_draft_nodes - 1) // branches
-    if depth == 0:
-        raise ConfigError(
-            f"max_draft_nodes={config.max_draft_nodes} leaves no room for one level of num_draft_branches={branches}; "
-            f"raise the first to {branches + 1} or more"
-        )
-    return min(length, depth)
-
-
-def _set(value: int | None) -> int:
-    """A key that the table of methods has filled in."""
-    if value is None:
-        raise ConfigError("a key of the speculative config has no value; build it with SpeculativeConfig(...)")
-    return value
 
 
 # -- one tokenizer for two models --------------------------------------------------------------------------------

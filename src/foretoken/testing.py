@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from foretoken.drafters.base import Drafter, Features, StepResult
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.cache import KVCache
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM, Nodes
@@ -176,6 +177,9 @@ class _Watched(Drafter):
         self.requires = drafter.requires
         self._started: set[int] = set()
         self._proposed: dict[int, DraftTree] = {}
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self.drafter.bind(target, cache)
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         require(len(rows) == len(features), f"start got {len(rows)} rows and {len(features)} features")

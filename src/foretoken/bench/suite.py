@@ -22,7 +22,7 @@ from foretoken.engine.engine import EngineConfig
 from foretoken.engine.errors import ForetokenError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
-from foretoken.pairing import drafter_factory
+from foretoken.factories import Materials, drafter_factory
 from foretoken.params import SpeculativeConfig
 
 PLAIN = "plain"
@@ -166,7 +166,7 @@ class Suite:
     ) -> EngineArm:
         """An arm of this library under a speculative config."""
         parsed = SpeculativeConfig.parse(config)
-        make = drafter_factory(parsed, self.target, drafter or self.drafter)
+        make = drafter_factory(parsed, Materials(self.target, drafter or self.drafter))
         engine = EngineConfig(max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method or "match")
         return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine)
 

@@ -5,39 +5,54 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 
+if TYPE_CHECKING:
+    from foretoken.engine.cache import KVCache
+    from foretoken.engine.model import CausalLM
+
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the target must expose to a drafter, per committed token.
+    """What the target must expose to a drafter, per committed token or, of decode steps, per node of the draft.
 
     Args:
       last_hidden: the input of the output embedding, after the final norm: (num_tokens, H).
       layer_inputs: indices of decoder layers whose inputs are wanted: each (num_tokens, H).
       top_k: number of the target's most likely next tokens (of the raw logits): (num_tokens, k) ids, best first. Of
         decode steps only: over a prompt they would cost the output embedding for every token.
+      choices: the target's own token at every node, accepted or not: what decoding would emit after that node's path,
+        by the argmax or by the keyed noise of the row. Of decode steps only.
+      all_nodes: of decode steps, features have one entry per node of the draft instead of one per accepted node.
     """
 
     last_hidden: bool = False
     layer_inputs: tuple[int, ...] = ()
     top_k: int = 0
+    choices: bool = False
+    all_nodes: bool = False
 
     def __bool__(self) -> bool:
-        return self.last_hidden or bool(self.layer_inputs) or self.top_k > 0
+        return self.last_hidden or bool(self.layer_inputs) or self.top_k > 0 or self.choices
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a drafter asked for, one entry per token along the accepted path (or the prefilled prompt)."""
+    """What a drafter asked for, one entry per token along the accepted path (or the prefilled prompt).
+
+    With ``Requirements.all_nodes`` a decode step has one entry per node of the draft, in its order. ``choices`` always
+    has; -1 where the target has no usable distribution.
+    """
 
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     top_ids: torch.Tensor | None = None
+    choices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ class StepResult:
       tree: the draft that was verified.
       path: accepted nodes, root first; ``len(path) - 1`` drafted tokens were accepted.
       emitted: tokens that were appended to the sequence: the accepted ones and the bonus, cut where it finished.
-      features: one row per node of ``path``, only what ``Drafter.requires`` names.
+      features: one row per node of ``path``, or per node of ``tree``; only what ``Drafter.requires`` names.
     """
 
     tree: DraftTree
@@ -71,6 +86,13 @@ class Drafter(ABC):
 
     name: str
     requires: Requirements = Requirements()
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        """Called once, by the engine that will run this drafter, for those that draft with the target itself.
+
+        Whenever the engine calls ``propose``, ``rows[i]`` is row i of ``cache``, which holds all of its tokens but the
+        pending one. A drafter may write behind the committed columns, and must leave ``cache.lengths`` as they were.
+        """
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         """Take in new rows. ``features`` cover every prompt token but the last."""

@@ -11,38 +11,60 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import Verdict, walk
 
+Choices = list[tuple[int, ...]]
+"""The target's own token at every node of every row; -1 where there is no usable distribution."""
 
-def match_rows(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> list[Verdict]:
+
+def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> Choices:
+    """What decoding would emit after every node, accepted or not: one call for all nodes of all rows.
+
+    Args:
+      logits: (B, N, V), N at least the size of the largest tree.
+    """
+    if all(row.law.is_argmax for row in rows):
+        best = argmax(logits.flatten(0, 1)).view(logits.shape[:2]).tolist()
+        return [tuple(tokens[: len(tree)]) for tokens, tree in zip(best, trees, strict=True)]
+    nodes = [(i, node) for i, tree in enumerate(trees) for node in range(len(tree))]
+    chosen = iter(_choose(rows, trees, logits, nodes))
+    return [tuple(next(chosen) for _ in tree.tokens) for tree in trees]
+
+
+def match_rows(
+    rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, choices: Choices | None = None
+) -> list[Verdict]:
     """Walk every tree with the target's own tokens: one choice per visited node, all rows at once.
 
-    A verdict whose ``next_token`` is -1 marks a row without a usable distribution.
+    On an accelerator all nodes are chosen at once instead, since every round trip costs more than the choices.
+
+    Args:
+      choices: from `choose_all`, where it was called already.
+
+    Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
+    if choices is None and (logits.device.type != "cpu" or all(row.law.is_argmax for row in rows)):
+        choices = choose_all(rows, trees, logits)
     walks = [walk(tree) for tree in trees]
     nodes = [next(steps) for steps in walks]
     verdicts: list[Verdict | None] = [None] * len(rows)
-    best = (
-        argmax(logits.flatten(0, 1)).view(logits.shape[:2]).tolist() if any(row.law.is_argmax for row in rows) else []
-    )
     going_on = list(range(len(rows)))
     while going_on:
-        tokens = {i: best[i][nodes[i]] for i in going_on if rows[i].law.is_argmax}
-        drawn = [i for i in going_on if i not in tokens]
-        if drawn:
-            tokens.update(zip(drawn, _choose(rows, trees, logits, nodes, drawn), strict=True))
-        for i in going_on:
+        if choices is not None:
+            tokens = [choices[i][nodes[i]] for i in going_on]
+        else:
+            tokens = _choose(rows, trees, logits, [(i, nodes[i]) for i in going_on])
+        for i, token in zip(going_on, tokens, strict=True):
             try:
-                nodes[i] = walks[i].send(tokens[i])
+                nodes[i] = walks[i].send(token)
             except StopIteration as end:
                 verdicts[i] = end.value
         going_on = [i for i in going_on if verdicts[i] is None]
     return [verdict for verdict in verdicts if verdict is not None]
 
 
-def _choose(
-    rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, nodes: Seq[int], drawn: Seq[int]
-) -> list[int]:
-    picked = logits[list(drawn), [nodes[i] for i in drawn]]
-    paths = [trees[i].path_tokens(nodes[i]) for i in drawn]
-    positions = [len(rows[i].token_ids) + len(path) for i, path in zip(drawn, paths, strict=True)]
-    chosen: list[int] = choose(picked, [rows[i].law for i in drawn], paths, positions).tolist()
+def _choose(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, nodes: Seq[tuple[int, int]]) -> list[int]:
+    """The target's tokens at (row, node) pairs."""
+    picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
+    paths = [trees[i].path_tokens(node) for i, node in nodes]
+    positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
+    chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen

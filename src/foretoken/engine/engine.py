@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.drafters.base import Drafter, StepResult
-from foretoken.engine.accept import match_rows
+from foretoken.engine.accept import Choices, choose_all, match_rows
 from foretoken.engine.batch import Batch, Run
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.errors import (
@@ -83,6 +83,7 @@ class Engine:
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         self.cache = target.new_cache()
+        self.drafter.bind(target, self.cache)
         self.profile = StepProfile()
         self._batch = Batch(self.cache, self.config.max_num_seqs)
         self._prefilled_last = False
@@ -283,7 +284,8 @@ class Engine:
         with recording(self.target, self.drafter.requires) as record:
             logits = self._verify(trees)
         clock.lap("verify_seconds")
-        verdicts = self._accept(rows, trees, logits)
+        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
+        verdicts = self._accept(rows, trees, logits, choices)
         clock.lap("accept_seconds")
         outputs = [
             self._emit(run, tree, verdict, logits[i])
@@ -296,7 +298,7 @@ class Engine:
             if run.is_in_doubt:
                 self.cache.erase(slot, self.cache.lengths[slot])
         clock.lap("commit_seconds")
-        self._observe(runs, trees, paths, outputs, logits, record)
+        self._observe(runs, trees, paths, outputs, logits, choices, record)
         for run in runs:
             if run.row.is_finished:
                 self._retire(run)
@@ -327,10 +329,12 @@ class Engine:
         nodes = Nodes.from_trees([*trees, *padding], self.config.strict_width)
         return self.target.forward(nodes, self.cache, view_length=self._view_length)
 
-    def _accept(self, rows: list[Sequence], trees: list[DraftTree], logits: torch.Tensor) -> list[Verdict]:
+    def _accept(
+        self, rows: list[Sequence], trees: list[DraftTree], logits: torch.Tensor, choices: Choices | None
+    ) -> list[Verdict]:
         """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule."""
         if self.config.acceptance == "match":
-            return match_rows(rows, trees, logits)
+            return match_rows(rows, trees, logits, choices)
         greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
         argmax_walks = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
         verdicts = dict(zip(greedy, argmax_walks, strict=True))
@@ -397,14 +401,16 @@ class Engine:
         paths: list[tuple[int, ...]],
         outputs: list[RowOutput],
         logits: torch.Tensor,
+        choices: Choices | None,
         record: object,
     ) -> None:
         going_on = [i for i, run in enumerate(runs) if outputs[i].token_ids and not run.row.is_finished]
         requires = self.drafter.requires
-        results = [
-            StepResult(trees[i], paths[i], outputs[i].token_ids, gather(requires, record, logits, i, paths[i]))
-            for i in going_on
-        ]
+        results = []
+        for i in going_on:
+            nodes = range(len(trees[i])) if requires.all_nodes else paths[i]
+            features = gather(requires, record, logits, i, nodes, None if choices is None else choices[i])
+            results.append(StepResult(trees[i], paths[i], outputs[i].token_ids, features))
         self.drafter.observe([runs[i].row for i in going_on], results)
 
 

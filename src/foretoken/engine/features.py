@@ -19,10 +19,19 @@ def recording(target: CausalLM, requires: Requirements) -> AbstractContextManage
     return nullcontext()
 
 
-def gather(requires: Requirements, record: Any, logits: torch.Tensor, row: int, nodes: Sequence[int]) -> Features:
-    """Features of some nodes of one row, in this order."""
+def gather(
+    requires: Requirements,
+    record: Any,
+    logits: torch.Tensor,
+    row: int,
+    nodes: Sequence[int],
+    choices: tuple[int, ...] | None = None,
+) -> Features:
+    """Features of some nodes of one row, in this order; ``choices`` are passed on."""
     if not requires or not nodes:
         return Features()
+    if not (requires.last_hidden or requires.layer_inputs or requires.top_k):
+        return Features(choices=choices)
     index = torch.tensor(list(nodes), device=logits.device)
     hidden = record.last_hidden[row].index_select(0, index) if requires.last_hidden else None
     layers = {i: record.layer_inputs[i][row].index_select(0, index) for i in requires.layer_inputs}
@@ -30,7 +39,7 @@ def gather(requires: Requirements, record: Any, logits: torch.Tensor, row: int, 
     if requires.top_k and logits.shape[1]:
         k = min(requires.top_k, logits.shape[2])
         top_ids = logits[row].index_select(0, index).topk(k, dim=-1).indices
-    return Features(hidden, layers, top_ids)
+    return Features(hidden, layers, top_ids, choices)
 
 
 def concatenate(parts: Sequence[Features]) -> Features:

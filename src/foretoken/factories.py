@@ -1,0 +1,119 @@
+"""From a `SpeculativeConfig` to a drafter: one function per method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.lengths import make_policy
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.speculative import SpeculativeConfig
+
+DrafterFactory = Callable[[], Drafter]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What drafters are made of.
+
+    Args:
+      target: of the engine that they will run in.
+      draft_model: of the method ``draft_model``.
+      tokenizer: of the target, where one is known.
+      zoo_name: of a target of the zoo ("zoo:tiny"), which brings along what drafters need.
+    """
+
+    target: CausalLM
+    draft_model: CausalLM | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    zoo_name: str | None = None
+
+
+def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterFactory:
+    """What makes a fresh drafter, as often as one is needed.
+
+    Raises: ConfigError for what the config asks and the materials do not have.
+    """
+    make = FACTORIES[str(config.method)]
+    make(config, materials)  # every refusal now, none later
+    return lambda: make(config, materials)
+
+
+def _none(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return EmptyDrafter()
+
+
+def _ngram(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return NGramDrafter(
+        prompt_lookup_min=_set(config.prompt_lookup_min),
+        prompt_lookup_max=_set(config.prompt_lookup_max),
+        num_candidates=_set(config.num_prompt_lookup_candidates),
+        max_nodes=config.max_draft_nodes,
+        length_policy=make_policy(str(config.length_policy), _set(config.num_speculative_tokens)),
+    )
+
+
+def _nasd(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return NasdDrafter(
+        ngram_size=_set(config.ngram_size),
+        filler_top_k=_set(config.filler_top_k),
+        num_branches=_set(config.num_draft_branches),
+        length_policy=make_policy(str(config.length_policy), _depth(config)),
+    )
+
+
+def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    if materials.draft_model is None:
+        raise ConfigError(
+            "method 'draft_model' needs a drafter; add model (a directory, a hub id, zoo:NAME or a loaded model), or "
+            "use a target of the zoo, which brings its own"
+        )
+    return DraftModelDrafter(
+        materials.draft_model,
+        target_vocab_size=materials.target.vocab_size,
+        num_branches=_set(config.num_draft_branches),
+        sample_method=str(config.draft_sample_method),
+        acceptance=str(config.rejection_sample_method),
+        policy=make_policy(str(config.length_policy), _depth(config)),
+    )
+
+
+def _depth(config: SpeculativeConfig) -> int:
+    """Draft length within the node limit: a level of a tree has as many nodes as there are branches.
+
+    10 nodes, root included, hold 4 levels of 2 branches.
+    """
+    length, branches = _set(config.num_speculative_tokens), _set(config.num_draft_branches)
+    if config.max_draft_nodes is None:
+        return length
+    depth = (config.max_draft_nodes - 1) // branches
+    if depth == 0:
+        raise ConfigError(
+            f"max_draft_nodes={config.max_draft_nodes} leaves no room for one level of num_draft_branches={branches}; "
+            f"raise the first to {branches + 1} or more"
+        )
+    return min(length, depth)
+
+
+def _set(value: int | None) -> int:
+    """A key that the table of methods has filled in."""
+    if value is None:
+        raise ConfigError("a key of the speculative config has no value; build it with SpeculativeConfig(...)")
+    return value
+
+
+FACTORIES: dict[str, Callable[[SpeculativeConfig, Materials], Drafter]] = {
+    "none": _none,
+    "draft_model": _draft_model,
+    "ngram": _ngram,
+    "nasd": _nasd,
+}
+"""How a drafter of every method is made; the keys are those of `foretoken.methods.METHODS`."""

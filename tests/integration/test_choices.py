@@ -1,0 +1,79 @@
+"""What drafters can learn from a step: the target's own token at every node, accepted or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.params import SamplingParams
+from foretoken.testing import decode, toy_model
+
+
+class Probing(Drafter):
+    """Drafts fixed trees and keeps what it is told."""
+
+    name = "probing"
+    requires = Requirements(choices=True, top_k=3, all_nodes=True)
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], StepResult]] = []
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        paths = [[5, 6], [7], [5, 8]]
+        return [DraftTree.from_paths(row.pending, paths).cut(budget) for row, budget in zip(rows, budgets, strict=True)]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self.seen.append((row.token_ids[: len(row.token_ids) - len(result.emitted)], result))
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize("acceptance", ["match", "standard"])
+def test_choices_are_what_plain_decoding_would_emit_after_every_node(params: dict[str, float], acceptance: str) -> None:
+    target = CausalLM(toy_model())
+    drafter = Probing()
+    sampling = SamplingParams(max_tokens=6, **params)
+    requests = [([1, 2, 3], sampling), ([4, 5], sampling)]
+    decode(target, drafter, requests, config=EngineConfig(acceptance=acceptance))
+    assert len(drafter.seen) > 4
+    for tokens, result in drafter.seen:
+        features: Features = result.features
+        assert features.choices is not None and features.top_ids is not None
+        assert len(features.choices) == len(result.tree) == len(features.top_ids)
+        for node in range(len(result.tree)):
+            text = [*tokens, *result.tree.path_tokens(node)]
+            assert features.choices[node] == next_token(target, text, tokens, sampling, requests)
+            if sampling.is_greedy:
+                assert features.choices[node] == int(features.top_ids[node, 0])
+
+
+def next_token(
+    target: CausalLM,
+    text: list[int],
+    tokens: list[int],
+    params: SamplingParams,
+    requests: Seq[tuple[list[int], object]],
+) -> int:
+    """Plain decoding's choice after a text, under the seed and positions of the row it belongs to."""
+    engine = Engine(target, Silent())
+    prompt = next(list(prompt) for prompt, _ in requests if tokens[: len(prompt)] == prompt)
+    row = engine.add_request(prompt, params)[0]
+    row.extend(text[len(prompt) :])
+    row.max_length += len(text)
+    row.num_prompt_tokens = len(text)  # so that all of it is prefilled; the law was told what is output
+    first = next(outputs[0] for outputs in engine.run() if outputs)
+    return first.token_ids[0]
+
+
+class Silent(Drafter):
+    name = "silent"
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        return [DraftTree.root(row.pending) for row in rows]
