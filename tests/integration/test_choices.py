@@ -45,7 +45,8 @@ def test_choices_are_what_plain_decoding_would_emit_after_every_node(params: dic
     assert len(drafter.seen) > 4
     for tokens, result in drafter.seen:
         features: Features = result.features
-        assert features.choices is not None and features.top_ids is not None
+        assert features.choices is not None
+        assert features.top_ids is not None
         assert len(features.choices) == len(result.tree) == len(features.top_ids)
         for node in range(len(result.tree)):
             text = [*tokens, *result.tree.path_tokens(node)]
