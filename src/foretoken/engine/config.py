@@ -19,6 +19,7 @@ class EngineConfig:
       exactness: "default", or "strict": every step runs at one padded shape, so that plain and speculative decoding
         round alike and agree bit for bit, in half precision too. Chains only.
       strict_width: number of nodes of that shape.
+      output_scores, output_logits: hand out processed scores and raw logits of every emitted token.
     """
 
     max_num_seqs: int = 16
@@ -27,6 +28,8 @@ class EngineConfig:
     acceptance: str = "match"
     exactness: str = "default"
     strict_width: int = 8
+    output_scores: bool = False
+    output_logits: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("strict_width", 1), ("max_model_len", 2)):

@@ -28,7 +28,7 @@ from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
-from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs
+from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs, scores
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
@@ -94,9 +94,17 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None = None
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        history_ids: Seq[int] | None = None,
     ) -> list[Sequence]:
         """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
+
+        Args:
+          history_ids: the prompt as the row's processors are to see it; see `SamplingLaw`.
 
         Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
         leaves no room for a token; ConfigError for the id of a request that is still unfinished.
@@ -107,7 +115,10 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if self._batch.holds(request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
-        runs = [self._new_run(prompt, params, request_id, index, mix(seed, index)) for index in range(params.n)]
+        runs = [
+            self._new_run(prompt, self._new_law(params, prompt, history_ids, mix(seed, index)), request_id, index)
+            for index in range(params.n)
+        ]
         runs[0].forks = runs[1:]
         self._batch.waiting.append(runs[0])
         return [run.row for run in runs]
@@ -124,15 +135,22 @@ class Engine:
                 "shorten the prompt"
             )
 
-    def _new_run(self, prompt: list[int], params: SamplingParams, request_id: str, index: int, seed: int) -> Run:
+    def _new_law(
+        self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int
+    ) -> SamplingLaw:
         law = SamplingLaw(
             params,
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=prompt,
+            history_ids=history_ids,
             device=self.target.device,
         )
         law.seed = seed
+        return law
+
+    def _new_run(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Run:
+        params = law.params
         budget = self.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
         row = Sequence(
             id=next(self._ids),
@@ -141,7 +159,7 @@ class Engine:
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             params=params,
-            seed=seed,
+            seed=law.seed,
             law=law,
             max_length=min(budget, self.max_model_len),
         )
@@ -373,6 +391,7 @@ class Engine:
                 tokens = tokens[:length]
                 break
         logprobs = self._logprobs(row, tree, verdict.path, tokens, logits)
+        kept_scores, kept_logits = self._kept(row, tree, verdict.path, tokens, logits)
         row.extend(tokens)
         num_accepted = min(len(verdict.path) - 1, len(tokens))
         row.stats.record(tree.num_draft_tokens, num_accepted, len(tokens))
@@ -380,7 +399,19 @@ class Engine:
             row.finish_reason, row.stop_reason, error = finish.reason, finish.cause, None
         elif error is not None:
             row.finish_reason, row.stop_reason = "error", str(error)
-        return RowOutput(row, tuple(tokens), num_accepted, logprobs, error)
+        return RowOutput(row, tuple(tokens), num_accepted, logprobs, error, kept_scores, kept_logits)
+
+    def _kept(
+        self, row: Sequence, tree: DraftTree, path: Seq[int], tokens: list[int], logits: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Processed scores and raw logits of the emitted tokens, float32 (tokens, V), where they are wanted."""
+        if not (self.config.output_scores or self.config.output_logits):
+            return None, None
+        nodes = list(path[: len(tokens)])
+        raw = logits[nodes]
+        paths = [tree.path_tokens(node) for node in nodes]
+        kept_scores = scores(raw, [row.law] * len(nodes), paths) if self.config.output_scores else None
+        return kept_scores, raw.float() if self.config.output_logits else None
 
     @staticmethod
     def _logprobs(

@@ -35,6 +35,8 @@ class SamplingLaw:
       vocab_size: V of the target.
       eos_token_ids: impossible before ``min_tokens``, exempt from bad words.
       prompt_ids: the prompt; penalties on repetition and n-grams count it.
+      history_ids: the prompt as n-grams, bad words and custom processors are to see it, padding included; by default
+        the prompt itself.
       device: where the logits live.
 
     Attributes:
@@ -51,6 +53,7 @@ class SamplingLaw:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         prompt_ids: Sequence[int] = (),
+        history_ids: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.params = params
@@ -64,8 +67,8 @@ class SamplingLaw:
         self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
         self._check_vocabulary()
         eos = tuple(eos_token_ids)
-        self._tokens = list(prompt_ids)
-        self._seen = TokenCounts(self._tokens) if params.repetition_penalty != 1.0 else None
+        self._tokens = list(prompt_ids if history_ids is None else history_ids)
+        self._seen = TokenCounts(prompt_ids) if params.repetition_penalty != 1.0 else None
         self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None
         self._ngrams = NgramIndex(size, self._tokens) if (size := params.no_repeat_ngram_size) else None
         self._bad_words = BadWords(params.bad_words_ids, eos) if params.bad_words_ids else None

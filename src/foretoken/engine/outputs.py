@@ -34,6 +34,7 @@ class RowOutput:
     """What one step added to one row.
 
     ``num_accepted`` of the ``token_ids``, counted from the front, were drafted; the rest came from the target.
+    ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
     """
 
     row: Sequence
@@ -41,3 +42,5 @@ class RowOutput:
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: ForetokenError | None = None
+    scores: torch.Tensor | None = None
+    logits: torch.Tensor | None = None

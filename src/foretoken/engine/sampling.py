@@ -22,7 +22,7 @@ from foretoken.engine.errors import NumericsError
 from foretoken.engine.law import Path, SamplingLaw, check_shapes, process
 from foretoken.engine.support import Warper
 
-__all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process"]
+__all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process", "scores"]
 
 
 def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
@@ -49,6 +49,22 @@ def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
         else:
             scores[rows] = result
     return scores
+
+
+def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
+
+    Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
+    Exactness: transformers' own values.
+    """
+    result = process(logits, laws, paths)
+    if result is logits:
+        result = result.clone()
+    for warper, rows in _by_warper(laws, result):
+        if rows is None:
+            return warper.truncated(warper.scaled(result))
+        result[rows] = warper.truncated(warper.scaled(result[rows]))
+    return result
 
 
 def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
