@@ -19,9 +19,7 @@ from foretoken.engine.batch import Batch, Run
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.errors import (
     ConfigError,
-    ContextLengthError,
     EngineBusyError,
-    PromptError,
     TreeError,
 )
 from foretoken.engine.features import concatenate, gather, recording
@@ -29,7 +27,7 @@ from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
 from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs, scores
-from foretoken.engine.sequence import Sequence
+from foretoken.engine.sequence import Sequence, check_prompt
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
@@ -110,7 +108,7 @@ class Engine:
         leaves no room for a token; ConfigError for the id of a request that is still unfinished.
         """
         prompt = [int(token) for token in prompt_ids]
-        self._check_prompt(prompt)
+        check_prompt(prompt, self.target.vocab_size, self.max_model_len)
         seed = fresh_seed() if params.seed is None else params.seed
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if self._batch.holds(request_id):
@@ -122,18 +120,6 @@ class Engine:
         runs[0].forks = runs[1:]
         self._batch.waiting.append(runs[0])
         return [run.row for run in runs]
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
-        worst = max(prompt, key=lambda token: (not 0 <= token < self.target.vocab_size, abs(token)))
-        if not 0 <= worst < self.target.vocab_size:
-            raise PromptError(f"token id {worst} lies outside of the vocabulary, 0..{self.target.vocab_size - 1}")
-        if len(prompt) >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens and the context {self.max_model_len}: no room for a new token; "
-                "shorten the prompt"
-            )
 
     def _new_law(
         self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "layer_types"]
+__all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "fit_vocabulary", "layer_types"]
 
 logger = logging.getLogger("foretoken")
 
@@ -281,6 +281,14 @@ def layer_types(config: Any) -> tuple[str, ...]:
         return tuple(listed)
     kind = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
     return (kind,) * int(config.num_hidden_layers)
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits (..., V) of a drafter over a target's vocabulary: padding tokens are cut off or impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
 def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:

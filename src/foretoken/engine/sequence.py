@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from foretoken.engine.errors import ContextLengthError, PromptError
 from foretoken.engine.stats import SequenceStats
 
 if TYPE_CHECKING:
@@ -70,3 +71,21 @@ class Sequence:
         """Append emitted tokens and carry the law's history along."""
         self.token_ids.extend(tokens)
         self.law.extend(tokens)
+
+
+def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None) -> None:
+    """Refuse what cannot be continued.
+
+    Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
+    no room for a token within ``max_length``.
+    """
+    if not prompt:
+        raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
+    worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
+    if not 0 <= worst < vocab_size:
+        raise PromptError(f"token id {worst} lies outside of the vocabulary, 0..{vocab_size - 1}")
+    if max_length is not None and len(prompt) >= max_length:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and the context {max_length}: no room for a new token; "
+            "shorten the prompt"
+        )
