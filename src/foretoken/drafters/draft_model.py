@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import KeyedNoise
-from foretoken.engine.sampling import choose, choose_siblings, log_probs
+from foretoken.engine.sampling import SamplingLaw, argmax, choose, choose_siblings, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 
@@ -235,13 +235,11 @@ class DraftModelDrafter(Drafter):
         """Feed the frontier of every row; logits (B, F, V). Rows with a smaller frontier are padded."""
         width = max(1, *(len(draft.frontier) for draft in drafts))
         num_fed = self._cache.lengths[drafts[0].slot] - drafts[0].trunk
-        tokens = torch.zeros((len(drafts), width), dtype=torch.long)
-        for i, draft in enumerate(drafts):
-            for j, node in enumerate(draft.frontier):
-                draft.offset_of[node] = num_fed + j
-                tokens[i, j] = draft.tokens[node]
-        tokens.clamp_(max=self.model.vocab_size - 1)
-        counts = tuple(len(draft.frontier) for draft in drafts)
+        for draft in drafts:
+            draft.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
+        fed = [[draft.tokens[node] for node in draft.frontier] for draft in drafts]
+        tokens = self._known([row + [0] * (width - len(row)) for row in fed])
+        counts = tuple(map(len, fed))
         if self.num_branches == 1:
             depths = torch.tensor([[0 if count else -1 - num_fed] for count in counts])
             nodes = Nodes(tokens, depths, counts)
@@ -281,9 +279,20 @@ class DraftModelDrafter(Drafter):
         for sampled in (False, True):
             group = [pick for pick in picks if self._is_sampled(pick.row) == sampled]
             if group:
-                picked = self._fit(logits[[pick.row_index for pick in group], [pick.column for pick in group]])
-                grow = self._grow_sampled if sampled else self._grow_matched
-                grow(group, picked)
+                self._grow(sampled)(group, self._fit(self._picked(logits, group)))
+
+    def _grow(self, sampled: bool) -> Callable[[Seq[_Pick], torch.Tensor], None]:
+        """What gives children to the nodes of rows of one kind."""
+        if sampled:
+            return self._grow_sampled
+        return self._grow_chains if self.num_branches == 1 else self._grow_matched
+
+    @staticmethod
+    def _picked(logits: torch.Tensor, picks: Seq[_Pick]) -> torch.Tensor:
+        """Logits (M, V) of the picked nodes, without a copy where these are all."""
+        if len(picks) == logits.shape[0] * logits.shape[1]:
+            return logits.flatten(0, 1)
+        return logits[[pick.row_index for pick in picks], [pick.column for pick in picks]]
 
     def _room(self, draft: _Draft) -> int:
         """How many nodes the next level may have."""
@@ -305,17 +314,23 @@ class DraftModelDrafter(Drafter):
             for _, pick, token, score in row_candidates[: self._room(row_candidates[0][1].draft)]:
                 pick.draft.frontier.append(pick.draft.add(pick.node, token, score))
 
+    def _grow_chains(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """One child by the target's own noise, or the likeliest."""
+        laws, paths, positions = _context(picks)
+        if self._is_greedy:
+            tokens = argmax(log_probs(logits, laws, paths))
+        else:
+            tokens = choose(logits, laws, paths, positions)
+        for pick, token in zip(picks, tokens.tolist(), strict=True):
+            if token >= 0:
+                pick.draft.frontier.append(pick.draft.add(pick.node, token, 0.0))
+
     def _children(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[list[tuple[int, float]]]:
         """(token, score) of the children of every picked node, best first."""
-        laws = [pick.row.law for pick in picks]
-        paths = [pick.draft.path_tokens(pick.node) for pick in picks]
-        positions = [len(pick.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
+        laws, paths, positions = _context(picks)
         if self._is_greedy:
             best = log_probs(logits, laws, paths).topk(self.num_branches, dim=-1)
             tokens, scores = best.indices, (best.values - best.values[:, :1]).double()
-        elif self.num_branches == 1:
-            tokens = choose(logits, laws, paths, positions)[:, None]
-            scores = torch.zeros(tokens.shape, dtype=torch.float64)
         else:
             tokens, scores = choose_siblings(logits, laws, paths, positions, self.num_branches)
         return [
@@ -328,8 +343,8 @@ class DraftModelDrafter(Drafter):
 
         None of them may be dropped for its value, so all stay and the first draw is the one that is expanded.
         """
-        paths = [pick.draft.path_tokens(pick.node) for pick in picks]
-        laws = log_probs(logits, [pick.row.law for pick in picks], paths)
+        owners, paths, _ = _context(picks)
+        laws = log_probs(logits, owners, paths)
         for pick, path, law in zip(picks, paths, laws, strict=True):
             noise = KeyedNoise(pick.row.seed, pick.row.num_steps, len(pick.row.token_ids))
             probs = law.exp()
@@ -343,6 +358,11 @@ class DraftModelDrafter(Drafter):
         nodes = Nodes.from_chains(chains)
         nodes.tokens.clamp_(max=self.model.vocab_size - 1)
         return nodes
+
+    def _known(self, rows: Seq[Seq[int]]) -> torch.Tensor:
+        """Rows of equal length as int64, the tokens that the drafter does not know replaced in the same way."""
+        last = self.model.vocab_size - 1
+        return torch.tensor([[min(token, last) for token in row] for row in rows])
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
@@ -381,3 +401,10 @@ class _Pick:
     node: int
     row_index: int
     column: int
+
+
+def _context(picks: Seq[_Pick]) -> tuple[list[SamplingLaw], list[tuple[int, ...]], list[int]]:
+    """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
+    paths = [pick.draft.path_tokens(pick.node) for pick in picks]
+    positions = [len(pick.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
+    return [pick.row.law for pick in picks], paths, positions
