@@ -41,6 +41,7 @@ class SamplingLaw:
 
     Attributes:
       seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
+      eos_token_ids: as given.
       custom_processor_seconds: time spent in ``params.logits_processors``.
 
     Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
@@ -66,7 +67,7 @@ class SamplingLaw:
         self.warper = Warper() if self.is_greedy else Warper.of(params)
         self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
         self._check_vocabulary()
-        eos = tuple(eos_token_ids)
+        eos = self.eos_token_ids = tuple(eos_token_ids)
         self._tokens = list(prompt_ids if history_ids is None else history_ids)
         self._seen = TokenCounts(prompt_ids) if params.repetition_penalty != 1.0 else None
         self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None

@@ -1,0 +1,26 @@
+"""Tokens to start from where nothing is known yet: what fixed-point methods guess before their first iteration."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from foretoken.engine.noise import Purpose, stream_key, uniform
+from foretoken.engine.sequence import Sequence
+
+
+class PromptTokens:
+    """Tokens of a row's prompt, drawn at random, as many as are asked for.
+
+    Randomness: the draft stream of the row's seed, apart from every number that decides what is emitted.
+    """
+
+    def __init__(self, row: Sequence) -> None:
+        self._tokens = row.token_ids
+        self._num_tokens = row.num_prompt_tokens
+        self._seed = row.seed
+        self._draws = count()
+
+    def next(self) -> int:
+        """One more token."""
+        key = stream_key(self._seed, next(self._draws), 0, Purpose.DRAFT)
+        return self._tokens[int(uniform(key) * self._num_tokens)]
