@@ -11,7 +11,7 @@ from foretoken.engine.errors import ConfigError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 
-_RUNNER_UP_WEIGHT = 0.25  # of a token that the target ranked high but did not choose; a chosen one weighs 1
+RUNNER_UP_WEIGHT = 0.25  # of a token that the target ranked high but did not choose; a chosen one weighs 1
 
 
 class NasdDrafter(ContextDrafter):
@@ -98,7 +98,7 @@ class NGramStorage:
                     successors = self._known(tuple(tokens[place - order : place]))
                     for token in reversed(runners_up):
                         if token != tokens[place]:
-                            successors.add(token, _RUNNER_UP_WEIGHT)
+                            successors.add(token, RUNNER_UP_WEIGHT)
                     successors.add(tokens[place], 1.0)
 
     def successors(self, tokens: Seq[int]) -> list[tuple[int, float]]:
