@@ -1,0 +1,5 @@
+"""The plain functions of the original description, as thin faces of the engine. See docs/classic.md."""
+
+from foretoken.classic.trace import DraftedToken, Step, Trace, last_trace
+
+__all__ = ["DraftedToken", "Step", "Trace", "last_trace"]

@@ -1,0 +1,151 @@
+"""Speculative decoding with an n-gram storage instead of a draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from foretoken.classic.adapters import adapter_of
+from foretoken.classic.ngram_assisted.ngram_storage import INgramStorage
+from foretoken.classic.processed import ProcessedLaw
+from foretoken.classic.reader import Reader
+from foretoken.classic.request import Request, check_least
+from foretoken.classic.rounds import Decoding, Draft
+from foretoken.classic.trace import begin_trace
+from foretoken.classic.utils import printing
+from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
+from foretoken.engine.errors import ConfigError, TreeError
+
+__all__ = ["ngram_assisted_speculative_generate"]
+
+
+@torch.no_grad()
+def ngram_assisted_speculative_generate(
+    inputs: Sequence[int],
+    ngramstorage: INgramStorage,
+    target: Module,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor = GreedyProcessor(),  # noqa: B008
+    max_gen_len: int = 40,
+    eos_tokens_id: int | Iterable[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    first_target: bool = True,
+    stop_if_unknown: bool = False,
+    debug: bool = False,
+) -> tuple[list[int], float]:
+    """Generate with drafts from a storage of n-grams, which learns from the prompt and from every emitted token.
+
+    Source: n-gram assisted speculative decoding, NASD (romsto/Speculative-Decoding); the case without filler is ANPD
+    (Ou et al. 2024, arXiv:2404.08698).
+
+    Args:
+      inputs: token ids of one prompt; its n-grams are added to what the storage holds.
+      ngramstorage: any `INgramStorage`; it keeps what it learns, until you ``reset`` it.
+      target: a `transformers` causal LM.
+      tokenizer: for ``debug`` only; None shows ids.
+      gamma: tokens per draft.
+      filler_top_k: of the target's likeliest tokens, how many are stored at every new place beside the one that was
+        said; 1 for none. They weigh less than tokens that were said.
+      logits_processor, max_gen_len, eos_tokens_id, use_cache, first_target, debug: as for `speculative_generate`.
+      pad_token_id: not used, as nothing is padded.
+      stop_if_unknown: end a draft at the first unknown context; False drafts a random token there.
+
+    Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
+    Raises: as `speculative_generate`; TreeError for a drafted token outside of the vocabulary.
+    Exactness: lossless for any storage: a drafted token stays if it is the one that the processor's ``sample`` gives.
+    Randomness: torch's global generator: the processor's ``sample``, and the storage's tokens for unknown contexts.
+    """
+    check_least("gamma", gamma, 0)
+    check_least("filler_top_k", filler_top_k, 0)
+    if not isinstance(ngramstorage, INgramStorage):
+        raise ConfigError(
+            f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
+            "INgramStorage of your own"
+        )
+    model = adapter_of(target)
+    request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
+    proposer = StorageProposer(request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown)
+    trace = begin_trace("ngram_assisted_speculative_generate", len(request.prompt))
+    decoding = Decoding(
+        request,
+        Reader(model, keeps_cache=use_cache),
+        ProcessedLaw(logits_processor, model.vocab_size),
+        trace,
+        proposer,
+        first_target=first_target,
+        on_step=printing.printer(request.prompt, tokenizer) if debug else None,
+    )
+    return decoding.run(), trace.acceptance_rate
+
+
+class StorageProposer:
+    """Drafts the successors that a storage names, one after the other, and tells it what came of them.
+
+    The storage sees CPU tensors (1, T), views of one buffer.
+
+    Args:
+      request: its prompt is added to the storage.
+      storage: names successors, learns.
+      vocab_size: V of the target.
+      gamma, filler_top_k, stop_if_unknown: see `ngram_assisted_speculative_generate`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        storage: INgramStorage,
+        vocab_size: int,
+        gamma: int,
+        filler_top_k: int,
+        stop_if_unknown: bool,
+    ) -> None:
+        self._storage = storage
+        self._vocab_size = vocab_size
+        self._gamma = gamma
+        self._filler_top_k = filler_top_k
+        self._stop_if_unknown = stop_if_unknown
+        self._ids = torch.zeros(1, request.max_length, dtype=torch.long)
+        self._ids[0, : len(request.prompt)] = torch.tensor(request.prompt)
+        storage.initialize(self._ids[:, : len(request.prompt)])
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        tokens: list[int] = []
+        for place in range(len(text), len(text) + min(self._gamma, budget)):
+            token, known = self._storage.next_token(self._ids[:, :place])
+            if self._stop_if_unknown and not bool(known.reshape(-1)[0]):
+                break
+            tokens.append(self._checked(int(token.reshape(-1)[0])))
+            self._ids[0, place] = tokens[-1]
+        return Draft(tuple(tokens))
+
+    def _checked(self, token: int) -> int:
+        if not 0 <= token < self._vocab_size:
+            raise TreeError(
+                f"the storage drafted token {token}, outside of the vocabulary, 0..{self._vocab_size - 1}; build it "
+                f"with vocab_size={self._vocab_size}"
+            )
+        return token
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+        """Count every new token once, and what else the target thought likely in its place."""
+        first = len(text) - len(laws)
+        for place, law in enumerate(laws, first):
+            token = self._ids[:, place : place + 1].fill_(text[place])
+            others = self._runners_up(law, text[place])
+            if len(others):
+                self._storage.fill(self._ids[:, :place], others[None])
+            self._storage.update(self._ids[:, :place], token)
+
+    def _runners_up(self, law: Tensor, token: int) -> Tensor:
+        """The likeliest possible tokens but the one that was said, best first."""
+        if self._filler_top_k < 2:
+            return torch.empty(0, dtype=torch.long)
+        probs, tokens = law.topk(min(self._filler_top_k, len(law)))
+        return tokens[(probs > 0) & (tokens != token)].cpu()

@@ -1,0 +1,69 @@
+"""A model that reads one growing text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from foretoken.engine.cache import KVCache
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.model import CausalLM, Nodes
+
+
+class Reader:
+    """Gives logits after the last tokens of a text, and feeds only what the cache does not hold.
+
+    The cache is known by the very tokens it was made from: what differs from the text at hand is rolled back first,
+    so no count of accepted, rejected or unseen tokens can go wrong.
+
+    Args:
+      model: the adapter.
+      keeps_cache: False reads every text from its beginning.
+    """
+
+    def __init__(self, model: CausalLM, *, keeps_cache: bool) -> None:
+        self.model = model
+        self._keeps_cache = keeps_cache
+        self._cache = model.new_cache(1)
+        self._held: list[int] = []
+
+    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
+        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the model.
+
+        Tokens that the model has no embedding for are read as its last one.
+        """
+        last = self.model.vocab_size - 1
+        tokens = [min(token, last) for token in text]
+        self._roll_back(tokens, len(tokens) - num_last)
+        logits = feed(self.model, self._cache, tokens[len(self._held) :], num_last)
+        self._held = tokens
+        return logits
+
+    def _roll_back(self, tokens: Sequence[int], most: int) -> None:
+        """Keep what the cache and the first ``most`` tokens have in common."""
+        length = common_length(self._held, tokens[:most]) if self._keeps_cache else 0
+        self._cache.rollback([length])
+        del self._held[length:]
+
+
+def feed(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
+    """Run and commit tokens behind row 0 of a cache; logits (num_last, V) after the last of them."""
+    size = EngineConfig.prefill_chunk_size
+    first = len(tokens) - num_last
+    for start in range(0, first, size):
+        chunk = tokens[start : min(start + size, first)]
+        model.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
+        cache.commit([range(len(chunk))])
+    rest = tokens[first:]
+    logits = model.forward(Nodes.from_chains([rest]), cache)
+    cache.commit([range(len(rest))])
+    return logits[0]
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common beginning: 2 for (1, 2, 3) and (1, 2, 4, 5)."""
+    limit = min(len(first), len(second))
+    if first[:limit] == second[:limit]:
+        return limit
+    return next(i for i in range(limit) if first[i] != second[i])

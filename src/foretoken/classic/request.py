@@ -1,0 +1,84 @@
+"""The arguments that all classic functions share, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import check_prompt
+from foretoken.engine.stopping import StopChecker
+from foretoken.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and where its output ends.
+
+    Args:
+      prompt: token ids.
+      max_length: prompt and output together never exceed it.
+      eos_token_ids: tokens that end the output; the one found is part of it.
+    """
+
+    prompt: tuple[int, ...]
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, inputs: Sequence[int], model: CausalLM, max_gen_len: int, eos_tokens_id: int | Iterable[int]
+    ) -> Request:
+        """Check the arguments of a call.
+
+        Raises: PromptError for an empty or malformed prompt, or ids outside of the vocabulary; ContextLengthError for
+          one that fills the context; ConfigError for a negative ``max_gen_len`` or an unknown end-of-sequence id.
+        """
+        if max_gen_len < 0:
+            raise ConfigError(f"max_gen_len is {max_gen_len}; it must be 0 or more")
+        prompt = as_ids(inputs)
+        check_prompt(prompt, model.vocab_size, model.context_length)
+        max_length = len(prompt) + max_gen_len
+        if model.context_length is not None:
+            max_length = min(max_length, model.context_length)
+        return cls(tuple(prompt), max_length, _eos_ids(eos_tokens_id, model.vocab_size))
+
+    def new_checker(self) -> StopChecker:
+        """Tells token by token where the output ends."""
+        return StopChecker(SamplingParams(), self.eos_token_ids, len(self.prompt), self.max_length)
+
+
+def as_ids(inputs: Sequence[int]) -> list[int]:
+    """Plain integers from a list, tuple or tensor of one dimension.
+
+    Raises: PromptError.
+    """
+    try:
+        return [int(token) for token in inputs]
+    except (TypeError, ValueError) as error:
+        raise PromptError(
+            f"inputs are no list of token ids ({error}); give the ids of one prompt, such as input_ids[0].tolist()"
+        ) from None
+
+
+def check_least(name: str, value: int, least: int) -> None:
+    """Raises: ConfigError when a number is too small."""
+    if value < least:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more")
+
+
+def _eos_ids(eos_tokens_id: int | Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    try:
+        ids = (int(eos_tokens_id),) if not isinstance(eos_tokens_id, Iterable) else tuple(map(int, eos_tokens_id))
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] for none"
+        ) from None
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"eos_tokens_id {outside} lies outside of the vocabulary, 0..{vocab_size - 1}; give a token that the "
+            "model can say, or [] for none"
+        )
+    return ids

@@ -1,0 +1,178 @@
+"""The round of every classic function: propose, verify, accept, emit, observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.classic.processed import ProcessedLaw, TorchNoise
+from foretoken.classic.reader import Reader
+from foretoken.classic.request import Request
+from foretoken.classic.trace import DraftedToken, Step, Trace
+from foretoken.engine.tree import DraftTree
+from foretoken.engine.verify import Verdict, rejection
+
+OnStep = Callable[[Step, list[int]], None]
+"""Is shown every step, and the whole text after it."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A chain of proposed tokens.
+
+    Args:
+      tokens: what is proposed.
+      laws: the law (V,) each was drawn from; empty where a storage proposed them.
+      is_sample: whether the tokens are draws from these laws, so that the rejection rule may use them.
+      normalised_entropy: see `Step`.
+    """
+
+    tokens: tuple[int, ...] = ()
+    laws: tuple[Tensor, ...] = ()
+    is_sample: bool = False
+    normalised_entropy: float | None = None
+
+    def tree(self, pending: int) -> DraftTree:
+        probs = torch.stack(self.laws) if self.is_sample and self.laws else None
+        return DraftTree.chain(pending, self.tokens, probs)
+
+
+class Proposer(Protocol):
+    """Where drafts come from."""
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        """At most ``budget`` tokens behind the text."""
+        ...
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
+        """Learn from the new tokens at the end of the text: one law (V,) of the target for each of them."""
+        ...
+
+
+class NoProposer:
+    """Plain decoding: every draft is empty."""
+
+    def propose(self, text: Sequence[int], budget: int) -> Draft:
+        return Draft()
+
+    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """One call: what is decoded, by whom, and who watches.
+
+    Args:
+      request: prompt and limits.
+      target: reads the text.
+      law: the user's processor.
+      proposer: where drafts come from.
+      first_target: let the target say the first token alone.
+      is_adjusted: False replaces the residual by the target's law: lossy.
+      trace: takes in every step.
+      on_step: is shown every step.
+
+    Exactness: lossless for any proposer that does not look at the target's choices: tokens are accepted by
+    `foretoken.engine.verify.rejection`.
+    """
+
+    request: Request
+    target: Reader
+    law: ProcessedLaw
+    trace: Trace
+    proposer: Proposer = field(default_factory=NoProposer)
+    first_target: bool = False
+    is_adjusted: bool = True
+    on_step: OnStep | None = None
+
+    def run(self) -> list[int]:
+        """The output tokens, an end-of-sequence token included."""
+        text = list(self.request.prompt)
+        checker = self.request.new_checker()
+        is_finished = len(text) >= self.request.max_length
+        while not is_finished:
+            result = self._round(text)
+            emitted = []
+            for token in result.tokens:
+                emitted.append(token)
+                is_finished = checker.check(token) is not None
+                if is_finished:
+                    break
+            step = result.step(len(text), len(emitted))
+            text += emitted
+            self.proposer.observe(text, result.laws[: len(emitted)])
+            self.trace.steps.append(step)
+            if self.on_step is not None:
+                self.on_step(step, text)
+        return text[len(self.request.prompt) :]
+
+    def _round(self, text: list[int]) -> _Round:
+        """Draft behind the text, read text and draft, and let the acceptance rule decide."""
+        times = [perf_counter()]
+        is_first = len(text) == len(self.request.prompt)
+        budget = 0 if self.first_target and is_first else self.request.max_length - len(text) - 1
+        draft = self.proposer.propose(text, budget) if budget > 0 else Draft()
+        times.append(perf_counter())
+        logits = self.target.read([*text, *draft.tokens], len(draft.tokens) + 1)
+        times.append(perf_counter())
+        law_at = cache(lambda node: self.law.probs(logits[node]))
+        noise = TorchNoise(self.law, law_at, is_adjusted=self.is_adjusted)
+        verdict = rejection(draft.tree(text[-1]), law_at, noise)
+        laws = [law_at(node) for node in verdict.path]
+        times.append(perf_counter())
+        seconds = [after - before for before, after in pairwise(times)]
+        return _Round(draft, verdict, laws, noise.uniforms, self.is_adjusted, seconds)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A draft and what became of it, before the output is cut. ``laws[i]`` is the target's law of token i."""
+
+    draft: Draft
+    verdict: Verdict
+    laws: list[Tensor]
+    uniforms: list[float]
+    is_adjusted: bool
+    seconds: list[float]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Accepted tokens and the target's own."""
+        return (*self.draft.tokens[: self.verdict.num_accepted], self.verdict.next_token)
+
+    def step(self, position: int, num_emitted: int) -> Step:
+        """The step that leaves so many tokens behind a text of that length."""
+        num_accepted = self.verdict.num_accepted
+        is_cut = num_emitted <= num_accepted
+        was_rejected = num_accepted < len(self.draft.tokens)
+        return Step(
+            position=position,
+            gamma=len(self.draft.tokens),
+            normalised_entropy=self.draft.normalised_entropy,
+            drafts=tuple(self._drafted(index, position, num_emitted) for index in range(len(self.draft.tokens))),
+            accepted=min(num_accepted, num_emitted),
+            final_token=None if is_cut else self.verdict.next_token,
+            is_adjusted=self.draft.is_sample and was_rejected and self.is_adjusted and not is_cut,
+            draft_seconds=self.seconds[0],
+            verify_seconds=self.seconds[1],
+            accept_seconds=self.seconds[2],
+        )
+
+    def _drafted(self, index: int, position: int, num_emitted: int) -> DraftedToken:
+        token = self.draft.tokens[index]
+        is_tested = index < min(len(self.laws), num_emitted)
+        return DraftedToken(
+            position=position + index,
+            token=token,
+            draft_prob=float(self.draft.laws[index][token]) if self.draft.laws else None,
+            target_prob=float(self.laws[index][token]) if is_tested else None,
+            uniform=self.uniforms[index] if is_tested and self.draft.is_sample else None,
+            accepted=index < self.verdict.num_accepted if is_tested else None,
+        )

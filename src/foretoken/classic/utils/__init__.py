@@ -1,0 +1,1 @@
+"""Processors, cache pruning and the debug display of the classic interface."""
