@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foretoken.engine.errors import ForetokenError
+    from foretoken.hf import speculate
     from foretoken.llm import LLM
     from foretoken.modelinfo import ModelInfo
     from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
@@ -27,6 +28,7 @@ __all__ = [
     "SpeculativeConfig",
     "Stream",
     "StreamOutput",
+    "speculate",
 ]
 
 _HOME = {
@@ -41,6 +43,7 @@ _HOME = {
     "SpeculativeConfig": "params",
     "Stream": "runner",
     "StreamOutput": "outputs",
+    "speculate": "hf",
 }
 
 

@@ -163,6 +163,14 @@ class Engine:
                 run.row.finish_reason = "abort"
             return [run.row for run in ended]
 
+    def abort_row(self, row: Sequence) -> None:
+        """End one row that decodes; the other samples of its request go on."""
+        with self._exclusive():
+            for run in self._batch.decoding:
+                if run.row is row:
+                    row.finish_reason = "abort"
+                    self._retire(run)
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._batch.waiting or len(self._batch))

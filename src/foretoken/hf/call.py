@@ -1,0 +1,156 @@
+"""One call of ``generate``: its rows in an engine, its columns in the plain loop's order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ContextLengthError
+from foretoken.engine.noise import mix
+from foretoken.engine.sampling import SamplingLaw
+from foretoken.engine.sequence import Sequence as EngineRow
+from foretoken.engine.stats import SequenceStats
+from foretoken.hf.columns import Columns, Endings
+from foretoken.hf.processors import Place, is_shared, sampling_fields
+from foretoken.hf.prompts import Row
+from foretoken.hf.tails import tail, tail_scores
+from foretoken.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a call asks for.
+
+    Args:
+      rows: of the batch, expanded by ``num_return_sequences``.
+      num_samples: how many rows in turn have the same prompt.
+      processors: transformers' list.
+      seed: of the call; None decodes greedily.
+      endings: when rows end.
+      device: of ``input_ids``.
+    """
+
+    rows: Sequence[Row]
+    num_samples: int
+    processors: Sequence[Any]
+    seed: int | None
+    endings: Endings
+    device: torch.device
+
+    def params(self, index: int) -> SamplingParams:
+        """Parameters of one row; the seed is the call's."""
+        row, eos = self.rows[index], self.endings.eos_token_ids
+        place = Place(index, len(self.rows), row, eos, self.device)
+        fields = sampling_fields(self.processors, self.seed is not None, place)
+        if self.endings.max_length is not None:
+            fields["max_tokens"] = self.endings.max_length - len(row.shown_ids)
+            fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
+        return SamplingParams(**{"max_tokens": None, "detokenize": False, "seed": self.seed or 0, **fields})
+
+
+class Call:
+    """Runs one call to its end.
+
+    Args:
+      engine: for this call alone, with a row for each of the batch.
+      lock: held while the target runs.
+      wishes: what is asked for.
+      columns: where the result is collected.
+    """
+
+    def __init__(self, engine: Engine, lock: threading.RLock, wishes: Wishes, columns: Columns) -> None:
+        self._engine = engine
+        self._lock = lock
+        self._wishes = wishes
+        self._columns = columns
+        self._rows: list[EngineRow] = []
+        self._params: list[SamplingParams] = []
+        self._add_rows()
+        self._index_of = {row.id: index for index, row in enumerate(self._rows)}
+
+    def _add_rows(self) -> None:
+        """Queue the rows. Samples of one prompt share its prefill, unless their processors tell them apart."""
+        wishes = self._wishes
+        while (first := len(self._rows)) < len(wishes.rows):
+            params = wishes.params(first)
+            row = wishes.rows[first]
+            count = wishes.num_samples if is_shared(params) else 1
+            params = replace(params, seed=mix(wishes.seed or 0, first), n=count)
+            self._rows += self._engine.add_request(row.token_ids, params, history_ids=row.shown_ids)
+            self._params += [params] * params.n
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Counters of all rows."""
+        pooled = SequenceStats()
+        for row in self._rows:
+            pooled.add(row.stats)
+        return pooled
+
+    def run(self) -> None:
+        """Step until the plain loop would have ended.
+
+        Raises: NumericsError for logits without a distribution; ContextLengthError when a row reaches the end of the
+          context; whatever a processor, criterion or streamer raises.
+        """
+        while not self._columns.is_done:
+            with self._lock:
+                outputs = self._engine.step()
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                self._columns.take(self._index_of[output.row.id], output)
+            for index in self._columns.advance():
+                self._end(self._rows[index])
+            self._check_context()
+
+    def _end(self, row: EngineRow) -> None:
+        if not row.is_finished:
+            with self._lock:
+                self._engine.abort_row(row)
+
+    def _check_context(self) -> None:
+        for index, row in enumerate(self._rows):
+            if row.is_finished and self._columns.is_waiting_for(index):
+                raise ContextLengthError(
+                    f"row {index} has reached the {self._engine.max_model_len} tokens of the model's context and has "
+                    "not ended; lower max_new_tokens, or raise max_position_embeddings in the config if it may go on"
+                )
+
+    # -- rows that ended early -----------------------------------------------------------------------------------
+
+    def fill_tails(self) -> None:
+        """Scores and logits of rows over their padding, which ``generate`` computes and returns."""
+        columns = self._columns
+        if not columns.scores and not columns.logits:
+            return
+        for index, length in enumerate(columns.lengths):
+            rest = len(columns.columns) - (length or 0)
+            if rest and columns.silent[index]:
+                self._fill_tail(index, [column[index] for column in columns.columns], rest)
+
+    def _fill_tail(self, index: int, said: list[int], rest: int) -> None:
+        text, padding = said[: len(said) - rest], said[len(said) - rest :]
+        row, target = self._wishes.rows[index], self._engine.target
+        with self._lock:
+            logits = tail(target, [*row.token_ids, *text], padding)
+        law = SamplingLaw(
+            self._params[index],
+            vocab_size=target.vocab_size,
+            eos_token_ids=self._engine.eos_token_ids,
+            prompt_ids=row.token_ids,
+            history_ids=row.shown_ids,
+            device=target.device,
+        )
+        law.extend(text)
+        for kept, values in (
+            (self._columns.logits, logits),
+            (self._columns.scores, tail_scores(logits, law, padding) if self._columns.scores else logits),
+        ):
+            for column, value in zip(kept[len(text) :], values, strict=False):
+                column[index] = value

@@ -1,0 +1,46 @@
+"""What ``generate`` was given and does not pass on to a callable, read from the frame that calls it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationMixin
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_MAX_FRAMES = 16  # wrappers that may stand between ``generate`` and the callable
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Arguments of the surrounding ``generate``; all of them empty where there is none.
+
+    Args:
+      streamer: it has the prompt already.
+      assistant_model, synced_gpus, past_key_values: as given by the user.
+    """
+
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+    past_key_values: Any = None
+
+    @classmethod
+    def find(cls) -> Caller:
+        """The ``generate`` that called whoever calls this."""
+        frame = sys._getframe(1)
+        for _ in range(_MAX_FRAMES):
+            if frame.f_code is _GENERATE:
+                known = frame.f_locals
+                return cls(
+                    known.get("streamer"),
+                    known.get("assistant_model"),
+                    known.get("synced_gpus"),
+                    known.get("kwargs", {}).get("past_key_values"),
+                )
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return cls()

@@ -1,0 +1,166 @@
+"""The plain loop, column by column, over rows that run ahead of it.
+
+``generate`` emits one token of every row, asks the stopping criteria, and goes on. Here every row advances by whole
+accepted drafts. What the rows have said is replayed in the plain loop's order: once all rows have a token for the next
+column, the column is complete, criteria see exactly the batch that they would see, and rows end where they would end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.outputs import RowOutput
+
+
+@dataclass(eq=False)
+class Ahead:
+    """What a row has said beyond the last complete column; scores and logits are (V,) per token."""
+
+    tokens: deque[int] = field(default_factory=deque)
+    scores: deque[torch.Tensor] = field(default_factory=deque)
+    logits: deque[torch.Tensor] = field(default_factory=deque)
+
+    def take(self, output: RowOutput) -> None:
+        self.tokens.extend(output.token_ids)
+        if output.scores is not None:
+            self.scores.extend(output.scores)
+        if output.logits is not None:
+            self.logits.extend(output.logits)
+
+
+class Endings:
+    """The stopping criteria of a call; those that are fixed rules cost no tensor per token.
+
+    Args:
+      criteria: as ``generate`` prepared them.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self.criteria = criteria
+        self.max_length: int | None = criteria.max_length
+        eos = [token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()]
+        self.eos_token_ids = frozenset(token for token in eos if token >= 0)
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.are_fixed = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria)
+
+    def of(self, column: Sequence[int], length: int) -> list[bool]:
+        """Which rows end with this column, by fixed rules alone; ``length`` counts it."""
+        if self.max_length is not None and length >= self.max_length:
+            return [True] * len(column)
+        return [token in self.eos_token_ids for token in column]
+
+
+class Columns:
+    """Replays the plain loop.
+
+    Args:
+      input_ids: (B, T), as criteria and the result show it.
+      endings: when rows end.
+      pad_token_id: what a row that has ended says from then on, where there is an end-of-sequence criterion.
+      streamer: gets every column.
+      keeps_scores, keeps_logits: whether they belong to the result.
+
+    Attributes:
+      columns: complete ones, B tokens each.
+      scores, logits: float32 (B, V) per complete column; zeros for rows that have ended.
+      lengths: of each row that has ended, in columns; None while it goes on.
+      is_done: whether the plain loop would have ended.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        endings: Endings,
+        pad_token_id: int | None,
+        streamer: Any = None,
+        *,
+        keeps_scores: bool = False,
+        keeps_logits: bool = False,
+    ) -> None:
+        self._shown = input_ids
+        self._prompt = input_ids
+        self._endings = endings
+        self._pad = pad_token_id
+        self._streamer = streamer
+        self._keeps_scores, self._keeps_logits = keeps_scores, keeps_logits
+        self._ahead = [Ahead() for _ in input_ids]
+        self.columns: list[list[int]] = []
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.lengths: list[int | None] = [None] * len(input_ids)
+        self.is_done = False
+
+    @property
+    def silent(self) -> list[bool]:
+        """Rows that say nothing but padding any more."""
+        return [length is not None and self._endings.pads for length in self.lengths]
+
+    def is_waiting_for(self, row: int) -> bool:
+        """Whether the next column lacks the token of this row."""
+        return not (self.is_done or self.silent[row] or self._ahead[row].tokens)
+
+    def take(self, row: int, output: RowOutput) -> None:
+        """Take in what a step added to a row."""
+        self._ahead[row].take(output)
+
+    def advance(self) -> list[int]:
+        """Complete as many columns as can be; the rows of which nothing more is needed."""
+        before = self.silent
+        while not self.is_done and all(
+            is_silent or ahead.tokens for is_silent, ahead in zip(self.silent, self._ahead, strict=True)
+        ):
+            self._complete_column()
+        if self.is_done:
+            return [row for row, was_silent in enumerate(before) if not was_silent]
+        return [row for row, (was, now) in enumerate(zip(before, self.silent, strict=True)) if now and not was]
+
+    def _complete_column(self) -> None:
+        silent = self.silent
+        if self._keeps_scores:
+            self.scores.append(self._stacked([ahead.scores for ahead in self._ahead], silent))
+        if self._keeps_logits:
+            self.logits.append(self._stacked([ahead.logits for ahead in self._ahead], silent))
+        column = [self._next_token(row, is_silent) for row, is_silent in enumerate(silent)]
+        self.columns.append(column)
+        ended = self._ended(column)
+        for row, has_ended in enumerate(ended):
+            if has_ended and self.lengths[row] is None:
+                self.lengths[row] = len(self.columns)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor(column))
+        self.is_done = all(length is not None for length in self.lengths)
+
+    def _next_token(self, row: int, is_silent: bool) -> int:
+        if not is_silent:
+            return self._ahead[row].tokens.popleft()
+        if self._pad is None:
+            raise ConfigError("a row has ended before the others and there is no pad_token_id to fill it; give one")
+        return self._pad
+
+    def _ended(self, column: list[int]) -> list[bool]:
+        if self._endings.are_fixed:
+            return self._endings.of(column, self._prompt.shape[1] + len(self.columns))
+        added = torch.tensor(column, device=self._shown.device)[:, None]
+        self._shown = torch.cat([self._shown, added], dim=-1)
+        scores = tuple(self.scores) if self._keeps_scores else None
+        ended: list[bool] = self._endings.criteria(self._shown, scores).tolist()
+        return ended
+
+    def _stacked(self, queues: list[deque[torch.Tensor]], silent: list[bool]) -> torch.Tensor:
+        known = [None if is_silent else queue.popleft() for queue, is_silent in zip(queues, silent, strict=True)]
+        like = next(values for values in known if values is not None)
+        rows = [torch.zeros_like(like) if values is None else values for values in known]
+        return torch.stack(rows).to(self._prompt.device)
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """(B, T + complete columns)."""
+        added = torch.tensor(self.columns, dtype=torch.long, device=self._prompt.device)
+        return torch.cat([self._prompt, added.T], dim=-1) if self.columns else self._prompt

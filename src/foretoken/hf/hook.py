@@ -1,0 +1,227 @@
+"""`speculate` and the callable that it returns."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.engine.stats import SequenceStats
+from foretoken.hf import refusals
+from foretoken.hf.adapters import Adapter, Adapters
+from foretoken.hf.call import Call, Wishes
+from foretoken.hf.caller import Caller
+from foretoken.hf.columns import Columns, Endings
+from foretoken.hf.prompts import check_positions, read_rows
+from foretoken.loading import load_tokenizer
+from foretoken.speculative import SpeculativeConfig
+
+_ADAPTERS = Adapters()
+"""Of the whole process, weakly: a call with a new `speculate(...)` must not pack the weights of a model again."""
+
+
+def speculate(
+    method: str | None = None,
+    *,
+    streamer: Any = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    stop_strings: str | Iterable[str] | None = None,
+    execution: str = "auto",
+    **speculative_config: Any,
+) -> Speculation:
+    """A callable for ``model.generate(..., custom_generate=speculate(...))``.
+
+    It may be used for several models, several calls and from several threads. ``generate`` keeps its meaning: its
+    configuration, logits processors, stopping criteria and results are those of the plain loop.
+
+    Args:
+      method: how to draft; see `SpeculativeConfig`, whose other keys are taken too.
+      streamer: gets the prompt and every token, and is ended; ``generate(streamer=...)`` works as well.
+      tokenizer: of the target; needed for stop strings, and to check that a draft model shares it.
+      stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
+      execution: "auto", "eager", "packed" or "compiled".
+
+    Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
+
+    Exactness: without sampling, the sequences of plain ``generate``; with sampling, its law. Under the default
+      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``.
+    Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
+    """
+    config = SpeculativeConfig(method=method, **speculative_config)
+    known = None if tokenizer is None else load_tokenizer(tokenizer)
+    return Speculation(config, streamer=streamer, tokenizer=known, stop_strings=stop_strings, execution=execution)
+
+
+class Speculation:
+    """What `speculate` returns.
+
+    Attributes:
+      config: how it drafts.
+      stats: counters over all calls so far.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        *,
+        streamer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stop_strings: str | Iterable[str] | None = None,
+        execution: str = "auto",
+    ) -> None:
+        self.config = config
+        self.stats = SequenceStats()
+        self._streamer = streamer
+        self._tokenizer = tokenizer
+        self._execution = execution
+        self._lock = threading.Lock()
+        self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool | None = None,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """What ``generate`` calls, after all its own preparations.
+
+        Args:
+          input_ids: (B, T), padded at the beginning, expanded by ``num_return_sequences``.
+          logits_processor, stopping_criteria, generation_config, model_kwargs: as ``generate`` prepared them.
+
+        Returns: as plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
+        Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError,
+          ContextLengthError.
+        """
+        caller = Caller.find()
+        synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
+        _check(model, input_ids, logits_processor, generation_config, model_kwargs, caller, synced)
+        streamer = self._one_streamer(streamer, caller.streamer, input_ids)
+        try:
+            return self._generate(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
+        finally:  # also when it breaks off: a reader in another thread would wait for ever
+            if streamer is not None:
+                streamer.end()
+
+    def _one_streamer(self, handed: Any, given: Any, input_ids: torch.Tensor) -> Any:
+        """The streamer of this call. One that was given to ``generate`` has got the prompt from there."""
+        theirs = handed if handed is not None else given
+        if theirs is not None and self._streamer is not None:
+            raise ConfigError("speculate(...) and generate(...) got a streamer each; give it to one of them")
+        if self._streamer is not None:
+            self._streamer.put(input_ids.cpu())
+        return theirs if theirs is not None else self._streamer
+
+    def _generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        mask = model_kwargs.get("attention_mask")
+        rows = read_rows(input_ids, mask)
+        adapter = _ADAPTERS.of(model, self._execution)
+        check_positions(rows, mask, model_kwargs.get("position_ids"), adapter.target)
+        endings = Endings(self._with_stop_strings(criteria))
+        keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
+        columns = Columns(
+            input_ids, endings, _pad(config), streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits
+        )
+        engine_config = EngineConfig(
+            max_num_seqs=len(rows),
+            prefill_chunk_size=config.prefill_chunk_size or EngineConfig.prefill_chunk_size,
+            acceptance=str(self.config.rejection_sample_method or EngineConfig.acceptance),
+            output_scores=keeps_scores,
+            output_logits=keeps_logits,
+        )
+        engine = self._new_engine(model, adapter, engine_config, endings)
+        seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
+        wishes = Wishes(rows, config.num_return_sequences or 1, processors, seed, endings, input_ids.device)
+        call = Call(engine, adapter.lock, wishes, columns)
+        call.run()
+        call.fill_tails()
+        with self._lock:
+            self.stats.add(call.stats)
+        if not config.return_dict_in_generate:
+            return columns.sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=columns.sequences,
+            scores=tuple(columns.scores) if keeps_scores else None,
+            logits=tuple(columns.logits) if keeps_logits else None,
+        )
+
+    def _with_stop_strings(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        if self._stop_criterion is None:
+            return criteria
+        return StoppingCriteriaList([*criteria, self._stop_criterion])
+
+    def _new_engine(self, model: PreTrainedModel, adapter: Adapter, config: EngineConfig, endings: Endings) -> Engine:
+        with adapter.lock:
+            drafting = adapter.drafting(model, self.config, self._tokenizer)
+            return Engine(adapter.target, drafting.new_drafter(), config, eos_token_ids=sorted(endings.eos_token_ids))
+
+
+def _check(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    caller: Caller,
+    synced_gpus: bool | None,
+) -> None:
+    """Refuse, before anything runs, what cannot be done exactly."""
+    refusals.check_model(model)
+    refusals.check_config(config, caller)
+    refusals.check_inputs(model_kwargs, caller)
+    refusals.check_processors(processors)
+    refusals.check_processes(model, synced_gpus)
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+
+
+def _stop_criterion(
+    stop_strings: str | Iterable[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> StopStringCriteria | None:
+    """transformers' own criterion."""
+    if stop_strings is None:
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"stop_strings={stop_strings!r} need the tokenizer of the model; give tokenizer too")
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    if not strings or not all(isinstance(string, str) and string for string in strings):
+        raise ConfigError(f"stop_strings are {stop_strings!r}; give one non-empty string, or several")
+    return StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+
+
+def _pad(config: GenerationConfig) -> int | None:
+    """The padding token that ``generate`` has settled on."""
+    pad = config._pad_token_tensor
+    return None if pad is None else int(pad)

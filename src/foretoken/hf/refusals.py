@@ -1,0 +1,123 @@
+"""What ``generate`` can be asked for and this decoding cannot do: refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed as dist
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.hf.caller import Caller
+
+_WITHOUT = "or call generate without custom_generate"
+
+_MODES = {
+    GenerationMode.BEAM_SEARCH: f"beam search (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
+    GenerationMode.BEAM_SAMPLE: f"beam sampling (num_beams) is not speculative decoding; set num_beams=1, {_WITHOUT}",
+    GenerationMode.GROUP_BEAM_SEARCH: f"group beam search is not speculative decoding; set num_beams=1, {_WITHOUT}",
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: (
+        f"constrained beam search (constraints, force_words_ids) is not speculative decoding; leave it out, {_WITHOUT}"
+    ),
+    GenerationMode.CONTRASTIVE_SEARCH: (
+        f"contrastive search (penalty_alpha) re-ranks with hidden states; leave penalty_alpha out, {_WITHOUT}"
+    ),
+    GenerationMode.DOLA_GENERATION: f"DoLa (dola_layers) needs logits of early layers; leave it out, {_WITHOUT}",
+    GenerationMode.ASSISTED_GENERATION: (
+        "transformers' own assisted generation (assistant_model, prompt_lookup_num_tokens, assistant_early_exit, "
+        "use_mtp) and custom_generate exclude each other; give the drafter to speculate(...): "
+        "speculate(method='draft_model', model=assistant) or speculate(method='ngram')"
+    ),
+}
+
+_STATEFUL = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale (classifier-free guidance)",
+    SynthIDTextWatermarkLogitsProcessor: "SynthID watermarking",
+}
+
+_KNOWN_KWARGS = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+    }
+)
+
+_REMEDIES = {
+    "inputs_embeds": "give input_ids: drafts are tokens, and their embeddings are the model's",
+    "token_type_ids": "leave them out (tokenizer(..., return_token_type_ids=False))",
+}
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises: UnsupportedModelError for an encoder-decoder model."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model; foretoken decodes causal language models, so call "
+            "generate without custom_generate"
+        )
+
+
+def check_config(config: GenerationConfig, caller: Caller) -> None:
+    """Raises: ConfigError for a way of generating that is not plain greedy decoding or sampling."""
+    mode = config.get_generation_mode(caller.assistant_model)
+    if mode in _MODES:
+        raise ConfigError(_MODES[mode])
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        raise ConfigError(
+            "output_attentions and output_hidden_states are not kept, since a step runs over a whole draft; leave them "
+            "out, or run the finished sequences through model(...) once"
+        )
+    if config.cache_implementation == "quantized":
+        raise ConfigError(
+            "cache_implementation='quantized' changes what the model says, and drafts are verified over an exact "
+            f"cache; leave it out, {_WITHOUT}"
+        )
+
+
+def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
+    """Raises: ConfigError for inputs beside tokens and their mask."""
+    cache = model_kwargs.get("past_key_values")
+    if caller.past_key_values is not None or (cache is not None and cache.get_seq_length() > 0):
+        raise ConfigError(
+            "past_key_values cannot be continued, since drafts are verified over a cache of foretoken's own; leave "
+            "them out and give the whole text as input_ids"
+        )
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN_KWARGS and value is not None:
+            remedy = _REMEDIES.get(name, f"leave it out, {_WITHOUT}")
+            raise ConfigError(f"{name} cannot be used with custom_generate=speculate(...); {remedy}")
+
+
+def check_processors(processors: Any) -> None:
+    """Raises: ConfigError for processors whose result depends on earlier calls."""
+    for processor in processors:
+        for kind, name in _STATEFUL.items():
+            if isinstance(processor, kind):
+                raise ConfigError(
+                    f"{name} keeps state from call to call, and drafts show a processor texts that may not come to be; "
+                    f"leave it out, {_WITHOUT}"
+                )
+
+
+def check_processes(model: PreTrainedModel, synced_gpus: bool | None) -> None:
+    """Raises: ConfigError where several processes must make the same number of forwards."""
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    is_sharded = has_others and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+    if synced_gpus or (synced_gpus is None and is_sharded):
+        raise ConfigError(
+            "synced_gpus asks every process for the same number of forwards, which drafts make different, so the "
+            f"processes would wait for each other for ever; gather the weights first, {_WITHOUT}"
+        )
