@@ -13,6 +13,8 @@ ForetokenError
 │   └── ProbeError               chains through the adapter disagree with the model itself
 ├── TokenizerMismatchError   drafter and target do not share a tokenizer
 ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
+├── DatastoreError           a datastore is missing, damaged, foreign, or cannot be written
+├── CorpusError              a corpus is empty, binary or malformed
 └── EngineBusyError          one engine was entered from two threads at once
 """
 
@@ -67,6 +69,14 @@ class TokenizerMismatchError(ForetokenError, ValueError):
 
 class CheckpointError(ForetokenError, OSError):
     """A checkpoint is missing, truncated, or of an unknown layout."""
+
+
+class DatastoreError(ForetokenError, OSError):
+    """A datastore or a saved history is missing, damaged, foreign, or cannot be written."""
+
+
+class CorpusError(ForetokenError, ValueError):
+    """A corpus is empty, binary, or malformed."""
 
 
 class EngineBusyError(ForetokenError, RuntimeError):
