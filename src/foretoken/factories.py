@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.lengths import make_policy
+from foretoken.drafters.lengths import LengthPolicy, make_policy
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
+from foretoken.methods import LENGTH_POLICIES
 from foretoken.speculative import SpeculativeConfig
 
 DrafterFactory = Callable[[], Drafter]
@@ -47,6 +48,13 @@ def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterF
     return lambda: make(config, materials)
 
 
+def length_policy(config: SpeculativeConfig, longest: int) -> LengthPolicy:
+    """The policy that a config asks for, with the settings it gives, around a longest draft."""
+    name = str(config.length_policy)
+    given = {argument: getattr(config, key) for key, argument in LENGTH_POLICIES[name].keys.items()}
+    return make_policy(name, longest, **{argument: value for argument, value in given.items() if value is not None})
+
+
 def _none(config: SpeculativeConfig, materials: Materials) -> Drafter:
     return EmptyDrafter()
 
@@ -57,7 +65,7 @@ def _ngram(config: SpeculativeConfig, materials: Materials) -> Drafter:
         prompt_lookup_max=_set(config.prompt_lookup_max),
         num_candidates=_set(config.num_prompt_lookup_candidates),
         max_nodes=config.max_draft_nodes,
-        length_policy=make_policy(str(config.length_policy), _set(config.num_speculative_tokens)),
+        length_policy=length_policy(config, _set(config.num_speculative_tokens)),
     )
 
 
@@ -66,7 +74,7 @@ def _nasd(config: SpeculativeConfig, materials: Materials) -> Drafter:
         ngram_size=_set(config.ngram_size),
         filler_top_k=_set(config.filler_top_k),
         num_branches=_set(config.num_draft_branches),
-        length_policy=make_policy(str(config.length_policy), _depth(config)),
+        length_policy=length_policy(config, _depth(config)),
     )
 
 
@@ -82,7 +90,7 @@ def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
         num_branches=_set(config.num_draft_branches),
         sample_method=str(config.draft_sample_method),
         acceptance=str(config.rejection_sample_method),
-        policy=make_policy(str(config.length_policy), _depth(config)),
+        policy=length_policy(config, _depth(config)),
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
+"""What a drafter can show a length policy of the token it is about to draft, and what a policy looks at."""
+
 
 @dataclass(frozen=True)
 class Method:
@@ -15,14 +18,75 @@ class Method:
       keys: the keys of `SpeculativeConfig` that have a meaning for it.
       num_speculative_tokens: default draft length.
       defaults: defaults of other keys that depend on the method.
+      looks: what its drafter can show a length policy of what it is about to draft.
     """
 
     keys: frozenset[str]
     num_speculative_tokens: int
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    looks: frozenset[str] = frozenset({NOTHING})
+
+    @property
+    def length_policies(self) -> list[str]:
+        """Names of the policies that the drafter can serve."""
+        return [name for name, policy in LENGTH_POLICIES.items() if policy.looks_at in self.looks]
 
 
-COMMON_KEYS = frozenset({"num_speculative_tokens", "rejection_sample_method", "length_policy", "max_draft_nodes"})
+@dataclass(frozen=True)
+class Policy:
+    """What one length policy understands.
+
+    Args:
+      looks_at: what it must be shown of the next token's law.
+      keys: of `SpeculativeConfig` -> the argument of the policy.
+      modes: allowed values of ``length_policy_mode``.
+    """
+
+    looks_at: str = NOTHING
+    keys: Mapping[str, str] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
+
+
+_RULE_KEYS = {
+    "target_acceptance_rate": "target_rate",
+    "threshold_step": "step",
+    "acceptance_momentum": "acceptance_momentum",
+    "threshold_momentum": "threshold_momentum",
+}
+
+LENGTH_POLICIES: dict[str, Policy] = {
+    "fixed": Policy(),
+    "heuristic": Policy(),
+    "confidence": Policy(CONFIDENCE, {"draft_threshold": "threshold"}),
+    "egag": Policy(
+        LAW,
+        {
+            "length_policy_mode": "mode",
+            "min_draft_tokens": "min_tokens",
+            "egag_ema_beta": "beta",
+            "reference_entropy": "reference_entropy",
+        },
+        ("paper", "calibrated"),
+    ),
+    "adaedl": Policy(LAW, {"draft_threshold": "threshold", "entropy_scale": "entropy_scale", **_RULE_KEYS}),
+    "acceptance": Policy(
+        CONFIDENCE,
+        {
+            "length_policy_mode": "mode",
+            "draft_threshold": "threshold",
+            "initial_acceptance_rate": "initial_rate",
+            **_RULE_KEYS,
+        },
+        ("paper", "code", "static"),
+    ),
+}
+"""The table of length policies; their defaults stand in the policies themselves."""
+
+POLICY_KEYS = frozenset(name for policy in LENGTH_POLICIES.values() for name in policy.keys)
+
+COMMON_KEYS = POLICY_KEYS | {"num_speculative_tokens", "rejection_sample_method", "length_policy", "max_draft_nodes"}
+
+ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
 
 METHODS: dict[str, Method] = {
     "none": Method(keys=frozenset(), num_speculative_tokens=0),
@@ -30,6 +94,7 @@ METHODS: dict[str, Method] = {
         keys=COMMON_KEYS | {"model", "revision", "dtype", "draft_sample_method", "num_draft_branches"},
         num_speculative_tokens=5,
         defaults={"draft_sample_method": "probabilistic", "num_draft_branches": 1},
+        looks=ANY_LOOK,
     ),
     "ngram": Method(
         keys=COMMON_KEYS | {"prompt_lookup_min", "prompt_lookup_max", "num_prompt_lookup_candidates"},
@@ -40,6 +105,7 @@ METHODS: dict[str, Method] = {
         keys=COMMON_KEYS | {"ngram_size", "filler_top_k", "num_draft_branches"},
         num_speculative_tokens=5,
         defaults={"ngram_size": 4, "filler_top_k": 3, "num_draft_branches": 1},
+        looks=frozenset({NOTHING, CONFIDENCE}),
     ),
 }
 """The table of methods; defaults of a method stand here and nowhere else."""

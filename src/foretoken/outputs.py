@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.engine.stats import SequenceStats
+from foretoken.engine.stats import SequenceStats, StepTrace
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class RequestMetrics:
       prefill_seconds: from submission to the first decode step; in a batch, waiting for other rows included.
       decode_seconds: from the first decode step to the last.
       tokens_per_second: generated tokens by ``decode_seconds``.
+      trace: what every decode step planned, drafted and accepted, sample by sample.
     """
 
     speculative_decoding: Mapping[str, Any] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
+    trace: tuple[StepTrace, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ class Session:
             prefill_seconds=min(starts) - request.arrived,
             decode_seconds=decode_seconds,
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,
+            trace=tuple(step for sample in request.samples for step in sample.row.trace),
         )
 
 

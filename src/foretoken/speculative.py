@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.engine.errors import ConfigError
-from foretoken.keywords import key, one_of, spelling, strict_keywords, whole
-from foretoken.methods import COMMON_KEYS, METHOD_ALIASES, METHODS, Method
+from foretoken.keywords import key, number, one_of, spelling, strict_keywords, whole
+from foretoken.methods import COMMON_KEYS, LENGTH_POLICIES, METHOD_ALIASES, METHODS, POLICY_KEYS, Method
 
 SPECULATIVE_ALIASES = {
     # transformers
@@ -21,6 +21,7 @@ SPECULATIVE_ALIASES = {
     "prompt_lookup_num_tokens": "num_speculative_tokens",
     "max_matching_ngram_size": "prompt_lookup_max",
     "num_assistant_tokens_schedule": "length_policy",
+    "assistant_confidence_threshold": "draft_threshold",
     # SGLang
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
@@ -40,6 +41,8 @@ SPECULATIVE_ALIASES = {
     "draft_n": "num_speculative_tokens",
     "draft_max": "num_speculative_tokens",
     "draft_n_max": "num_speculative_tokens",
+    "draft_p_min": "draft_threshold",
+    "spec_draft_p_min": "draft_threshold",
     # mlx-lm, LM Studio
     "draft_model": "model",
     "num_draft_tokens": "num_speculative_tokens",
@@ -53,7 +56,12 @@ SPECULATIVE_ALIASES = {
 """Names of other systems for keys of `SpeculativeConfig`. SGLang's ``num_draft_tokens`` counts nodes,
 root included; vLLM's K and its kin count drafted tokens, the bonus not among them."""
 
-_IMPLIED = {"prompt_lookup_num_tokens": {"method": "ngram"}}
+_IMPLIED = {
+    "prompt_lookup_num_tokens": {"method": "ngram"},
+    "assistant_confidence_threshold": {"length_policy": "confidence"},
+    "draft_p_min": {"length_policy": "confidence"},
+    "spec_draft_p_min": {"length_policy": "confidence"},
+}
 
 _DRAFT_SAMPLE_METHODS = {"greedy": "greedy", "probabilistic": "probabilistic", "gumbel": "probabilistic"}
 _REJECTION_SAMPLE_METHODS = {
@@ -68,7 +76,9 @@ _LENGTH_POLICIES = {
     "constant": "fixed",
     "heuristic": "heuristic",
     "heuristic_transient": "heuristic",
+    **{name: name for name in LENGTH_POLICIES},
 }
+_MODES = sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes})
 
 
 @strict_keywords(SPECULATIVE_ALIASES, spelling, _IMPLIED)
@@ -90,7 +100,14 @@ class SpeculativeConfig:
       rejection_sample_method: "match" (equal tokens for any draft), "standard" (rejection sampling), "block".
       num_draft_branches: siblings per drafted position; 1 is a chain.
       max_draft_nodes: limit of a draft tree, root included; None for what branches and length amount to.
-      length_policy: "fixed" or "heuristic".
+      length_policy: "fixed", "heuristic", "confidence", "egag", "adaedl" or "acceptance".
+      length_policy_mode: of "egag": "calibrated" or "paper"; of "acceptance": "code", "paper" or "static".
+      draft_threshold: confidence below which a draft ends ("confidence", "acceptance"), or bound of "adaedl".
+      min_draft_tokens, egag_ema_beta, reference_entropy: of "egag".
+      entropy_scale: of "adaedl".
+      initial_acceptance_rate: of "acceptance".
+      target_acceptance_rate, threshold_step, acceptance_momentum, threshold_momentum: how the threshold of "adaedl" and
+        "acceptance" moves.
       prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that is looked up.
       num_prompt_lookup_candidates: continuations that are merged into one tree.
       ngram_size: n of the n-gram storage, the predicted token included.
@@ -109,6 +126,17 @@ class SpeculativeConfig:
     num_draft_branches: int | None = key(whole(1))
     max_draft_nodes: int | None = key(whole(2))
     length_policy: str | None = key(one_of(_LENGTH_POLICIES))
+    length_policy_mode: str | None = key(one_of({mode: mode for mode in _MODES}))
+    draft_threshold: float | None = key(number(0.0, 1.0))
+    min_draft_tokens: int | None = key(whole(0))
+    egag_ema_beta: float | None = key(number(0.0, 1.0))
+    reference_entropy: float | None = key(number(0.0, above=True))
+    entropy_scale: float | None = key(number(0.0))
+    initial_acceptance_rate: float | None = key(number(0.0, 1.0))
+    target_acceptance_rate: float | None = key(number(0.0, 1.0))
+    threshold_step: float | None = key(number(0.0, 1.0))
+    acceptance_momentum: float | None = key(number(0.0, 1.0))
+    threshold_momentum: float | None = key(number(0.0, 1.0))
     prompt_lookup_min: int | None = key(whole(1))
     prompt_lookup_max: int | None = key(whole(1))
     num_prompt_lookup_candidates: int | None = key(whole(1))
@@ -121,6 +149,7 @@ class SpeculativeConfig:
         self._check_keys(name)
         self._fill_defaults(METHODS[name])
         self._check_values()
+        self._check_policy(METHODS[name])
         self._check_acceptance()
 
     @classmethod
@@ -212,6 +241,27 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={shortest} is more than prompt_lookup_max={longest}; lower the first or "
                 "raise the second"
             )
+
+    def _check_policy(self, method: Method) -> None:
+        """Refuse policies that the drafter cannot serve, and settings that the policy does not have."""
+        if not self.is_speculative:
+            return
+        name = str(self.length_policy)
+        policy = LENGTH_POLICIES[name]
+        if policy.looks_at not in method.looks:
+            raise ConfigError(
+                f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
+                f"none; choose one of {', '.join(method.length_policies)}"
+            )
+        for given in sorted(self._given() & POLICY_KEYS - policy.keys.keys()):
+            owners = [other for other, its in LENGTH_POLICIES.items() if given in its.keys]
+            raise ConfigError(
+                f"key {given!r} has no meaning for length_policy {name!r}, only for {', '.join(owners)}; leave it out, "
+                "or set length_policy"
+            )
+        mode = self.length_policy_mode
+        if mode is not None and mode not in policy.modes:
+            raise ConfigError(f"length_policy {name!r} has no mode {mode!r}; choose one of {', '.join(policy.modes)}")
 
     def _check_acceptance(self) -> None:
         """Refuse rules that are not exact for the drafts this config makes.

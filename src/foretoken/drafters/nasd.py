@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
 
 from foretoken.drafters.base import ContextDrafter, Features, Requirements, StepResult
 from foretoken.drafters.lengths import Fixed, LengthPolicy
@@ -62,8 +67,9 @@ class NasdDrafter(ContextDrafter):
             storage.extend(row.token_ids, _runners_up(prompt_features), first=1)
 
     def propose_row(self, row: Sequence, budget: int) -> DraftTree:
-        length = self.length_policy.length(row, budget)
-        return self._storage_of[row.id].draft(row.token_ids, length, self.name)
+        storage = self._storage_of[row.id]
+        length = self.length_policy.length(row, budget, storage.log_shares(row.token_ids))
+        return storage.draft(row.token_ids, length, self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -113,6 +119,20 @@ class NGramStorage:
                 if known is not None:
                     return known.ranked()
         return []
+
+    def log_shares(self, tokens: Seq[int]) -> Callable[[int], Tensor | None]:
+        """Along the likeliest path, asked level by level: the logarithm of the best share, (1,); None at its end."""
+        context = list(tokens[-self._orders.start :])
+
+        def next_share(depth: int) -> Tensor | None:
+            ranked = self.successors(context)
+            if not ranked:
+                return None
+            token, share = ranked[0]
+            context.append(token)
+            return torch.tensor([math.log(share)])
+
+        return next_share
 
     def draft(self, tokens: Seq[int], depth: int, source: str = "") -> DraftTree:
         """The likeliest paths below the last token: at most ``num_branches`` * ``depth`` nodes drafted.

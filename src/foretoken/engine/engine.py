@@ -386,9 +386,9 @@ class Engine:
                 break
         logprobs = self._logprobs(row, tree, verdict.path, tokens, logits)
         kept_scores, kept_logits = self._kept(row, tree, verdict.path, tokens, logits)
-        row.extend(tokens)
         num_accepted = min(len(verdict.path) - 1, len(tokens))
-        row.stats.record(tree.num_draft_tokens, num_accepted, len(tokens))
+        row.record(tree.num_draft_tokens, tree.depth, num_accepted, len(tokens))
+        row.extend(tokens)
         if finish is not None:
             row.finish_reason, row.stop_reason, error = finish.reason, finish.cause, None
         elif error is not None:

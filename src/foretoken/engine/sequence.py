@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foretoken.engine.errors import ContextLengthError, PromptError
-from foretoken.engine.stats import SequenceStats
+from foretoken.engine.stats import DraftPlan, SequenceStats, StepTrace
 
 if TYPE_CHECKING:
     from foretoken.engine.sampling import SamplingLaw
@@ -30,6 +30,8 @@ class Sequence:
       seed: of this row; sample i of n has ``mix(seed of the request, i)``.
       law: turns logits of this row into its target distribution; holds the incremental history.
       max_length: prompt and output together never exceed it.
+      plan: what the length policy planned for the running step.
+      trace: one entry per step.
     """
 
     id: int
@@ -45,6 +47,8 @@ class Sequence:
     num_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    plan: DraftPlan | None = None
+    trace: list[StepTrace] = field(default_factory=list)
 
     @property
     def pending(self) -> int:
@@ -66,6 +70,13 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def record(self, num_nodes: int, depth: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one verify step, before its tokens are appended."""
+        plan, self.plan = self.plan, None
+        entropy, gamma = (plan.entropy, plan.gamma) if plan else (None, None)
+        self.trace.append(StepTrace(self.index, len(self.token_ids), entropy, gamma, depth, num_accepted))
+        self.stats.record(num_nodes, num_accepted, num_emitted)
 
     def extend(self, tokens: Seq[int]) -> None:
         """Append emitted tokens and carry the law's history along."""

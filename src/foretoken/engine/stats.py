@@ -10,6 +10,39 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class DraftPlan:
+    """What a length policy planned for one step of one row.
+
+    Args:
+      gamma: the length it wanted.
+      entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
+    """
+
+    gamma: int
+    entropy: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What one step planned, drafted and accepted in one row.
+
+    Args:
+      sample: which of the request's samples.
+      position: index of the first token that the step emitted, prompt included.
+      entropy, gamma: see `DraftPlan`; gamma is None where nothing was planned.
+      drafted: depth of the draft that was verified.
+      accepted: how many of one path of it were kept.
+    """
+
+    sample: int
+    position: int
+    entropy: float | None
+    gamma: int | None
+    drafted: int
+    accepted: int
+
+
 @dataclass
 class SequenceStats:
     """What happened to one row, step by step."""
