@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -170,6 +171,17 @@ def flag() -> Check:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}; it must be true or false")
         return value
+
+    return check
+
+
+def text() -> Check:
+    """A string that is not empty, or a path."""
+
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise ConfigError(f"{name} is {value!r}; it must be a string")
+        return str(os.fspath(value))
 
     return check
 

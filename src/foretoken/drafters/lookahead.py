@@ -1,4 +1,4 @@
-"""Lookahead decoding: a window of parallel Jacobi iterations makes n-grams, a pool keeps them, and both share a tree."""
+"""Lookahead decoding: parallel Jacobi iterations make n-grams, a pool keeps them, and one tree holds both."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class LookaheadDrafter(ContextDrafter):
         ):
             if value < least:
                 raise ConfigError(f"{option} is {value}; want {least} or more")
-        num_cells = window_size * num_speculative_tokens
+        num_cells = most_cells(window_size, num_speculative_tokens)
         if max_nodes is not None and max_nodes < num_cells:
             raise ConfigError(
-                f"max_draft_nodes={max_nodes} is less than the window, window_size={window_size} times "
+                f"max_draft_nodes={max_nodes} holds no window with window_size={window_size} and "
                 f"num_speculative_tokens={num_speculative_tokens}; raise the first to {num_cells} or lower the others"
             )
         self._length = num_speculative_tokens
@@ -101,6 +101,11 @@ class LookaheadDrafter(ContextDrafter):
     def _learn(self, row: Sequence, num_new_tokens: int) -> None:
         if self._pool_from_prompt:
             self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
+
+
+def most_cells(size: int, num_levels: int) -> int:
+    """The most cells, pending token included, that a `Window` has at any time: full, or one of the steps before."""
+    return max(count * (size + num_levels - count) for count in range(1, num_levels + 1))
 
 
 class Window:
