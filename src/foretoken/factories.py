@@ -9,10 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.lengths import LengthPolicy, make_policy
+from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.methods import LENGTH_POLICIES
@@ -78,6 +81,46 @@ def _nasd(config: SpeculativeConfig, materials: Materials) -> Drafter:
     )
 
 
+def _jacobi(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return JacobiDrafter(
+        initial_guess=str(config.initial_guess),
+        length_policy=length_policy(config, _set(config.num_speculative_tokens)),
+    )
+
+
+def _lookahead(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    _check_trees(config, materials)
+    return LookaheadDrafter(
+        _set(config.num_speculative_tokens),
+        window_size=_set(config.window_size),
+        guess_set_size=_set(config.guess_set_size),
+        pool_from_prompt=bool(config.pool_from_prompt),
+        max_nodes=config.max_draft_nodes,
+    )
+
+
+def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    _check_trees(config, materials)
+    return TokenRecyclingDrafter(
+        materials.target.vocab_size,
+        _set(config.num_speculative_tokens),
+        num_candidates=_set(config.num_candidates),
+        max_nodes=_set(config.max_draft_nodes),
+        shared=bool(config.shared),
+        initial_state=str(config.initial_state),
+        state_file=config.state_file,
+    )
+
+
+def _check_trees(config: SpeculativeConfig, materials: Materials) -> None:
+    """Refuse a method whose drafts are trees where only chains can be verified."""
+    if not materials.target.supports_trees:
+        raise ConfigError(
+            f"method {config.method!r} drafts trees, and {materials.target.name} verifies chains only; use one that "
+            "drafts chains: ngram, nasd, jacobi or draft_model"
+        )
+
+
 def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
     if materials.draft_model is None:
         raise ConfigError(
@@ -123,5 +166,8 @@ FACTORIES: dict[str, Callable[[SpeculativeConfig, Materials], Drafter]] = {
     "draft_model": _draft_model,
     "ngram": _ngram,
     "nasd": _nasd,
+    "jacobi": _jacobi,
+    "lookahead": _lookahead,
+    "token_recycling": _token_recycling,
 }
 """How a drafter of every method is made; the keys are those of `foretoken.methods.METHODS`."""

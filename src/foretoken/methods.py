@@ -18,12 +18,14 @@ class Method:
       keys: the keys of `SpeculativeConfig` that have a meaning for it.
       num_speculative_tokens: default draft length.
       defaults: defaults of other keys that depend on the method.
+      needs_trees: whether its drafts are trees whatever its keys say.
       looks: what its drafter can show a length policy of what it is about to draft.
     """
 
     keys: frozenset[str]
     num_speculative_tokens: int
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs_trees: bool = False
     looks: frozenset[str] = frozenset({NOTHING})
 
     @property
@@ -86,6 +88,9 @@ POLICY_KEYS = frozenset(name for policy in LENGTH_POLICIES.values() for name in 
 
 COMMON_KEYS = POLICY_KEYS | {"num_speculative_tokens", "rejection_sample_method", "length_policy", "max_draft_nodes"}
 
+TREE_KEYS = COMMON_KEYS - POLICY_KEYS - {"length_policy"}
+"""Of methods whose drafts have a shape of their own."""
+
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
 
 METHODS: dict[str, Method] = {
@@ -107,6 +112,23 @@ METHODS: dict[str, Method] = {
         defaults={"ngram_size": 4, "filler_top_k": 3, "num_draft_branches": 1},
         looks=frozenset({NOTHING, CONFIDENCE}),
     ),
+    "jacobi": Method(
+        keys=COMMON_KEYS - {"max_draft_nodes"} | {"initial_guess"},
+        num_speculative_tokens=16,
+        defaults={"initial_guess": "repeat"},
+    ),
+    "lookahead": Method(
+        keys=TREE_KEYS | {"window_size", "guess_set_size", "pool_from_prompt"},
+        num_speculative_tokens=4,
+        defaults={"window_size": 7, "guess_set_size": 7, "pool_from_prompt": True},
+        needs_trees=True,
+    ),
+    "token_recycling": Method(
+        keys=TREE_KEYS | {"num_candidates", "shared", "initial_state", "state_file"},
+        num_speculative_tokens=6,
+        defaults={"num_candidates": 8, "max_draft_nodes": 80, "shared": False, "initial_state": "prompt"},
+        needs_trees=True,
+    ),
 }
 """The table of methods; defaults of a method stand here and nowhere else."""
 
@@ -120,6 +142,10 @@ METHOD_ALIASES = {
     "standalone": "draft_model",
     "ngram_storage": "nasd",
     "ngram_assisted": "nasd",
+    "jacobi_decoding": "jacobi",
+    "lookahead_decoding": "lookahead",
+    "lade": "lookahead",
+    "recycling": "token_recycling",
     "off": "none",
     "disabled": "none",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.engine.errors import ConfigError
-from foretoken.keywords import key, number, one_of, spelling, strict_keywords, whole
+from foretoken.keywords import flag, key, number, one_of, spelling, strict_keywords, text, whole
 from foretoken.methods import COMMON_KEYS, LENGTH_POLICIES, METHOD_ALIASES, METHODS, POLICY_KEYS, Method
 
 SPECULATIVE_ALIASES = {
@@ -112,6 +112,13 @@ class SpeculativeConfig:
       num_prompt_lookup_candidates: continuations that are merged into one tree.
       ngram_size: n of the n-gram storage, the predicted token included.
       filler_top_k: how many of the target's most likely tokens enter the storage per verified position.
+      initial_guess: of ``jacobi``: "repeat" the last token, or tokens of the "prompt".
+      window_size, guess_set_size: W and G of ``lookahead``; its N is num_speculative_tokens + 1.
+      pool_from_prompt: whether n-grams of prompt and output enter the pool of ``lookahead``.
+      num_candidates: successors that ``token_recycling`` keeps per token.
+      shared: whether requests learn from each other; otherwise what a request taught is gone with it.
+      initial_state: of ``token_recycling``: "prompt" or "empty".
+      state_file: what was learned and saved before, to start from.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
     """
@@ -142,6 +149,14 @@ class SpeculativeConfig:
     num_prompt_lookup_candidates: int | None = key(whole(1))
     ngram_size: int | None = key(whole(2))
     filler_top_k: int | None = key(whole(1))
+    initial_guess: str | None = key(one_of({"repeat": "repeat", "prompt": "prompt"}))
+    window_size: int | None = key(whole(1, 1024))
+    guess_set_size: int | None = key(whole(0, 1024))
+    pool_from_prompt: bool | None = key(flag())
+    num_candidates: int | None = key(whole(1))
+    shared: bool | None = key(flag())
+    initial_state: str | None = key(one_of({"prompt": "prompt", "empty": "empty"}))
+    state_file: str | None = key(text())
 
     def __post_init__(self) -> None:
         name = self._method_name()
@@ -270,6 +285,11 @@ class SpeculativeConfig:
         tokens are point masses. "block" takes chains only.
         """
         widest = max(self.num_draft_branches or 1, self.num_prompt_lookup_candidates or 1)
+        if self.rejection_sample_method == "block" and METHODS[str(self.method)].needs_trees:
+            raise ConfigError(
+                f"rejection_sample_method='block' takes chains, and method {self.method!r} drafts trees; use 'match' "
+                "or 'standard'"
+            )
         if self.rejection_sample_method == "block" and widest > 1:
             raise ConfigError(
                 f"rejection_sample_method='block' takes chains, and this config drafts {widest} branches; "

@@ -131,7 +131,7 @@ class TestSpeculativeConfig:
     def test_every_key_but_the_method_has_a_default(self, method: str) -> None:
         config = SpeculativeConfig(method=method)
         assert config.num_speculative_tokens == METHODS[method].num_speculative_tokens
-        optional = {"model", "revision", "dtype", "max_draft_nodes"} | POLICY_KEYS
+        optional = {"model", "revision", "dtype", "max_draft_nodes", "state_file"} | POLICY_KEYS
         assert all(getattr(config, key) is not None for key in METHODS[method].keys - optional)
 
     def test_keys_of_the_table_exist(self) -> None:
