@@ -63,9 +63,10 @@ def reference_of(model: PreTrainedModel, vocab_size: int, device: torch.device) 
             tree = DraftTree(tuple(node_tokens[token] for token in shape.tokens), shape.parents)
             for leaf in tree.leaves:
                 text = (*prefix[:length], tree.tokens[0], *tree.path_tokens(leaf))
-                if text not in logits:
+                ends = range(length + 1, len(text) + 1)
+                if any(text[:end] not in logits for end in ends):
                     rows = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
-                    for end in range(length + 1, len(text) + 1):
+                    for end in ends:
                         logits[text[:end]] = rows[end - 1].double().cpu()
     dtype = model.get_input_embeddings().weight.dtype
     return Reference(prefix, node_tokens, logits, TOLERANCES.get(dtype, HALF_TOLERANCE))
