@@ -74,9 +74,13 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
 
 
 def p_value(kind: str, acceptance: str, num_samples: int = NUM_SAMPLES) -> float:
+    return p_value_of(make_drafter(kind, acceptance), acceptance, num_samples)
+
+
+def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES) -> float:
     """Of the hypothesis that the engine's outputs have the exact law; rare outputs are pooled."""
     config = EngineConfig(max_num_seqs=num_samples, acceptance=acceptance)
-    engine = Engine(target(), make_drafter(kind, acceptance), config)
+    engine = Engine(target(), drafter, config)
     params = SamplingParams(n=num_samples, max_tokens=LENGTH, temperature=TEMPERATURE, seed=99)
     rows = engine.add_request(PROMPT, params)
     for _ in engine.run():

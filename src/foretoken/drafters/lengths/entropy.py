@@ -33,7 +33,7 @@ def entropy(log_probs: Tensor) -> float:
 class RunningReference:
     """The 95th percentile of the last entropies of a row.
 
-    (17 times 1, twice 3, once 4) gives 3.
+    Of 17 times 1, twice 3 and once 4, in any order, that is 4.
     """
 
     def __init__(self) -> None:

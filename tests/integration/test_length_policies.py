@@ -1,0 +1,209 @@
+"""Policies in the engine: no token changes, no law changes, rows stop by themselves, and the trace says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_rejection_law import (  # the exact law of a vocabulary of four, and the chi-square against it
+    VOCAB_SIZE as FEW,
+)
+from test_rejection_law import drafter_model as few_drafter
+from test_rejection_law import p_value_of
+
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM
+from foretoken.engine.tree import DraftTree
+from foretoken.params import SamplingParams
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+
+VOCAB_SIZE = 64
+POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
+    "confidence": lambda depth: make_policy("confidence", depth, threshold=0.6),
+    "egag": lambda depth: make_policy("egag", depth),
+    "egag-paper": lambda depth: make_policy("egag", depth, mode="paper", beta=0.5),
+    "adaedl": lambda depth: make_policy("adaedl", depth, threshold=0.5, step=0.1),
+    "acceptance": lambda depth: make_policy("acceptance", depth, mode="code", step=0.1),
+}
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@cache
+def draft_model() -> CausalLM:
+    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
+
+
+def drafter(policy: LengthPolicy, model: CausalLM | None = None, **options: Any) -> DraftModelDrafter:
+    return DraftModelDrafter(model or draft_model(), target_vocab_size=VOCAB_SIZE, policy=policy, **options)
+
+
+# -- nothing changes but the length --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_branches", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_drafter_conforms(name: str, num_branches: int) -> None:
+    check_drafter(lambda depth: drafter(POLICIES[name](depth), num_branches=num_branches), target(), depths=(1, 3, 5))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_are_those_of_plain_decoding(policy: str, params: SamplingParams) -> None:
+    requests = [(prompt, replace(params, max_tokens=20)) for prompt in PROMPTS[:3]]
+    plain = decode(target(), EmptyDrafter(), requests)
+    assert decode(target(), drafter(POLICIES[policy](5)), requests).outputs == plain.outputs
+
+
+@pytest.mark.parametrize("policy", ["confidence", "acceptance"])
+def test_nasd_takes_policies_that_look_at_shares(policy: str) -> None:
+    requests = [(prompt, replace(GREEDY, max_tokens=24)) for prompt in PROMPTS]
+    plain = decode(target(), EmptyDrafter(), requests)
+    assert decode(target(), NasdDrafter(length_policy=POLICIES[policy](5)), requests).outputs == plain.outputs
+
+
+# -- the law under rejection ---------------------------------------------------------------------------------------
+
+MEDIAN_ENTROPY = 1.0  # nats, of the drafter over four tokens: about half of the drafts end early
+
+
+def early(kind: str, acceptance: str, make: Callable[..., DraftModelDrafter] = DraftModelDrafter) -> DraftModelDrafter:
+    policies = {
+        "egag": make_policy("egag", 3, reference_entropy=MEDIAN_ENTROPY, min_tokens=0),
+        "adaedl": make_policy("adaedl", 3, threshold=0.55),
+        "confidence": make_policy("confidence", 3, threshold=0.5),
+        "acceptance": make_policy("acceptance", 3, mode="code", step=0.5, threshold_momentum=0.0),
+    }
+    name, _, tree = kind.partition("-")
+    return make(
+        few_drafter(),
+        target_vocab_size=FEW,
+        num_branches=2 if tree else 1,
+        acceptance=acceptance,
+        policy=policies[name],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["match", "standard", "block"])
+@pytest.mark.parametrize("kind", ["egag", "adaedl", "confidence", "acceptance", "egag-tree", "adaedl-tree"])
+def test_outputs_have_the_law_of_the_target(kind: str, acceptance: str) -> None:
+    assert p_value_of(early(kind, acceptance), acceptance) > 1e-3
+
+
+class Peeking(DraftModelDrafter):
+    """Looks at the token it has drawn, and drops it when it was unlikely: what a stopping time may not do."""
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        return [self._without_unlikely(tree) for tree in super().propose(rows, budgets)]
+
+    @staticmethod
+    def _without_unlikely(tree: DraftTree) -> DraftTree:
+        if tree.probs is None:
+            return tree
+        unlikely = [d for d in range(1, len(tree)) if tree.probs[d - 1][tree.tokens[d]] < 0.3]
+        return tree.cut(min(unlikely) - 1) if unlikely else tree
+
+
+@pytest.mark.slow
+def test_looking_at_the_drawn_token_is_found_out() -> None:
+    assert p_value_of(early("egag", "standard", Peeking), "standard") < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["egag", "adaedl", "confidence"])
+def test_the_policies_of_the_test_above_stop_early_and_late(kind: str) -> None:
+    """Otherwise the chi-square would say nothing about them."""
+    engine = Engine(CausalLM(toy_model(FEW, seed=3)), early(kind, "standard"), EngineConfig(acceptance="standard"))
+    rows = engine.add_request((0, 3, 0, 3, 1, 0, 3), SamplingParams(n=16, max_tokens=12, temperature=1.2, seed=1))
+    for _ in engine.run():
+        pass
+    drafted = [step.drafted for row in rows for step in row.trace if step.position < 7 + 8]
+    assert len(set(drafted)) >= 3
+
+
+# -- work ------------------------------------------------------------------------------------------------------------
+
+
+class Script(Fixed):
+    """Stops each row after a number of tokens of its own, with or without the forward behind them."""
+
+    name = "script"
+
+    def __init__(self, length_of: dict[int, int], saves_forward: bool) -> None:
+        super().__init__(6)
+        self.length_of, self.saves_forward = length_of, saves_forward
+
+    def go_on(self, row: Any, depth: int) -> bool:
+        return not self.saves_forward or depth < self.length_of[row.index]
+
+    def keep_drafting(self, row: Any, depth: int, draft_log_probs: torch.Tensor | None) -> bool:
+        return depth < self.length_of[row.index]
+
+
+@pytest.mark.parametrize("saves_forward", [False, True])
+def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
+    saves_forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths 1, 4 and 2: four tokens deep is four forwards; where the law has to be seen to stop, five."""
+    model = draft_model()
+    policy = Script({0: 1, 1: 4, 2: 2}, saves_forward)
+    engine = Engine(target(), drafter(policy, model))
+    rows = engine.add_request(PROMPTS[0], replace(SAMPLED, n=3, max_tokens=30))
+    engine.step()  # the prompt
+    forwards: list[int] = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: forwards.append(1) or forward(*a, **k))
+    engine.step()
+    assert [row.trace[0].drafted for row in rows] == [1, 4, 2]
+    assert len(forwards) == (4 if saves_forward else 5)
+
+
+def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy is free where it does not look."""
+    from foretoken.drafters import growing as module
+
+    def never(*_: Any) -> None:
+        raise AssertionError("log_probs was called")
+
+    monkeypatch.setattr(module, "log_probs", never)
+    decode(target(), drafter(Fixed(3)), [(PROMPTS[0], GREEDY)])
+    with pytest.raises(AssertionError, match="log_probs was called"):
+        decode(target(), drafter(Confidence(3)), [(PROMPTS[0], GREEDY)])
+
+
+# -- trace -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_step_leaves_a_trace(policy: str) -> None:
+    engine = Engine(target(), drafter(POLICIES[policy](4)))
+    rows = engine.add_request(PROMPTS[0], replace(SAMPLED, n=2, max_tokens=15))
+    for _ in engine.run():
+        pass
+    for row in rows:
+        assert len(row.trace) == row.stats.num_steps
+        positions = [step.position for step in row.trace]
+        ends = [*positions[1:], len(row.token_ids)]
+        assert positions[0] == len(PROMPTS[0])
+        assert [step.accepted + 1 for step in row.trace[:-1]] == [
+            end - start for start, end in zip(positions[:-1], ends[:-1], strict=True)
+        ]
+        assert sum(step.accepted for step in row.trace) == row.stats.num_accepted_draft_tokens
+        assert all(step.sample == row.index and step.accepted <= step.drafted <= step.gamma for step in row.trace)
+        looks = policy.startswith(("egag", "adaedl"))
+        drafting = [step for step in row.trace if step.drafted]
+        assert all((step.entropy is not None) == looks for step in drafting)
+        assert row.plan is None
