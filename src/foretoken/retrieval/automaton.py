@@ -1,0 +1,159 @@
+"""A suffix automaton over a growing text: every earlier occurrence of its end, and what followed how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from foretoken.retrieval.growth import Candidate
+
+
+class Place(NamedTuple):
+    """A string of the text: the state that stands for it, its length, and the score of the path that led here."""
+
+    state: int
+    length: int
+    score: float
+
+
+class SuffixAutomaton:
+    """All substrings of a text, with counts, built token by token.
+
+    Source: Blumer et al. 1985; as a drafter, SAM-Decoding (Hu et al. 2024, arXiv:2411.10666). Deviations: states
+    carry how often and how recently their strings occurred, exact for strings of up to ``max_length`` tokens; the match
+    is read off the suffix link of the last state, so there is no cursor that an insertion could leave behind.
+
+    Args:
+      max_length: longest string (context and next token together) whose occurrences are counted; 2 or more.
+      escape: how much an observation weighs against what shorter contexts say: after a context of length l, seen n
+        times, the shorter contexts have a say of escape / (n * l + escape).
+
+    Cost: amortised O(1) operations per token for the automaton and at most ``max_length`` for the counts (a run of one
+    token; usually a handful), whatever the length of the text. At most two states per token.
+    """
+
+    def __init__(self, max_length: int = 24, *, escape: float = 1.0, min_match: int = 1, max_orders: int = 4) -> None:
+        self.max_length = max_length
+        self._escape = escape
+        self._min_match = min_match
+        self._max_orders = max_orders
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        self._recent = [0]
+        self._last = 0
+        self._tail, self._tail_length = 0, 0  # the state of the last max_length tokens
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        """Number of states."""
+        return len(self._link)
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in the tokens of the text that are new since the last call."""
+        for place in range(self.num_tokens, len(tokens)):
+            self._append(tokens[place])
+
+    def _append(self, token: int) -> None:
+        following, link, length = self._next, self._link, self._length
+        state = self._last
+        new = self._last = self._add(length[state] + 1, {}, 0, 0, 0)
+        while state >= 0 and token not in following[state]:
+            following[state][token] = new
+            state = link[state]
+        if state >= 0:
+            known = following[state][token]
+            if length[known] != length[state] + 1:
+                known = self._split(state, token, known)
+            link[new] = known
+        self.num_tokens += 1
+        self._count_suffixes(token)
+
+    def _add(self, length: int, following: dict[int, int], link: int, count: int, recent: int) -> int:
+        self._length.append(length)
+        self._next.append(following)
+        self._link.append(link)
+        self._count.append(count)
+        self._recent.append(recent)
+        return len(self._link) - 1
+
+    def _split(self, state: int, token: int, known: int) -> int:
+        """Give the shorter strings of ``known`` a state of their own."""
+        following, link = self._next, self._link
+        clone = self._add(
+            self._length[state] + 1, dict(following[known]), link[known], self._count[known], self._recent[known]
+        )
+        while state >= 0 and following[state].get(token) == known:
+            following[state][token] = clone
+            state = link[state]
+        link[known] = clone
+        return clone
+
+    def _count_suffixes(self, token: int) -> None:
+        """One more occurrence of every suffix of up to ``max_length`` tokens."""
+        link, count, recent = self._link, self._count, self._recent
+        tail = self._shortened(self._tail, self._tail_length)  # its state may have been split
+        self._tail_length = min(self._tail_length + 1, self.max_length)
+        self._tail = state = self._shortened(self._next[tail][token], self._tail_length)
+        while state > 0:
+            count[state] += 1
+            recent[state] = self.num_tokens
+            state = link[state]
+
+    def _shortened(self, state: int, length: int) -> int:
+        """The state of the last ``length`` tokens of a state's strings."""
+        link, lengths = self._link, self._length
+        while length <= lengths[link[state]] and state:
+            state = link[state]
+        return state
+
+    # -- matching ------------------------------------------------------------------------------------------------
+
+    def match(self) -> Place | None:
+        """The longest end of the text that has occurred before, no longer than ``max_length`` - 1; None without one."""
+        state = self._link[self._last]
+        if state <= 0:
+            return None
+        length = min(self._length[state], self.max_length - 1)
+        if length < self._min_match:
+            return None
+        return Place(self._shortened(state, length), length, 1.0)
+
+    def candidates(self, place: Place) -> list[Candidate]:
+        """What has followed, by counts after this context and, for the rest, after shorter ones."""
+        shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
+        state, length, score = place
+        rest = score
+        for _ in range(self._max_orders):
+            rest = self._add_shares(shares, state, length, rest)
+            state = self._link[state]
+            length = self._length[state] if state > 0 else 0
+            if length < self._min_match:
+                break
+        return [
+            Candidate(share, int(recent), token, Place(int(after), int(reach), share))
+            for token, (share, recent, after, reach) in shares.items()
+        ]
+
+    def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float) -> float:
+        """Distribute ``rest`` over the successors of one state; what is left for shorter contexts."""
+        following, count = self._next[state], self._count
+        if not following:
+            return rest
+        total = 0
+        for after in following.values():
+            total += count[after]
+        weight = rest * length / (total * length + self._escape)
+        for token, after in following.items():
+            known = shares.get(token)
+            if known is None:
+                reach = length + 1
+                stand = after
+                if reach >= self.max_length:
+                    reach = self.max_length - 1
+                    stand = self._shortened(after, reach)
+                shares[token] = [weight * count[after], self._recent[after], stand, reach]
+            else:
+                known[0] += weight * count[after]
+        return rest - weight * total

@@ -1,0 +1,181 @@
+"""A datastore on disk: what followed the longest known end of a text, with counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.engine.errors import ConfigError
+from foretoken.retrieval.manifest import Manifest
+from foretoken.retrieval.shard import PADDING, Interval, Shard, encode
+from foretoken.retrieval.trie import ContinuationTrie
+
+_SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How a datastore is asked.
+
+    Args:
+      match_min, match_max: tokens of the shortest and longest context that counts as a match.
+      depth: tokens read behind an occurrence; at most 64.
+      max_hits: occurrences read; of more, that many are taken at equal distances in sorted order, so that their counts
+        keep their proportions.
+      few_hits: with fewer occurrences than this, those of the next shorter context are added.
+      shorter_weight: what an added occurrence counts.
+      escape: weight of the unknown in scores.
+
+    Raises: ConfigError when a number is out of range.
+    """
+
+    match_min: int = 2
+    match_max: int = 16
+    depth: int = 10
+    max_hits: int = 512
+    few_hits: int = 8
+    shorter_weight: float = 0.25
+    escape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.match_min <= self.match_max:
+            raise ConfigError(
+                f"the shortest match is {self.match_min} tokens and the longest {self.match_max}; want 1 <= min <= max"
+            )
+        for name, value, low, high in (
+            ("depth", self.depth, 1, PADDING),
+            ("max_hits", self.max_hits, 1, 1 << 20),
+            ("few_hits", self.few_hits, 0, 1 << 20),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; want {low} to {high}")
+
+
+class Match(NamedTuple):
+    """What a datastore knows of a context.
+
+    Args:
+      length: tokens of the longest end of the context that occurs with something behind it.
+      num_hits: how often it does.
+      trie: what follows.
+    """
+
+    length: int
+    num_hits: int
+    trie: ContinuationTrie
+
+
+class Datastore:
+    """Shards of tokens, searched through memory maps.
+
+    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated and no match runs across two;
+    ids have the narrowest width that holds them; the length of the match is found by bisection instead of trying 16, 15,
+    ... in turn; more hits than ``max_hits`` are sampled evenly instead of cut off; few hits are completed by those of
+    the next shorter context.
+
+    Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see docs/methods/rest.md.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._shards = [
+            Shard(folder / shard.tokens.name, folder / shard.index.name, shard.num_tokens, manifest.width)
+            for shard in manifest.shards
+        ]
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        vocab_size: int | None = None,
+        checksums: bool = True,
+    ) -> Datastore:
+        """Check and map a datastore.
+
+        Args:
+          tokenizer, vocab_size: of the model that will read the ids, where they are known.
+          checksums: read all files once and compare; without, only names and sizes are checked.
+
+        Raises: DatastoreError for a directory that is none, or damaged; TokenizerMismatchError.
+        """
+        path = Path(folder).expanduser()
+        manifest = Manifest.read(path)
+        manifest.check_tokenizer(tokenizer, vocab_size)
+        manifest.check_files(path, checksums=checksums)
+        return cls(path, manifest)
+
+    def query(self, context: Seq[int], how: Lookup | None = None) -> Match | None:
+        """The continuations of the longest end of ``context`` that is known; None when not even the shortest is.
+
+        Ids that the datastore cannot hold (a padded vocabulary) match nothing.
+        """
+        how = how or Lookup()
+        data = encode(known_end(context[-how.match_max :], self.manifest.vocab_size), self.manifest.width)
+        found = [shard.longest(data, how.match_min, how.match_max) for shard in self._shards]
+        length = max(length for length, _ in found)
+        if length == 0:
+            return None
+        groups = [_Group([hits if size == length else _NONE for size, hits in found], length, 1.0)]
+        num_hits = groups[0].num_hits
+        if num_hits < how.few_hits and length > how.match_min:
+            context_bytes = data[len(data) - (length - 1) * self.manifest.width :]
+            shorter = _Group([shard.find(context_bytes) for shard in self._shards], length - 1, how.shorter_weight)
+            if shorter.num_hits > num_hits:
+                groups = [groups[0]._replace(weight=1.0 - how.shorter_weight), shorter]
+        return Match(length, num_hits, self._trie(groups, how))
+
+    def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
+        """One trie of all hits; a hit of two groups stands in it twice, with the weights of both."""
+        rows, places, weights = [], [], []
+        for hits, length, weight in groups:
+            limit = -(-how.max_hits // sum(interval.num_hits > 0 for interval in hits))
+            for number, (shard, interval) in enumerate(zip(self._shards, hits, strict=True)):
+                if interval.num_hits:
+                    after = shard.positions(interval, limit) + length
+                    rows.append(shard.continuations(after, how.depth))
+                    places.append(after + number * _SHARD_STRIDE)
+                    weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
+        is_single = len(rows) == 1
+        return ContinuationTrie(
+            np.concatenate(rows),
+            np.concatenate(places),
+            None if is_single else np.concatenate(weights),
+            separator=self._shards[0].separator,
+            is_sorted=is_single,
+            escape=how.escape,
+        )
+
+    def close(self) -> None:
+        """Give the files back; the datastore cannot be used any more."""
+        for shard in self._shards:
+            shard.close()
+
+
+class _Group(NamedTuple):
+    """Occurrences of one context in every shard, and what each counts."""
+
+    hits: list[Interval]
+    length: int
+    weight: float
+
+    @property
+    def num_hits(self) -> int:
+        return sum(interval.num_hits for interval in self.hits)
+
+
+_NONE = Interval(0, 0)
+
+
+def known_end(tokens: Seq[int], vocab_size: int) -> Seq[int]:
+    """The tokens after the last one outside the vocabulary."""
+    for place in range(len(tokens) - 1, -1, -1):
+        if not 0 <= tokens[place] < vocab_size:
+            return tokens[place + 1 :]
+    return tokens

@@ -1,0 +1,143 @@
+"""One shard of a datastore: token ids and their suffix array, both memory-mapped."""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PADDING = 64
+"""Separators behind the last token, so that a continuation may be read past the end. Also the longest continuation."""
+
+Ids = npt.NDArray[np.int64]
+
+
+def width_of(vocab_size: int) -> int:
+    """Bytes per token: the fewest that leave the largest id free, which separates documents."""
+    width = 1
+    while vocab_size >= 256**width:
+        width += 1
+    return width
+
+
+def encode(ids: npt.NDArray[np.integer] | Seq[int], width: int) -> bytes:
+    """Token ids as big-endian bytes, which compare like the ids themselves."""
+    wide = np.asarray(ids, dtype=">u4").reshape(-1, 1).view(np.uint8)
+    return wide[:, 4 - width :].tobytes()
+
+
+def decode(data: npt.NDArray[np.uint8], width: int) -> Ids:
+    """The ids of bytes of shape (..., num_tokens * width)."""
+    if width == 2:
+        return data.view(">u2").astype(np.int64)
+    pieces = data.reshape(*data.shape[:-1], -1, width)
+    ids = np.zeros(pieces.shape[:-1], np.int64)
+    for byte in range(width):
+        ids = (ids << 8) | pieces[..., byte]
+    return ids
+
+
+class Interval(NamedTuple):
+    """Occurrences of a context that something follows: suffixes ``low`` to ``high`` - 1 in sorted order."""
+
+    low: int
+    high: int
+
+    @property
+    def num_hits(self) -> int:
+        return self.high - self.low
+
+
+class Shard:
+    """A searchable piece of a datastore.
+
+    Args:
+      tokens: file of ids, ``width`` bytes each, every document followed by a separator, then `PADDING` separators.
+      index: file of little-endian 32-bit positions, in the order of the suffixes that begin there.
+      num_tokens: of the index, separators included.
+      width: bytes per token.
+
+    Cost: O(log num_tokens) probes per search, each two random reads.
+    """
+
+    def __init__(self, tokens: Path, index: Path, num_tokens: int, width: int) -> None:
+        self.num_tokens = num_tokens
+        self.width = width
+        self.separator = 256**width - 1
+        self._text = _mapped(tokens)
+        self._index_map = _mapped(index)
+        self._order = memoryview(self._index_map).cast("I")
+        self._positions = np.frombuffer(self._index_map, dtype="<u4")
+        self._separator_bytes = encode([self.separator], width)
+
+    def find(self, context: bytes) -> Interval:
+        """All occurrences of ``context`` (token bytes) with a next token in the same document."""
+        size, text, width = len(context), self._text, self.width
+
+        def suffix(position: int) -> bytes:
+            start = position * width
+            return text[start : start + size + width]
+
+        low = bisect_left(self._order, context, key=suffix)
+        if low == self.num_tokens or not suffix(self._order[low]).startswith(context):
+            return Interval(low, low)
+        beyond = context + self._separator_bytes  # separators sort last: what is left of them goes on
+        step = 1
+        while low + step < self.num_tokens and suffix(self._order[low + step]) < beyond:
+            step *= 2
+        high = bisect_left(self._order, beyond, low + step // 2, min(low + step, self.num_tokens), key=suffix)
+        return Interval(low, high)
+
+    def longest(self, context: bytes, shortest: int, longest: int) -> tuple[int, Interval]:
+        """The longest end of ``context``, from ``shortest`` to ``longest`` tokens, that occurs, with its occurrences.
+
+        A context occurs only where its own ends occur too, so the length is found by bisection.
+
+        Returns: 0 and an empty interval when not even the shortest occurs.
+        """
+        longest = min(longest, len(context) // self.width)
+        best, found = 0, Interval(0, 0)
+        low, high = shortest, longest
+        while low <= high:
+            middle = (low + high) // 2
+            interval = self.find(context[len(context) - middle * self.width :])
+            if interval.num_hits:
+                best, found, low = middle, interval, middle + 1
+            else:
+                high = middle - 1
+        return best, found
+
+    def positions(self, interval: Interval, limit: int) -> Ids:
+        """Where the occurrences begin; of more than ``limit``, that many at equal distances in sorted order."""
+        count = interval.num_hits
+        if count <= limit:
+            return self._positions[interval.low : interval.high].astype(np.int64)
+        ranks = interval.low + np.arange(limit) * count // limit
+        return self._positions[ranks].astype(np.int64)
+
+    def continuations(self, positions: Ids, depth: int) -> Ids:
+        """The ``depth`` ids from each position on: (num_positions, depth)."""
+        size = depth * self.width
+        windows = np.ndarray(
+            (self.num_tokens + PADDING - depth + 1,),
+            dtype=f"V{size}",
+            buffer=self._text,
+            strides=(self.width,),
+        )
+        rows = windows[positions].view(np.uint8).reshape(len(positions), size)
+        return decode(rows, self.width)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._order.release()
+        del self._positions
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
