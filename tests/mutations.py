@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters import draft_model
+from foretoken.drafters import growing
 from foretoken.engine import accept
 from foretoken.engine.cache import KVCache, RaggedLayer
 from foretoken.engine.engine import Engine
@@ -277,5 +277,5 @@ def keeps_the_first_columns(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_kept(patch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
-    fed_along = draft_model._Draft.fed_along
-    patch.setattr(draft_model._Draft, "fed_along", lambda self, tokens: change(fed_along(self, tokens)))
+    fed_along = growing.Draft.fed_along
+    patch.setattr(growing.Draft, "fed_along", lambda self, tokens: change(fed_along(self, tokens)))

@@ -124,7 +124,7 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
     inner = getattr(engine.drafter, "_cache", None)
     if inner is not None:
         found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
-        found += [(engine.drafter, name) for name in ("_feed", "_enter", "_align", "_catch_up", "_extend")]
+        found += [(engine.drafter, name) for name in ("_feed", "_enter", "_align", "_first_logits", "_extend")]
     return found
 
 

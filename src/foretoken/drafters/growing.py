@@ -120,10 +120,14 @@ class GrowingDrafter(Drafter):
         drafts = [self._drafts[row.id] for row in rows]
         for row, draft, budget in zip(rows, drafts, budgets, strict=True):
             draft.begin(row.pending, min(self.policy.begin(row), budget, self._reach(len(row.token_ids))))
-        drafting = [row for row, draft in zip(rows, drafts, strict=True) if draft.cap > 0]
+        drafting = self._rows_to_feed(rows, drafts)
         if drafting:
             self._draft(drafting)
         return [self._tree(draft) for draft in drafts]
+
+    def _rows_to_feed(self, rows: Seq[Sequence], drafts: Seq[Draft]) -> list[Sequence]:
+        """The rows that the forwards of this step run over."""
+        return [row for row, draft in zip(rows, drafts, strict=True) if draft.cap > 0]
 
     def _reach(self, length: int) -> int:
         """How many tokens can be drafted behind so many: the last of them is never fed; 0 or less for none."""

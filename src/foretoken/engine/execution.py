@@ -44,12 +44,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def shadow(model: Model) -> Model:
-    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter and buffer.
+    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter, buffer and packed weight.
 
     Raises: UnsupportedModelError when the module tree cannot be copied.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    shared = [
+        *model.parameters(),
+        *model.buffers(),
+        *(forward for forward in forwards if isinstance(forward, (PackedLinear, RMSNorm))),
+    ]
+    memo: dict[int, Any] = {id(item): item for item in shared}
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, copy.Error) as error:
@@ -98,6 +103,12 @@ class Execution:
         if self.compiled is not None:
             return self.compiled(**kwargs)
         return self.model(**kwargs)
+
+    def over(self, model: PreTrainedModel) -> Execution:
+        """The same for a shadow of this one's model; what is packed stays with this one."""
+        other = Execution(model, self.kind)
+        other.uses_grouped_attention = self.uses_grouped_attention
+        return other
 
     def refresh_if_stale(self) -> bool:
         """Pack again what was written since it was packed; True when anything was.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,30 @@ class CausalLM:
     def new_cache(self, num_rows: int = 0, capacity: int = 256) -> KVCache:
         """An empty cache that this model can write into."""
         return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device)
+
+    @torch.inference_mode()
+    def variant(self, name: str, edit: Callable[[CausalLM, PreTrainedModel], None]) -> CausalLM:
+        """An adapter over another shadow with the same tensors, which reads and writes the same caches.
+
+        Args:
+          name: what is different about it, for messages.
+          edit: changes modules of the new shadow in place. It may run the adapter to learn about them.
+
+        Exactness: neither this adapter nor the user's model is changed.
+        """
+        other = copy.copy(self)
+        other.name = f"{self.name} ({name})"
+        other._shadow = shadow(self._shadow)
+        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other.execution = self.execution.over(other._shadow)
+        edit(other, other._shadow)
+        other.num_forwards = 0
+        return other
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder layers of the shadow, in order."""
+        return list(self._hooks.layers)
 
     @torch.inference_mode()
     def forward(
@@ -324,7 +349,7 @@ class _FeatureHooks:
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         self._head = model.get_output_embeddings()
-        self._layers = _decoder_layers(model, num_layers)
+        self.layers = _decoder_layers(model, num_layers)
 
     @contextmanager
     def recording(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> Iterator[_Capture]:
@@ -343,7 +368,7 @@ class _FeatureHooks:
         if last_hidden:
             handles.append(self._head.register_forward_pre_hook(keep_hidden))
         for index in layer_inputs:
-            handles.append(self._layers[index].register_forward_pre_hook(keep_layer(index), with_kwargs=True))
+            handles.append(self.layers[index].register_forward_pre_hook(keep_layer(index), with_kwargs=True))
         try:
             yield record
         finally:

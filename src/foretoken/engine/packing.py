@@ -96,6 +96,11 @@ class PackedLinear:
         weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
         self._is_released = True
 
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in) as it was packed, also where the original was released."""
+        dense: torch.Tensor = self._packed.to_dense()
+        return dense
+
     @property
     def num_bytes(self) -> int:
         return self._num_elements * self._packed_dtype.itemsize

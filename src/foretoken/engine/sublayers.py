@@ -1,0 +1,102 @@
+"""The attention and MLP sublayers of any decoder, found by their structure, and how to leave them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from foretoken.engine.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Sublayers:
+    """One decoder layer and its two residual branches.
+
+    Args:
+      mlp: the modules that the MLP branch consists of; several where the layer holds its linears itself (OPT).
+    """
+
+    layer: nn.Module
+    attention: nn.Module
+    mlp: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> Sublayers:
+        """Tell the branches apart: attention knows its place in the cache, the MLP has matrices, norms have none.
+
+        Raises: UnsupportedModelError when a layer has not exactly one attention and at least one MLP module.
+        """
+        matrices = [child for child in layer.children() if any(weight.dim() > 1 for weight in child.parameters())]
+        attention = [child for child in matrices if _is_attention(child)]
+        mlp = tuple(child for child in matrices if not _is_attention(child))
+        if len(attention) != 1 or not mlp:
+            names = [type(child).__name__ for child in matrices]
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} is built of {', '.join(names) or 'nothing known'}; sublayers can be left out "
+                "where a layer has one attention and one MLP. Use another method."
+            )
+        return cls(layer, attention[0], mlp)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "layer_idx") or "attention" in type(module).__name__.lower()
+
+
+def skip_sublayers(
+    layers: Iterable[nn.Module], attention: Iterable[int], mlp: Iterable[int], run: Callable[[], Any]
+) -> None:
+    """Leave residual branches out: what a skipped module adds to the residual stream becomes zero.
+
+    A layer without both branches passes its input on, norms included. Only instances are changed: use it on a shadow.
+
+    Args:
+      layers: decoder layers, in order.
+      attention, mlp: indices of the layers whose branch is left out.
+      run: makes one forward through the layers, to learn the shape of what the modules return.
+    """
+    parts = [Sublayers.of(layer) for layer in layers]
+    without_attention, without_mlp = set(attention), set(mlp)
+    modules = [module for part in parts for module in (part.layer, part.attention, *part.mlp)]
+    outputs = _outputs_of(modules, run)
+    for index, part in enumerate(parts):
+        if index in without_attention and index in without_mlp:
+            _replace(part.layer, outputs, _same)
+            continue
+        if index in without_attention:
+            _replace(part.attention, outputs, torch.zeros_like)
+        if index in without_mlp:
+            for module in part.mlp[:-1]:
+                _replace(module, outputs, _same)  # so that the last one sees the width of the residual stream
+            _replace(part.mlp[-1], outputs, torch.zeros_like)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _outputs_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Any]:
+    """What every module returns in one forward."""
+    outputs: dict[nn.Module, Any] = {}
+    handles = [module.register_forward_hook(lambda m, _, output: outputs.update({m: output})) for module in modules]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def _replace(module: nn.Module, outputs: dict[nn.Module, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a module return a function of its input, in the form of its usual output."""
+    output = outputs[module]
+    num_others = len(output) - 1 if isinstance(output, tuple) else None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        result = change(args[0] if args else kwargs["hidden_states"])
+        return result if num_others is None else (result, *(None,) * num_others)
+
+    module.forward = forward
