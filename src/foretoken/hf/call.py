@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ class Wishes:
 
     Args:
       rows: of the batch, expanded by ``num_return_sequences``.
-      num_samples: how many rows in turn have the same prompt.
       processors: transformers' list.
       seed: of the call; None decodes greedily.
       endings: when rows end.
@@ -36,7 +36,6 @@ class Wishes:
     """
 
     rows: Sequence[Row]
-    num_samples: int
     processors: Sequence[Any]
     seed: int | None
     endings: Endings
@@ -48,7 +47,7 @@ class Wishes:
         place = Place(index, len(self.rows), row, eos, self.device)
         fields = sampling_fields(self.processors, self.seed is not None, place)
         if self.endings.max_length is not None:
-            fields["max_tokens"] = self.endings.max_length - len(row.shown_ids)
+            fields["max_tokens"] = max(1, self.endings.max_length - len(row.shown_ids))
             fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
         return SamplingParams(**{"max_tokens": None, "detokenize": False, "seed": self.seed or 0, **fields})
 
@@ -74,12 +73,12 @@ class Call:
         self._index_of = {row.id: index for index, row in enumerate(self._rows)}
 
     def _add_rows(self) -> None:
-        """Queue the rows. Samples of one prompt share its prefill, unless their processors tell them apart."""
+        """Queue the rows. Equal ones in turn share their prefill, unless their processors tell them apart."""
         wishes = self._wishes
         while (first := len(self._rows)) < len(wishes.rows):
             params = wishes.params(first)
             row = wishes.rows[first]
-            count = wishes.num_samples if is_shared(params) else 1
+            count = len(list(takewhile(row.__eq__, wishes.rows[first:]))) if is_shared(params) else 1
             params = replace(params, seed=mix(wishes.seed or 0, first), n=count)
             self._rows += self._engine.add_request(row.token_ids, params, history_ids=row.shown_ids)
             self._params += [params] * params.n

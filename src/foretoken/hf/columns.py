@@ -44,7 +44,8 @@ class Endings:
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self.criteria = criteria
-        self.max_length: int | None = criteria.max_length
+        lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        self.max_length: int | None = min(lengths, default=None)
         eos = [token for each in criteria if type(each) is EosTokenCriteria for token in each.eos_token_id.tolist()]
         self.eos_token_ids = frozenset(token for token in eos if token >= 0)
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)

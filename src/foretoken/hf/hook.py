@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,24 +116,17 @@ class Speculation:
         """
         caller = Caller.find()
         synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
-        _check(model, input_ids, logits_processor, generation_config, model_kwargs, caller, synced)
-        streamer = self._one_streamer(streamer, caller.streamer, input_ids)
-        try:
+        theirs = streamer if streamer is not None else caller.streamer  # has got the prompt from ``generate``
+        with _ended(self._streamer), _ended(theirs):
+            _check(model, input_ids, logits_processor, generation_config, model_kwargs, caller, synced)
+            if theirs is not None and self._streamer is not None:
+                raise ConfigError("speculate(...) and generate(...) got a streamer each; give it to one of them")
+            if self._streamer is not None:
+                self._streamer.put(input_ids.cpu())
+                theirs = self._streamer
             return self._generate(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+                model, input_ids, logits_processor, stopping_criteria, generation_config, theirs, model_kwargs
             )
-        finally:  # also when it breaks off: a reader in another thread would wait for ever
-            if streamer is not None:
-                streamer.end()
-
-    def _one_streamer(self, handed: Any, given: Any, input_ids: torch.Tensor) -> Any:
-        """The streamer of this call. One that was given to ``generate`` has got the prompt from there."""
-        theirs = handed if handed is not None else given
-        if theirs is not None and self._streamer is not None:
-            raise ConfigError("speculate(...) and generate(...) got a streamer each; give it to one of them")
-        if self._streamer is not None:
-            self._streamer.put(input_ids.cpu())
-        return theirs if theirs is not None else self._streamer
 
     def _generate(
         self,
@@ -163,7 +157,7 @@ class Speculation:
         )
         engine = self._new_engine(model, adapter, engine_config, endings)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
-        wishes = Wishes(rows, config.num_return_sequences or 1, processors, seed, endings, input_ids.device)
+        wishes = Wishes(rows, processors, seed, endings, input_ids.device)
         call = Call(engine, adapter.lock, wishes, columns)
         call.run()
         call.fill_tails()
@@ -205,6 +199,16 @@ def _check(
     refusals.check_processes(model, synced_gpus)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+
+
+@contextmanager
+def _ended(streamer: Any) -> Iterator[None]:
+    """End a streamer, also when the call breaks off: its reader in another thread would wait for ever."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def _stop_criterion(
