@@ -30,6 +30,7 @@ from foretoken.hf.caller import Caller
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading import load_tokenizer
+from foretoken.pairing import Drafting
 from foretoken.speculative import SpeculativeConfig
 
 _ADAPTERS = Adapters()
@@ -140,7 +141,8 @@ class Speculation:
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         mask = model_kwargs.get("attention_mask")
         rows = read_rows(input_ids, mask)
-        adapter = _ADAPTERS.of(model, self._execution)
+        with torch.random.fork_rng(devices=()):  # set-up takes nothing from the user's generator
+            adapter, drafting = self._prepared(model)
         check_positions(rows, mask, model_kwargs.get("position_ids"), adapter.target)
         endings = Endings(self._with_stop_strings(criteria))
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
@@ -155,7 +157,9 @@ class Speculation:
             output_scores=keeps_scores,
             output_logits=keeps_logits,
         )
-        engine = self._new_engine(model, adapter, engine_config, endings)
+        eos = sorted(endings.eos_token_ids)
+        with adapter.lock:
+            engine = Engine(adapter.target, drafting.new_drafter(), engine_config, eos_token_ids=eos)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
         wishes = Wishes(rows, processors, seed, endings, input_ids.device)
         call = Call(engine, adapter.lock, wishes, columns)
@@ -176,10 +180,10 @@ class Speculation:
             return criteria
         return StoppingCriteriaList([*criteria, self._stop_criterion])
 
-    def _new_engine(self, model: PreTrainedModel, adapter: Adapter, config: EngineConfig, endings: Endings) -> Engine:
+    def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
+        adapter = _ADAPTERS.of(model, self._execution)
         with adapter.lock:
-            drafting = adapter.drafting(model, self.config, self._tokenizer)
-            return Engine(adapter.target, drafting.new_drafter(), config, eos_token_ids=sorted(endings.eos_token_ids))
+            return adapter, adapter.drafting(model, self.config, self._tokenizer)
 
 
 def _check(
