@@ -20,6 +20,7 @@ from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
+from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.stats import StepProfile
 from foretoken.loading import is_zoo, load_model, load_tokenizer
 from foretoken.modelinfo import describe
@@ -51,6 +52,8 @@ class LLM:
       execution: "auto", "eager", "packed" or "compiled".
       revision, trust_remote_code: of a model from the hub.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
+      num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
+        them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
       max_num_seqs, max_model_len, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
     Raises:
@@ -76,6 +79,7 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         seed: int | None = None,
+        num_cached_prefixes: int = 0,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_model_len: int | None = EngineConfig.max_model_len,
         prefill_chunk_size: int = EngineConfig.prefill_chunk_size,
@@ -89,6 +93,7 @@ class LLM:
             exactness=exactness,
             strict_width=strict_width,
         )
+        self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
         config = SpeculativeConfig.parse(speculative_config)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
@@ -213,6 +218,7 @@ class LLM:
             self.engine_config,
             eos_token_ids=self._eos_token_ids,
             tokenizer=self.tokenizer,
+            prefixes=self._prefixes,
         )
 
 

@@ -76,6 +76,7 @@ class RequestOutput:
       prompt: the text, None for a prompt of token ids.
       finished: False when it was aborted before its end.
       lossless: the acceptance rule keeps the law of the target.
+      num_cached_tokens: of the prompt, taken over from earlier requests instead of being fed (vLLM's field).
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     lossless: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Runner:
         with self._lock:
             if self._is_stepping:
                 raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
-            self._engine.target.execution.refresh_if_stale()
+            if self._engine.target.execution.refresh_if_stale():
+                self._engine.forget_prefixes()
             requests: list[Request] = []
             try:
                 for place, (prompt, params_of) in enumerate(zip(prompts, params, strict=True)):

@@ -165,6 +165,7 @@ class Session:
             outputs=tuple(self._completion(request, sample) for sample in request.samples),
             finished=all(sample.finish_reason not in (None, "abort") for sample in request.samples),
             metrics=self._metrics(request),
+            num_cached_tokens=request.samples[0].row.num_cached_tokens,
         )
 
     def _completion(self, request: Request, sample: Sample) -> CompletionOutput:

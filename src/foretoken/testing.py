@@ -211,6 +211,10 @@ class _Watched(Drafter):
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
 
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        require({row.id for row in rows} <= self._started, "retain for rows which never started")
+        self.drafter.retain(rows, limit)
+
     def forget(self, rows: Seq[Sequence]) -> None:
         ids = {row.id for row in rows}
         require(ids <= self._started, f"forget for rows {sorted(ids - self._started)}, which never started")

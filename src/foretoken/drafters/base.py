@@ -104,6 +104,12 @@ class Drafter(ABC):
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Learn from a step. ``row.token_ids`` already holds the emitted tokens."""
 
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        """Keep what is known of rows that are about to be forgotten, for prompts that begin like them.
+
+        Called by engines that do so themselves; ``limit`` is how many rows they keep. Only drafters with a cache of their own have something to keep.
+        """
+
     def forget(self, rows: Seq[Sequence]) -> None:
         """Drop the state of rows that have finished, normally or not."""
 

@@ -10,6 +10,7 @@ from foretoken.drafters.base import Features, StepResult
 from foretoken.drafters.growing import Draft, GrowingDrafter
 from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.sequence import Sequence
 
 PREFILL_CHUNK = 512
@@ -56,6 +57,7 @@ class DraftModelDrafter(GrowingDrafter):
         self.model = model
         self._cache = model.new_cache()
         self._order: list[int] = []  # row ids in cache order
+        self._prefixes: PrefixStore | None = None
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -70,12 +72,26 @@ class DraftModelDrafter(GrowingDrafter):
                 forks.append((row, slot_of[prompt]))
             else:
                 slot_of[prompt] = self._enter(row, self._cache.add_rows())
-        self._feed(first_slot, [prompt if self._reach(len(prompt) + 1) > 0 else () for prompt in slot_of])
+        self._feed(first_slot, [self._unknown(prompt, slot) for prompt, slot in slot_of.items()])
         for row, slot in forks:
             self._enter(row, self._cache.fork(slot))
         for row in rows:
             draft = self._drafts[row.id]
             draft.trunk = self._cache.lengths[draft.slot]
+
+    def _unknown(self, prompt: tuple[int, ...], slot: int) -> tuple[int, ...]:
+        """What is to be fed of a prompt: nothing beyond the drafter's context, and not what an earlier row has left."""
+        if self._reach(len(prompt) + 1) <= 0:
+            return ()
+        known = self._prefixes.load(prompt, self._cache, slot) if self._prefixes is not None else 0
+        return prompt[known:]
+
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        if self._prefixes is None:
+            self._prefixes = PrefixStore(limit)
+        for row in rows:
+            draft = self._drafts[row.id]
+            self._prefixes.keep(row.token_ids, self._cache, draft.slot, draft.trunk)
 
     def _enter(self, row: Sequence, slot: int) -> int:
         self._order.append(row.id)

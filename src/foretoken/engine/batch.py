@@ -62,6 +62,10 @@ class Batch:
     def prefilling(self) -> list[Run]:
         return self._runs[self.num_decoding :]
 
+    def slot_of(self, run: Run) -> int:
+        """The row of the cache that holds a run."""
+        return self._runs.index(run)
+
     def admit(self) -> list[Run]:
         """Give waiting runs a row while there is room; those that just got one."""
         admitted = []

@@ -6,12 +6,15 @@ This is the only file that owns lengths, commit and rollback.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from foretoken.engine.errors import ShapeError
+
+RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
+"""Keys and values of one row, layer by layer; None for a layer that keeps none."""
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -224,6 +227,30 @@ class KVCache(Cache):  # type: ignore[misc]
         copy = self.add_rows()
         self._copy(row, copy)
         return copy
+
+    @torch.inference_mode()
+    def export(self, row: int, length: int) -> RowStates:
+        """Copies of the first columns of a row, layer by layer: keys and values (heads, length, head_dim)."""
+        return tuple(
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            if layer.is_initialized
+            else None
+            for layer in self.layers
+        )
+
+    @torch.inference_mode()
+    def load(self, row: int, states: RowStates, length: int) -> None:
+        """Make the first ``length`` exported columns the committed ones of a row."""
+        self.reserve(length)
+        for layer, pair in zip(self.layers, states, strict=True):
+            if pair is None:
+                continue
+            keys, values = pair
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys[None], values[None])
+            layer.keys[row, :, :length] = keys[:, :length]
+            layer.values[row, :, :length] = values[:, :length]
+        self.lengths[row] = length
 
     @torch.inference_mode()
     def swap(self, row: int, other: int) -> None:

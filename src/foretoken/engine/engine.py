@@ -26,6 +26,7 @@ from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
+from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs, scores
 from foretoken.engine.sequence import Sequence, check_prompt
 from foretoken.engine.stats import StepProfile
@@ -54,6 +55,8 @@ class Engine:
       drafter: proposes; `EmptyDrafter` for plain decoding.
       eos_token_ids: tokens that end a row.
       tokenizer: needed for stop strings only.
+      prefixes: where rows that have ended are kept for prompts that begin like them; several engines over one target
+        may share it. Not used for drafters that need features of every token of the prompt.
 
     Exactness: under "match" the tokens equal plain decoding with the same seed, whatever is drafted.
     Randomness: a pure function of (seed of the row, absolute position, token id) under "match"; keyed streams of
@@ -68,6 +71,7 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -80,6 +84,12 @@ class Engine:
                 f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
+        if prefixes is not None and self.config.is_strict:
+            raise ConfigError(
+                "exactness='strict' decodes bit for bit alike, and keys and values of earlier rows were rounded at other "
+                "shapes; keep no prefixes, or use exactness='default'"
+            )
+        self._prefixes = prefixes
         self.cache = target.new_cache()
         self.drafter.bind(target, self.cache)
         self.profile = StepProfile()
@@ -171,6 +181,11 @@ class Engine:
                     row.finish_reason = "abort"
                     self._retire(run)
 
+    def forget_prefixes(self) -> None:
+        """Drop what earlier rows left, for instance because the weights have changed."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._batch.waiting or len(self._batch))
@@ -196,8 +211,11 @@ class Engine:
           with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
         with self._exclusive():
-            for run in self._batch.admit():
-                if run.is_prefilled:  # a prompt of one token
+            admitted = self._batch.admit()
+            for slot, run in enumerate(admitted, len(self._batch) - len(admitted)):
+                self._recall(run, slot)
+            for run in admitted:
+                if run.is_prefilled:  # a prompt of one token, or one that goes on from an earlier row
                     self._enter(run)
             prefilling, decoding = self._batch.prefilling, self._batch.decoding
             if prefilling and not (self._prefilled_last and decoding):
@@ -243,8 +261,27 @@ class Engine:
         run.features = []
         self.drafter.start([entry.row for entry in entered], [features] * len(entered))
 
+    def _recall(self, run: Run, slot: int) -> None:
+        """Take over what earlier rows left of the prompt's beginning."""
+        needs_features = self.drafter.requires.last_hidden or self.drafter.requires.layer_inputs
+        if self._prefixes is None or needs_features:
+            return
+        run.num_prefilled = self._prefixes.load(run.row.token_ids[: run.num_to_prefill], self.cache, slot)
+        run.row.num_cached_tokens = run.num_prefilled
+        self.profile.num_cached_tokens += run.num_prefilled
+
+    def _keep(self, run: Run) -> None:
+        """Leave what a row has in the caches to prompts that begin like it."""
+        if self._prefixes is None or run.is_in_doubt or run.row.finish_reason == "error":
+            return
+        slot = self._batch.slot_of(run)
+        self._prefixes.keep(run.row.token_ids, self.cache, slot, self.cache.lengths[slot])
+        if slot < self._batch.num_decoding:
+            self.drafter.retain([run.row], self._prefixes.limit)
+
     def _retire(self, run: Run) -> None:
         """Take a run out of the batch."""
+        self._keep(run)
         if run in self._batch.decoding:
             self.drafter.forget([run.row])
         self._batch.remove(run, erase=run.row.finish_reason in (None, "error"))

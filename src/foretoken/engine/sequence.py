@@ -30,6 +30,7 @@ class Sequence:
       seed: of this row; sample i of n has ``mix(seed of the request, i)``.
       law: turns logits of this row into its target distribution; holds the incremental history.
       max_length: prompt and output together never exceed it.
+      num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
       plan: what the length policy planned for the running step.
       trace: one entry per step.
     """
@@ -47,6 +48,7 @@ class Sequence:
     num_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
     plan: DraftPlan | None = None
     trace: list[StepTrace] = field(default_factory=list)
 

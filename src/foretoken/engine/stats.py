@@ -93,6 +93,7 @@ class StepProfile:
     """Where the time of an engine goes, in seconds, by the verbs of the loop."""
 
     num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
     num_steps: int = 0
     prefill_seconds: float = 0.0
     propose_seconds: float = 0.0

@@ -1,0 +1,265 @@
+"""Rows that have ended leave their cache to prompts that begin like them: the same tokens, and only new text is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.drafters.base import Drafter, Requirements
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.cache import KVCache
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.engine.prefixes import PrefixStore, shared_length
+from foretoken.engine.sequence import Sequence
+from foretoken.params import SamplingParams
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+
+VOCAB_SIZE = 64
+TURN = (7, 8, 9, 10, 11)
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@cache
+def draft_model() -> CausalLM:
+    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": EmptyDrafter,
+    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
+    "nasd": lambda: NasdDrafter(4),
+    "chain": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE),
+    "tree": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE, num_branches=2),
+}
+
+
+def engine(kind: str = "none", prefixes: PrefixStore | None = None, **options: Any) -> Engine:
+    return Engine(target(), DRAFTERS[kind](), EngineConfig(**options), prefixes=prefixes)
+
+
+def answer(engine: Engine, prompt: tuple[int, ...], params: SamplingParams = GREEDY) -> Sequence:
+    (row,) = engine.add_request(prompt, params)
+    for _ in engine.run():
+        pass
+    return row
+
+
+def fed(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens fed to a model from now on, one entry per forward: counted where they go in."""
+    counts: list[int] = []
+    forward = model.forward
+
+    def counting(nodes: Any, *args: Any, **options: Any) -> Any:
+        counts.append(sum(nodes.counts))
+        return forward(nodes, *args, **options)
+
+    monkeypatch.setattr(model, "forward", counting)
+    return counts
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_conversation_goes_on_as_a_fresh_one_would(kind: str, params: SamplingParams) -> None:
+    going_on = engine(kind, PrefixStore(2))
+    history = PROMPTS[0]
+    for turn in range(4):
+        continued, fresh = answer(going_on, history, params), answer(engine(kind), history, params)
+        assert continued.output_ids == fresh.output_ids
+        assert (continued.num_cached_tokens > 0) == (turn > 0)
+        history = (*history, *continued.output_ids, *TURN)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn feeds the last token of the first answer, which no cache holds, and all but the last new one."""
+    going_on = engine(kind, PrefixStore(1))
+    row = answer(going_on, PROMPTS[0])
+    of_target, of_drafter = fed(target(), monkeypatch), fed(draft_model(), monkeypatch)
+    again = answer(going_on, (*row.token_ids, *TURN), replace(GREEDY, max_tokens=1))
+    assert again.num_cached_tokens == len(row.token_ids) - 1
+    assert of_target == [1 + len(TURN) - 1, 1]  # the prompt; then the pending token alone, for one token is wanted
+    assert going_on.profile.num_prefill_tokens == len(PROMPTS[0]) - 1 + len(TURN)
+    assert going_on.profile.num_cached_tokens == len(row.token_ids) - 1
+    if kind in ("chain", "tree"):
+        assert sum(of_drafter) <= len(TURN) + 5  # and what was drafted last, at most, which it had not fed itself
+        assert sum(of_drafter) >= len(TURN)
+
+
+def test_methods_take_over_from_each_other() -> None:
+    """One store for all engines of a target; the plain answer to the same prompt feeds no prompt at all."""
+    store, params = PrefixStore(1), replace(SAMPLED, seed=11)
+    drafted = answer(engine("chain", store), PROMPTS[0], params)
+    plain_engine = engine("none", store)
+    plain = answer(plain_engine, PROMPTS[0], params)
+    assert plain.output_ids == drafted.output_ids
+    assert plain.num_cached_tokens == len(PROMPTS[0]) - 1
+    assert plain_engine.profile.num_prefill_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["none", "chain"])
+def test_another_text_shares_its_beginning_only(kind: str) -> None:
+    going_on = engine(kind, PrefixStore(3))
+    row = answer(going_on, PROMPTS[0])
+    other = (*PROMPTS[0], row.output_ids[0], (row.output_ids[1] + 1) % VOCAB_SIZE, *TURN)
+    continued = answer(going_on, other, SAMPLED)
+    assert continued.num_cached_tokens == len(PROMPTS[0]) + 1
+    assert continued.output_ids == answer(engine(kind), other, SAMPLED).output_ids
+
+
+@pytest.mark.parametrize("kind", ["none", "chain"])
+def test_samples_and_batches_take_over_too(kind: str) -> None:
+    """Ragged: one row goes on, one is new, one goes on from the middle, with two samples each."""
+    going_on, fresh = engine(kind, PrefixStore(4), max_num_seqs=8), engine(kind, max_num_seqs=8)
+    first = answer(going_on, PROMPTS[0])
+    prompts = [(*first.token_ids, *TURN), PROMPTS[1], (*first.token_ids[:-4], *TURN)]
+    rows = {}
+    for each in (going_on, fresh):
+        rows[each] = [row for prompt in prompts for row in each.add_request(prompt, replace(SAMPLED, n=2))]
+        for _ in each.run():
+            pass
+    assert [row.output_ids for row in rows[going_on]] == [row.output_ids for row in rows[fresh]]
+    assert [row.num_cached_tokens for row in rows[going_on][::2]] == [
+        len(first.token_ids) - 1,
+        0,
+        len(first.token_ids) - 4,
+    ]
+
+
+def test_an_aborted_row_is_kept_as_far_as_it_came() -> None:
+    store = PrefixStore(1)
+    going_on = engine("chain", store)
+    (row,) = going_on.add_request(PROMPTS[0], replace(GREEDY, max_tokens=30))
+    for _ in range(4):
+        going_on.step()
+    going_on.abort(row.request_id)
+    assert store.num_tokens == len(row.token_ids) - 1
+    again = answer(going_on, tuple(row.token_ids))
+    assert again.output_ids == answer(engine(), tuple(row.token_ids)).output_ids
+
+
+def test_a_prompt_that_was_cut_off_while_it_was_fed_is_kept() -> None:
+    store = PrefixStore(1)
+    going_on = engine("chain", store, prefill_chunk_size=3)
+    (row,) = going_on.add_request(PROMPTS[0], GREEDY)
+    going_on.step()
+    going_on.abort(row.request_id)
+    assert store.num_tokens == min(3, len(PROMPTS[0]) - 1)
+    assert answer(going_on, PROMPTS[0]).output_ids == answer(engine(), PROMPTS[0]).output_ids
+
+
+def test_rows_that_ended_in_an_error_leave_nothing() -> None:
+    class Failing:
+        calls = 0
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return scores if self.calls < 3 else scores * torch.nan
+
+    store = PrefixStore(1)
+    row = answer(engine("none", store), PROMPTS[0], replace(GREEDY, logits_processors=(Failing(),)))
+    assert row.finish_reason == "error"
+    assert len(store) == 0
+
+
+def test_drafters_that_need_features_of_the_whole_prompt_get_them() -> None:
+    class NeedsHidden(EmptyDrafter):
+        requires = Requirements(last_hidden=True)
+        seen: list[int]
+
+        def start(self, rows: Any, features: Any) -> None:
+            self.seen = [len(feature.last_hidden) for feature in features]
+
+    drafter = NeedsHidden()
+    going_on = Engine(target(), drafter, prefixes=PrefixStore(1))
+    row = answer(going_on, PROMPTS[0])
+    again = answer(going_on, (*row.token_ids, *TURN))
+    assert again.num_cached_tokens == 0
+    assert drafter.seen == [len(row.token_ids) + len(TURN) - 1]
+
+
+def test_strict_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strict.*keep no prefixes"):
+        engine("none", PrefixStore(1), exactness="strict")
+
+
+# -- the store -------------------------------------------------------------------------------------------------------
+
+
+def cache_with(*lengths: int) -> KVCache:
+    cache = KVCache(1, num_rows=len(lengths), capacity=8)
+    layer = cache.layers[0]
+    layer.lazy_initialization(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    cache.lengths = list(lengths)
+    return cache
+
+
+def test_the_least_recently_used_text_makes_room() -> None:
+    store, cache = PrefixStore(2), cache_with(3, 0)
+    for tokens in ((1, 2, 3), (4, 5, 6)):
+        store.keep(tokens, cache, 0, 3)
+    assert store.load((1, 2), cache, 1) == 2  # used again
+    store.keep((7, 8, 9), cache, 0, 3)
+    assert store.load((1, 2), cache, 1) == 2
+    assert store.load((4, 5), cache, 1) == 0
+    assert store.load((7,), cache, 1) == 1
+
+
+def test_a_text_is_kept_once() -> None:
+    store, cache = PrefixStore(3), cache_with(3, 0)
+    store.keep((1, 2, 3), cache, 0, 2)
+    store.keep((1, 2, 3), cache, 0, 3)  # the shorter one goes
+    assert (len(store), store.num_tokens) == (1, 3)
+    store.keep((1, 2, 3), cache, 0, 1)  # known already
+    assert (len(store), store.num_tokens) == (1, 3)
+    assert store.num_bytes == 2 * 3 * 2 * 4
+    store.keep((9,), cache, 0, 0)
+    assert len(store) == 1
+    store.clear()
+    assert len(store) == 0
+
+
+def test_what_is_kept_is_a_copy() -> None:
+    store, cache = PrefixStore(1), cache_with(2, 0)
+    cache.layers[0].keys[0, 0, :2] = 5.0
+    store.keep((1, 2), cache, 0, 2)
+    cache.erase()
+    fresh = KVCache(1, num_rows=1, capacity=1)
+    assert store.load((1, 2, 3), fresh, 0) == 2
+    assert fresh.lengths == [2]
+    assert fresh.layers[0].keys[0, 0, :2].eq(5.0).all()
+
+
+def test_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is 0"):
+        PrefixStore(0)
+
+
+tokens = st.lists(st.integers(0, 2), max_size=12).map(tuple)
+
+
+@settings(max_examples=200)
+@given(tokens, tokens)
+def test_shared_length(first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    length = shared_length(first, second)
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
