@@ -94,6 +94,14 @@ class Speculation:
         self._lock = threading.Lock()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
+    def __repr__(self) -> str:
+        values = {name: value for name, value in vars(self.config).items() if value is not None}
+        return f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:
+        """Itself: programs that copy the arguments of ``generate`` must not copy models, streamers and counters."""
+        return self
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -203,6 +211,10 @@ def _check(
     refusals.check_processes(model, synced_gpus)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+
+
+def _short(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, PreTrainedModel) else repr(value)
 
 
 @contextmanager
