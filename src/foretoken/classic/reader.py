@@ -33,8 +33,7 @@ class Reader:
 
         Tokens that the model has no embedding for are read as its last one.
         """
-        last = self.model.vocab_size - 1
-        tokens = [min(token, last) for token in text]
+        tokens = list(text)
         self._roll_back(tokens, len(tokens) - num_last)
         logits = feed(self.model, self._cache, tokens[len(self._held) :], num_last)
         self._held = tokens
@@ -50,14 +49,16 @@ class Reader:
 def feed(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
     """Run and commit tokens behind row 0 of a cache; logits (num_last, V) after the last of them."""
     size = EngineConfig.prefill_chunk_size
-    first = len(tokens) - num_last
-    for start in range(0, first, size):
-        chunk = tokens[start : min(start + size, first)]
-        model.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
-        cache.commit([range(len(chunk))])
-    rest = tokens[first:]
-    logits = model.forward(Nodes.from_chains([rest]), cache)
-    cache.commit([range(len(rest))])
+    tokens = [min(token, model.vocab_size - 1) for token in tokens]
+    while len(tokens) - num_last >= size:
+        _forward(model, cache, tokens[:size], 0)
+        tokens = tokens[size:]
+    return _forward(model, cache, tokens, num_last)
+
+
+def _forward(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int) -> Tensor:
+    logits = model.forward(Nodes.from_chains([tokens]), cache, keep=slice(len(tokens) - num_last, len(tokens)))
+    cache.commit([range(len(tokens))])
     return logits[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 from foretoken.engine.errors import ConfigError, PromptError
 from foretoken.engine.model import CausalLM
@@ -55,7 +56,7 @@ def as_ids(inputs: Sequence[int]) -> list[int]:
     Raises: PromptError.
     """
     try:
-        return [int(token) for token in inputs]
+        return [index(token) for token in inputs]
     except (TypeError, ValueError) as error:
         raise PromptError(
             f"inputs are no list of token ids ({error}); give the ids of one prompt, such as input_ids[0].tolist()"
@@ -70,7 +71,7 @@ def check_least(name: str, value: int, least: int) -> None:
 
 def _eos_ids(eos_tokens_id: int | Iterable[int], vocab_size: int) -> tuple[int, ...]:
     try:
-        ids = (int(eos_tokens_id),) if not isinstance(eos_tokens_id, Iterable) else tuple(map(int, eos_tokens_id))
+        ids = tuple(map(index, eos_tokens_id)) if isinstance(eos_tokens_id, Iterable) else (index(eos_tokens_id),)
     except (TypeError, ValueError):
         raise ConfigError(
             f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] for none"

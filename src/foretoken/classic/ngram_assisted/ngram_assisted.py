@@ -137,11 +137,11 @@ class StorageProposer:
         """Count every new token once, and what else the target thought likely in its place."""
         first = len(text) - len(laws)
         for place, law in enumerate(laws, first):
-            token = self._ids[:, place : place + 1].fill_(text[place])
+            self._ids[0, place] = text[place]
             others = self._runners_up(law, text[place])
             if len(others):
                 self._storage.fill(self._ids[:, :place], others[None])
-            self._storage.update(self._ids[:, :place], token)
+            self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
 
     def _runners_up(self, law: Tensor, token: int) -> Tensor:
         """The likeliest possible tokens but the one that was said, best first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def speculative_generate(
             stacklevel=3,
         )
     target_model, draft_model = adapter_of(target), adapter_of(drafter)
-    num_tokens = None if tokenizer is None else len(tokenizer)
+    num_tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
     check_vocab_sizes(target_model.vocab_size, draft_model.vocab_size, target_model.name, draft_model.name, num_tokens)
     request = Request.of(inputs, target_model, max_gen_len, eos_tokens_id)
     law = ProcessedLaw(logits_processor, target_model.vocab_size)

@@ -72,6 +72,15 @@ class GreedyProcessor(LogitsProcessor):
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__(temperature)
 
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Probabilities whose argmax is that of the logits, even where a high temperature rounds them to be equal."""
+        scores = self._process(logits)
+        probs = torch.softmax(scores / self.temperature, dim=-1)
+        best = scores.argmax(dim=-1, keepdim=True)
+        peak = probs.gather(-1, best)
+        is_hidden = probs.argmax(dim=-1, keepdim=True) != best
+        return probs.scatter(-1, best, torch.where(is_hidden, torch.nextafter(peak, torch.ones_like(peak)), peak))
+
     def _process(self, logits: Tensor) -> Tensor:
         return logits
 
