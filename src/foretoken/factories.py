@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken import zoo
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
 from foretoken.drafters.lengths import LengthPolicy, make_policy
 from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
@@ -112,6 +116,59 @@ def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter
     )
 
 
+def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    layer_set = _layer_set(config, materials)
+    if layer_set is None:
+        raise ConfigError(
+            "method 'layer_skip' needs to know what to leave out; give layer_set=FILE (from foretoken tune "
+            "layer-skip), skipped_attention and skipped_mlp, or exit_layer"
+        )
+    layer_set.check(materials.target.num_layers, materials.target.name)
+    return LayerSkipDrafter(layer_set, **_growth(config, materials))
+
+
+def _quantized_self(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return QuantizedSelfDrafter(
+        group_size=_set(config.quantization_group_size),
+        layer_set=_given_layer_set(config, materials),
+        **_growth(config, materials),
+    )
+
+
+def _layer_set(config: SpeculativeConfig, materials: Materials) -> LayerSet | None:
+    """What the config names, or else what a target of the zoo brings along."""
+    given = _given_layer_set(config, materials)
+    if given is None and materials.zoo_name is not None:
+        return LayerSet.load(zoo.asset(materials.zoo_name, "layer_set.json"))
+    return given
+
+
+def _given_layer_set(config: SpeculativeConfig, materials: Materials) -> LayerSet | None:
+    """The layer set of a config, which may spell it in one of three ways.
+
+    Raises: ConfigError for more than one of them.
+    """
+    by_index = config.skipped_attention is not None or config.skipped_mlp is not None
+    if (config.layer_set is not None) + (config.exit_layer is not None) + by_index > 1:
+        raise ConfigError("layer_set, exit_layer and skipped_attention / skipped_mlp exclude each other; give one")
+    if config.layer_set is not None:
+        return LayerSet.load(config.layer_set)
+    if config.exit_layer is not None:
+        return LayerSet.exit_at(config.exit_layer, materials.target.num_layers)
+    return LayerSet(config.skipped_attention or (), config.skipped_mlp or ()) if by_index else None
+
+
+def _growth(config: SpeculativeConfig, materials: Materials) -> dict[str, Any]:
+    """Options of drafters that grow a tree with a language model."""
+    return {
+        "target_vocab_size": materials.target.vocab_size,
+        "num_branches": _set(config.num_draft_branches),
+        "sample_method": str(config.draft_sample_method),
+        "acceptance": str(config.rejection_sample_method),
+        "policy": length_policy(config, _depth(config)),
+    }
+
+
 def _check_trees(config: SpeculativeConfig, materials: Materials) -> None:
     """Refuse a method whose drafts are trees where only chains can be verified."""
     if not materials.target.supports_trees:
@@ -129,11 +186,7 @@ def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
         )
     return DraftModelDrafter(
         materials.draft_model,
-        target_vocab_size=materials.target.vocab_size,
-        num_branches=_set(config.num_draft_branches),
-        sample_method=str(config.draft_sample_method),
-        acceptance=str(config.rejection_sample_method),
-        policy=length_policy(config, _depth(config)),
+        **_growth(config, materials),
     )
 
 
@@ -169,5 +222,7 @@ FACTORIES: dict[str, Callable[[SpeculativeConfig, Materials], Drafter]] = {
     "jacobi": _jacobi,
     "lookahead": _lookahead,
     "token_recycling": _token_recycling,
+    "layer_skip": _layer_skip,
+    "quantized_self": _quantized_self,
 }
 """How a drafter of every method is made; the keys are those of `foretoken.methods.METHODS`."""

@@ -129,10 +129,35 @@ METHODS: dict[str, Method] = {
         defaults={"num_candidates": 8, "max_draft_nodes": 80, "shared": False, "initial_state": "prompt"},
         needs_trees=True,
     ),
+    "layer_skip": Method(
+        keys=COMMON_KEYS
+        | {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "draft_sample_method", "num_draft_branches"},
+        num_speculative_tokens=8,
+        defaults={"length_policy": "acceptance", "draft_sample_method": "probabilistic", "num_draft_branches": 1},
+        looks=ANY_LOOK,
+    ),
+    "quantized_self": Method(
+        keys=COMMON_KEYS
+        | {
+            "quantization_group_size",
+            "layer_set",
+            "skipped_attention",
+            "skipped_mlp",
+            "draft_sample_method",
+            "num_draft_branches",
+        },
+        num_speculative_tokens=3,
+        defaults={"quantization_group_size": 32, "draft_sample_method": "probabilistic", "num_draft_branches": 1},
+        looks=ANY_LOOK,
+    ),
 }
 """The table of methods; defaults of a method stand here and nowhere else."""
 
 METHOD_ALIASES = {
+    "draft_and_verify": "layer_skip",
+    "self_speculative": "layer_skip",
+    "early_exit": "layer_skip",
+    "qspec": "quantized_self",
     "prompt_lookup": "ngram",
     "prompt_lookup_decoding": "ngram",
     "ngram_simple": "ngram",

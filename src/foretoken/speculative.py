@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.engine.errors import ConfigError
-from foretoken.keywords import flag, key, number, one_of, spelling, strict_keywords, text, whole
+from foretoken.keywords import flag, key, number, one_of, spelling, strict_keywords, text, whole, whole_numbers
 from foretoken.methods import COMMON_KEYS, LENGTH_POLICIES, METHOD_ALIASES, METHODS, POLICY_KEYS, Method
 
 SPECULATIVE_ALIASES = {
@@ -118,6 +118,9 @@ class SpeculativeConfig:
       num_candidates: successors that ``token_recycling`` keeps per token.
       shared: whether requests learn from each other; otherwise what a request taught is gone with it.
       initial_state: of ``token_recycling``: "prompt" or "empty".
+      layer_set: file with the sublayers that ``layer_skip`` leaves out, from ``foretoken tune layer-skip``.
+      skipped_attention, skipped_mlp: the same, as layer indices; exit_layer: everything from this layer on.
+      quantization_group_size: inputs that share a scale in the 4-bit weights of ``quantized_self``.
       state_file: what was learned and saved before, to start from.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
@@ -157,6 +160,11 @@ class SpeculativeConfig:
     shared: bool | None = key(flag())
     initial_state: str | None = key(one_of({"prompt": "prompt", "empty": "empty"}))
     state_file: str | None = key(text())
+    layer_set: str | None = key(text())
+    skipped_attention: tuple[int, ...] | None = key(whole_numbers())
+    skipped_mlp: tuple[int, ...] | None = key(whole_numbers())
+    exit_layer: int | None = key(whole(1))
+    quantization_group_size: int | None = key(whole(1))
 
     def __post_init__(self) -> None:
         name = self._method_name()

@@ -59,6 +59,19 @@ def path(name: str, part: str = "target") -> Path:
     return folder
 
 
+def asset(name: str, file: str) -> Path:
+    """A file or folder beside a model of the zoo, such as the layer set that ``layer_skip`` starts from.
+
+    Raises:
+        ConfigError: no such model.
+        CheckpointError: the package was installed without its data.
+    """
+    found = _root() / _known(name.removeprefix("zoo:"), names(), "model of the zoo") / file
+    if not found.exists():
+        raise CheckpointError(f"{found} is missing: foretoken was installed without its data; reinstall it")
+    return found
+
+
 def load(name: str = "tiny", *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
     """Load a pair as plain transformers objects: ``(target, drafter, tokenizer)``.
 
