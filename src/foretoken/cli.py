@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | demo | info | bench``."""
+"""The command line: ``foretoken generate | chat | demo | info | bench``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretoken import __version__, cli_demo, cli_generate, cli_info
+from foretoken import __version__, cli_chat, cli_demo, cli_generate, cli_info
 from foretoken.bench import cli as cli_bench
 from foretoken.cli_options import respell
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(cli_generate.generate)
+app.command("chat")(cli_chat.chat)
 app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)

@@ -35,6 +35,7 @@ from foretoken.cli_options import (
 if TYPE_CHECKING:
     from foretoken.outputs import RequestOutput, StreamOutput
     from foretoken.runner import Stream
+    from foretoken.textstream import Segments
 
 DRAFTED_STYLE = "green"
 
@@ -166,13 +167,7 @@ class TextWriter:
             self._current += 1
 
     def _put(self, delta: StreamOutput) -> None:
-        for text, source in delta.segments:
-            if self._console.is_terminal:
-                style = "" if source == "target" else DRAFTED_STYLE
-                self._console.print(Text(text, style), end="", soft_wrap=True)
-            else:
-                self._console.file.write(text)
-        self._console.file.flush()
+        write_segments(self._console, delta.segments)
         if delta.finish_reason == "error":
             self._errors.print(Text(f"prompt {delta.prompt_index}: {delta.stop_reason}", "red"))
 
@@ -191,6 +186,16 @@ class TextWriter:
         if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
             legend = Text("tokens proposed by the drafter are ", "dim")
             self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
+
+
+def write_segments(console: Console, segments: Segments) -> None:
+    """Text in pieces, on a terminal coloured by who proposed them."""
+    for text, source in segments:
+        if console.is_terminal:
+            console.print(Text(text, "" if source == "target" else DRAFTED_STYLE), end="", soft_wrap=True)
+        else:
+            console.file.write(text)
+    console.file.flush()
 
 
 def summary(outputs: Sequence[RequestOutput]) -> str:
