@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
     from foretoken.params import SamplingParams, SpeculativeConfig
     from foretoken.runner import Stream
+    from foretoken.trajectories import Trajectory, trajectory
 
 __version__ = "0.1.0"
 
@@ -28,7 +29,9 @@ __all__ = [
     "SpeculativeConfig",
     "Stream",
     "StreamOutput",
+    "Trajectory",
     "speculate",
+    "trajectory",
 ]
 
 _HOME = {
@@ -43,7 +46,9 @@ _HOME = {
     "SpeculativeConfig": "params",
     "Stream": "runner",
     "StreamOutput": "outputs",
+    "Trajectory": "trajectories",
     "speculate": "hf",
+    "trajectory": "trajectories",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | chat | demo | info | bench``."""
+"""The command line: ``foretoken generate | chat | demo | info | bench | datastore | trajectory``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretoken import __version__, cli_chat, cli_demo, cli_generate, cli_info
+from foretoken import __version__, cli_chat, cli_datastore, cli_demo, cli_generate, cli_info, cli_trajectory
 from foretoken.bench import cli as cli_bench
 from foretoken.cli_options import respell
 
@@ -23,6 +23,8 @@ app.command("chat")(cli_chat.chat)
 app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)
+app.add_typer(cli_datastore.app)
+app.command("trajectory")(cli_trajectory.trajectory)
 
 
 def _version(shown: bool) -> None:

@@ -6,9 +6,9 @@ import copy
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
@@ -210,6 +211,14 @@ class LLM:
         return replace(params, seed=mix(self._seed, number) >> (64 - _SEED_BITS))
 
     # -- set-up ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def engine(self, drafter: Drafter) -> Iterator[Engine]:
+        """Another engine over the target, with a drafter of one's own, under "match"; other calls wait meanwhile."""
+        with self._lock:
+            self.target.execution.refresh_if_stale()
+            config = replace(self.engine_config, acceptance="match")
+            yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 
     def _new_engine(self) -> Engine:
         return Engine(

@@ -25,7 +25,8 @@ class Requirements:
       last_hidden: the input of the output embedding, after the final norm: (num_tokens, H).
       layer_inputs: indices of decoder layers whose inputs are wanted: each (num_tokens, H).
       top_k: number of the target's most likely next tokens (of the raw logits): (num_tokens, k) ids, best first. Of
-        decode steps only: over a prompt they would cost the output embedding for every token.
+        decode steps only, unless ``prompt_top_k``: over a prompt they cost the output embedding for every token.
+      prompt_top_k: of the prompt, too; only of its last tokens where the keys and values of the first were there.
       choices: the target's own token at every node, accepted or not: what decoding would emit after that node's path,
         by the argmax or by the keyed noise of the row. Of decode steps only.
       all_nodes: of decode steps, features have one entry per node of the draft instead of one per accepted node.
@@ -34,6 +35,7 @@ class Requirements:
     last_hidden: bool = False
     layer_inputs: tuple[int, ...] = ()
     top_k: int = 0
+    prompt_top_k: bool = False
     choices: bool = False
     all_nodes: bool = False
 

@@ -44,8 +44,7 @@ class JacobiDrafter(ContextDrafter):
         initial_guess: str = "repeat",
         length_policy: LengthPolicy | None = None,
     ) -> None:
-        if initial_guess not in INITIAL_GUESSES:
-            raise ConfigError(f"initial_guess is {initial_guess!r}; choose one of {', '.join(INITIAL_GUESSES)}")
+        check_initial_guess(initial_guess)
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
         self._initial_guess = initial_guess
         self._guesses_of: dict[int, Guesses] = {}
@@ -67,6 +66,12 @@ class JacobiDrafter(ContextDrafter):
         for row in rows:
             self._guesses_of.pop(row.id, None)
             self.length_policy.forget(row)
+
+
+def check_initial_guess(name: str) -> None:
+    """Raises: ConfigError for an unknown way to guess."""
+    if name not in INITIAL_GUESSES:
+        raise ConfigError(f"initial_guess is {name!r}; choose one of {', '.join(INITIAL_GUESSES)}")
 
 
 class Guesses:
@@ -91,6 +96,10 @@ class Guesses:
         """
         tokens = [*choices, *self._tokens[len(choices) :]][num_emitted:]
         self._tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+
+    def drop(self, length: int) -> None:
+        """Forget the first so many guesses."""
+        del self._tokens[:length]
 
     def _initial(self) -> int:
         if self._prompt_tokens is not None:

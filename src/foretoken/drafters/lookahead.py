@@ -19,9 +19,10 @@ class LookaheadDrafter(ContextDrafter):
 
     Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057; hao-ai-lab/LookaheadDecoding). With the paper's N =
     ``num_speculative_tokens`` + 1, W = ``window_size`` and G = ``guess_set_size``, a full step has (W + G) (N - 1)
-    nodes before equal siblings are merged. Deviations: guesses form a trie, in which what they share is verified once;
-    a guess that is right to its end is followed by a bonus token; window cells may be accepted like any other node;
-    guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
+    nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
+    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a trie, in which what they
+    share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
+    like any other node; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
 
     Args:
       num_speculative_tokens: tokens of a guess, N - 1; 1 or more.
@@ -38,7 +39,7 @@ class LookaheadDrafter(ContextDrafter):
     """
 
     name = "lookahead"
-    requires = Requirements(top_k=1, all_nodes=True)
+    requires = Requirements(choices=True)
 
     def __init__(
         self,
@@ -87,9 +88,8 @@ class LookaheadDrafter(ContextDrafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            assert result.features.top_ids is not None
-            window, best = self._window_of[row.id], result.features.top_ids[:, 0].tolist()
-            for ngram in window.advance(result.tree, best):
+            assert result.features.choices is not None
+            for ngram in self._window_of[row.id].advance(result.tree, result.features.choices):
                 self._pool_of[row.id].add(ngram[0], ngram[1:])
             self._learn(row, len(result.emitted))
 
@@ -147,8 +147,8 @@ class Window:
         """Grow the window below the root."""
         self._walk(trie.add)
 
-    def advance(self, tree: DraftTree, best: Seq[int]) -> list[tuple[int, ...]]:
-        """Move one step on with the target's best tokens (N,) after the nodes of a tree that held this window.
+    def advance(self, tree: DraftTree, choices: Seq[int]) -> list[tuple[int, ...]]:
+        """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
 
         Returns: the n-grams of all columns, key first, once the window is full. A column that the tree does not hold
           to its end (it was cut near the end of a row) gives none.
@@ -158,11 +158,11 @@ class Window:
         ngrams = []
         if len(self.levels) == self._num_levels:
             ngrams = [
-                (key, *(level[column] for level in self._levels), best[node])
+                (key, *(level[column] for level in self._levels), choices[node])
                 for column, (key, node) in enumerate(zip(keys, bottom, strict=True))
-                if node is not None
+                if node is not None and choices[node] >= 0
             ]
-        self._shift([self._guess(self._initial() if node is None else best[node]) for node in bottom])
+        self._shift([self._guess(-1 if node is None else choices[node]) for node in bottom])
         return ngrams
 
     def _walk(self, child: Callable[[int | None, int], int | None]) -> list[int | None]:
@@ -186,4 +186,5 @@ class Window:
             self._first = first[1:]
 
     def _guess(self, token: int) -> int:
-        return self._initial() if token in self._ends else token
+        """The token, or an initial one in the place of an end or of nothing (-1)."""
+        return self._initial() if token < 0 or token in self._ends else token

@@ -69,9 +69,8 @@ class TokenRecyclingDrafter(ContextDrafter):
         if initial_state not in INITIAL_STATES:
             raise ConfigError(f"initial_state is {initial_state!r}; choose one of {', '.join(INITIAL_STATES)}")
         num_candidates = min(num_candidates, vocab_size)
-        self.requires = Requirements(top_k=num_candidates, all_nodes=True)
+        self.requires = Requirements(top_k=num_candidates, prompt_top_k=initial_state != "empty", all_nodes=True)
         self._shape = best_shape(max_nodes, num_speculative_tokens, num_candidates)
-        self._learns_prompt = initial_state == "prompt"
         self._start = AdjacencyMatrix(vocab_size, num_candidates)
         if state_file is not None:
             self._start = AdjacencyMatrix.load(state_file, vocab_size, num_candidates)
@@ -80,9 +79,12 @@ class TokenRecyclingDrafter(ContextDrafter):
         self._matrix_of: dict[int, AdjacencyMatrix] = {}
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        for row in rows:
+        for row, prompt in zip(rows, features, strict=True):
             matrix = self._matrix_of[row.id] = self._matrix()
-            if self._learns_prompt:
+            if self.requires.prompt_top_k:
+                if prompt.top_ids is not None:
+                    known = row.token_ids[-1 - len(prompt.top_ids) : -1]
+                    matrix.update(known, prompt.top_ids.cpu().numpy())
                 matrix.add_text(row.token_ids)
 
     def propose_row(self, row: Sequence, budget: int) -> DraftTree:

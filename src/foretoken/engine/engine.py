@@ -299,15 +299,16 @@ class Engine:
         nodes = Nodes.from_chains(chunks, size if self.config.is_strict else None)
         requires = self.drafter.requires
         with recording(self.target, requires) as record:
-            keep = None if requires.last_hidden else slice(0, 0)
+            keep = None if requires.last_hidden or requires.prompt_top_k else slice(0, 0)
             logits = self.target.forward(
                 nodes, self.cache, first_row=first_row, keep=keep, view_length=self._view_length
             )
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_row)
         for i, (run, chunk) in enumerate(zip(runs, chunks, strict=True)):
             run.num_prefilled += len(chunk)
-            if requires.last_hidden or requires.layer_inputs:
-                run.features.append(gather(replace(requires, top_k=0), record, logits, i, range(len(chunk))))
+            wanted = requires if requires.prompt_top_k else replace(requires, top_k=0)
+            if wanted.last_hidden or wanted.layer_inputs or wanted.top_k:
+                run.features.append(gather(wanted, record, logits, i, range(len(chunk))))
         self.profile.num_prefill_tokens += sum(map(len, chunks))
         for run in runs:
             if run.is_prefilled:

@@ -1,0 +1,65 @@
+"""``foretoken trajectory``: the Jacobi iterations behind a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from foretoken.cli_options import (
+    DEFAULT_MODEL,
+    DEFAULTS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    Model,
+    exit_codes,
+    load_llm,
+    read_prompts,
+    sampling,
+)
+
+
+def trajectory(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
+    model: Model = DEFAULT_MODEL,
+    block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
+    initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
+    max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = DEFAULTS.top_k,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.top_p,
+    seed: Annotated[int | None, typer.Option(help="Drawn, and reported, when left out.")] = DEFAULTS.seed,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
+    jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
+
+    Standard output gets a table, or with --json one line per block.
+    """
+    with exit_codes():
+        from foretoken.trajectories import trajectory as trace
+        from foretoken.trajectories import write_text
+
+        params = sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        read = read_prompts([prompt], None)[0]
+        llm = load_llm(model, None, dtype=dtype, device=device, execution=execution)
+        if chat:
+            read = llm.chat_prompt([{"role": "user", "content": read}])
+        found = trace(llm, read, block, params, initial_guess=initial_guess)
+        if html is not None:
+            write_text(html, found.html())
+        if jsonl is not None:
+            found.write_jsonl(jsonl)
+        if as_json:
+            sys.stdout.writelines(json.dumps(record) + "\n" for record in found.records())
+        else:
+            sys.stdout.write(found.text())
