@@ -98,8 +98,8 @@ class Limits:
         if limit < 1:
             least = _BASE_MEMORY + BYTES_PER_TOKEN_BYTE * width * (PIECE_CHARACTERS + 2)
             raise ConfigError(
-                f"memory of {self.memory_bytes} bytes leaves no room for tokens: the program takes {_BASE_MEMORY}; give "
-                f"{least} or more"
+                f"memory of {self.memory_bytes} bytes leaves no room for tokens: the program takes "
+                f"{_BASE_MEMORY}; give {least} or more"
             )
         return limit
 

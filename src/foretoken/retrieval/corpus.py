@@ -18,10 +18,27 @@ from foretoken.engine.errors import CorpusError
 PIECE_CHARACTERS = 1 << 19
 """Longest text that is tokenised at once: what bounds the memory of reading."""
 
-TEXT_SUFFIXES = frozenset(
-    ".txt .text .md .rst .py .pyi .js .ts .java .c .h .cc .cpp .hpp .rs .go .rb .sh .sql .html .xml .css .yaml .yml "
-    ".toml .ini .cfg .tex .csv .tsv .log .jsonl .ndjson .parquet".split()
-)
+_MARKUP = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".log"}
+_CODE = {
+    ".py",
+    ".pyi",
+    ".js",
+    ".ts",
+    ".java",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".rs",
+    ".go",
+    ".rb",
+    ".sh",
+    ".sql",
+    ".css",
+}
+_RECORDS = {".jsonl", ".ndjson", ".parquet"}
+TEXT_SUFFIXES = _MARKUP | _CODE | _RECORDS | {".yaml", ".yml", ".toml", ".ini", ".cfg"}
 """What is taken from a directory. A file that is named itself is read whatever it is called."""
 
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -89,8 +106,8 @@ class CorpusFile:
                         yield cast(BinaryIO, raw), lines
         except UnicodeDecodeError as error:
             raise CorpusError(
-                f"{self.path} is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason}); convert it, or "
-                "leave it out"
+                f"{self.path} is not UTF-8 text (byte {error.object[error.start]:#04x}: {error.reason}); convert it, "
+                "or leave it out"
             ) from None
         except (lzma.LZMAError, gzip.BadGzipFile, EOFError) as error:
             raise CorpusError(f"{self.path} cannot be decompressed: {error}; copy it again") from None

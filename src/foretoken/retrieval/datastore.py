@@ -74,7 +74,7 @@ class Datastore:
     """Shards of tokens, searched through memory maps.
 
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: documents are separated and no match runs across two;
-    ids have the narrowest width that holds them; the length of the match is found by bisection instead of trying 16, 15,
+    ids have the narrowest width that holds them; the length of the match is found by bisection, not by trying 16, 15,
     ... in turn; more hits than ``max_hits`` are sampled evenly instead of cut off; few hits are completed by those of
     the next shorter context.
 

@@ -87,7 +87,7 @@ def _merged(roots: Seq[Root], score: float) -> Iterable[tuple[Candidate, tuple[R
         for found in source.candidates(place):
             candidate = Candidate(found.score * factor, found.recency, found.token, None)
             known = merged.get(found.token)
-            stands = (Root(source, found.place, found.score),)
+            stands: tuple[Root, ...] = (Root(source, found.place, found.score),)
             if known is not None:
                 stands = (*known[1], *stands)
                 candidate = max(candidate, known[0], key=lambda one: one.score)

@@ -1,0 +1,211 @@
+"""``foretoken datastore build | append | info | query``: the corpora that method ``rest`` drafts from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from foretoken.cli_options import DEFAULT_MODEL, AsJson, exit_codes
+
+if TYPE_CHECKING:
+    from foretoken.retrieval.build import Progress as Report
+    from foretoken.retrieval.datastore import Match
+    from foretoken.retrieval.manifest import Manifest
+
+app = typer.Typer(
+    name="datastore", help="Build and search the corpora that method rest drafts from.", no_args_is_help=True
+)
+
+Corpora = Annotated[
+    list[Path],
+    typer.Argument(metavar="CORPUS...", help="Files or directories: text, JSONL, Parquet; also .gz, .xz, .bz2."),
+]
+Tokenizer = Annotated[
+    str, typer.Option("--tokenizer", "-t", metavar="PATH|HUB_ID|zoo:NAME", help="Of the model that will draft from it.")
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The datastore.")]
+Field = Annotated[str, typer.Option("--field", help="Key of JSONL records and column of Parquet that hold the text.")]
+Memory = Annotated[
+    float, typer.Option("--memory", metavar="GB", help="Limit while building; decides the size of shards.")
+]
+
+
+@app.command("build")
+def build_(
+    corpora: Corpora,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write.")],
+    tokenizer: Tokenizer = DEFAULT_MODEL,
+    field: Field = "text",
+    memory: Memory = 2.0,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what the directory holds and begin anew.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""
+    from foretoken.retrieval.build import Limits, build
+
+    with exit_codes(), _bar() as report:
+        manifest = build(
+            corpora,
+            _tokenizer(tokenizer),
+            out,
+            field=field,
+            limits=Limits(int(memory * 1e9)),
+            restart=restart,
+            progress=report,
+        )
+    _show(_facts(out, manifest), as_json)
+
+
+@app.command("append")
+def append_(
+    folder: Folder,
+    corpora: Corpora,
+    tokenizer: Tokenizer = DEFAULT_MODEL,
+    field: Field = "text",
+    memory: Memory = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Add corpora to a datastore; what is added counts as more recent."""
+    from foretoken.retrieval.build import Limits, append
+
+    with exit_codes(), _bar() as report:
+        manifest = append(
+            folder, corpora, _tokenizer(tokenizer), field=field, limits=Limits(int(memory * 1e9)), progress=report
+        )
+    _show(_facts(folder, manifest), as_json)
+
+
+@app.command("info")
+def info(folder: Folder, as_json: AsJson = False) -> None:
+    """Check a datastore, checksums included, and say what it holds."""
+    from foretoken.retrieval.datastore import Datastore
+
+    with exit_codes():
+        manifest = Datastore.open(folder).manifest
+        facts = _facts(folder, manifest)
+        facts["sources"] = [{"path": path, "num_bytes": size} for path, size in manifest.sources]
+        _show(facts, as_json)
+
+
+@app.command("query")
+def query(
+    folder: Folder,
+    text: Annotated[str, typer.Argument(help="What to look up the end of.")],
+    tokenizer: Tokenizer = DEFAULT_MODEL,
+    num_nodes: Annotated[int, typer.Option("--num-nodes", "-n", help="Nodes of the tree, root included.", min=2)] = 16,
+    depth: Annotated[int, typer.Option("--depth", help="Longest continuation.", min=1, max=64)] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Show what follows the longest known end of a text, and how often."""
+    from foretoken.retrieval.datastore import Datastore, Lookup
+
+    with exit_codes():
+        loaded = _tokenizer(tokenizer)
+        datastore = Datastore.open(folder, tokenizer=loaded, checksums=False)
+        ids = loaded(text, add_special_tokens=False)["input_ids"]
+        start = perf_counter()
+        match = datastore.query(ids, Lookup(depth=depth))
+        answer = _answer(match, ids, loaded, num_nodes, depth)
+        answer["seconds"] = perf_counter() - start
+        if as_json:
+            sys.stdout.write(json.dumps(answer) + "\n")
+        else:
+            _show_answer(answer)
+
+
+def _answer(match: Match | None, ids: list[int], tokenizer: Any, num_nodes: int, depth: int) -> dict[str, Any]:
+    from foretoken.retrieval.growth import Root, grow
+
+    if match is None:
+        return {"match": "", "match_tokens": 0, "num_hits": 0, "continuations": []}
+    tree = grow(ids[-1], [Root(match.trie, match.trie.root)], max_nodes=num_nodes, max_depth=depth)
+    leaves = [(tree.path_tokens(leaf), (tree.scores or ())[leaf]) for leaf in tree.leaves if leaf]
+    return {
+        "match": tokenizer.decode(ids[-match.length :]),
+        "match_tokens": match.length,
+        "num_hits": match.num_hits,
+        "continuations": [
+            {"text": tokenizer.decode(path), "token_ids": list(path), "score": score} for path, score in leaves
+        ],
+    }
+
+
+def _show_answer(answer: dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False)
+    if not answer["match_tokens"]:
+        console.print("no end of the text is known")
+        return
+    console.print(f"{answer['match_tokens']} tokens match, {answer['num_hits']} times: {answer['match']!r}")
+    for one in answer["continuations"]:
+        console.print(f"  {one['score']:.3f}  {one['text']!r}")
+
+
+def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "datastore": str(folder),
+        "num_tokens": manifest.num_tokens,
+        "num_documents": manifest.num_documents,
+        "num_bytes": manifest.num_bytes,
+        "num_shards": len(manifest.shards),
+        "tokenizer": manifest.tokenizer,
+        "fingerprint": manifest.fingerprint,
+        "vocab_size": manifest.vocab_size,
+        "bytes_per_token_id": manifest.width,
+        "shards": [asdict(shard) for shard in manifest.shards],
+    }
+
+
+def _show(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(facts) + "\n")
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(
+        f"{facts['datastore']}: {facts['num_tokens']:,} tokens of {facts['num_documents']:,} documents in "
+        f"{facts['num_shards']} shards, {facts['num_bytes'] / 1e6:.1f} MB"
+    )
+    console.print(
+        f"tokenizer {facts['tokenizer']}, {facts['vocab_size']} ids, {facts['bytes_per_token_id']} bytes each"
+    )
+
+
+def _tokenizer(name: str) -> Any:
+    from foretoken.loading import load_tokenizer
+
+    return load_tokenizer(name)
+
+
+@contextmanager
+def _bar() -> Iterator[Report | None]:
+    """Progress on standard error, where it is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("reading", total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage == "sorting":
+                progress.update(task, description=f"sorting {done:,} tokens")
+            else:
+                progress.update(task, description=stage, completed=done, total=total)
+
+        yield report
