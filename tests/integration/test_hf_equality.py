@@ -210,7 +210,7 @@ def test_half_and_single_precision(dtype: torch.dtype) -> None:
         assert torch.equal(ours.sequences, theirs.sequences)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("config", CONFIGS)
 def test_real_text_one_by_one_and_by_fives(config: str) -> None:
     """20 prompts x 6 configs on the shipped pair in float32."""

@@ -47,6 +47,7 @@ _KNOWN_KWARGS = frozenset(
         "attention_mask",
         "position_ids",
         "past_key_values",
+        "cache_params",  # of state-space models, which the adapter refuses for what they are
         "use_cache",
         "cache_position",
         "logits_to_keep",

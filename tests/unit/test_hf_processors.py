@@ -1,0 +1,199 @@
+"""transformers' processors as sampling parameters: what the law takes over, and that nothing changes by it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from foretoken.engine.sampling import SamplingLaw, scores
+from foretoken.hf.processors import AsShown, Place, sampling_fields
+from foretoken.hf.prompts import Row, read_rows
+from foretoken.params import SamplingParams
+from foretoken.testing import toy_model
+
+VOCAB, EOS, PAD = 64, 7, 3
+CPU = torch.device("cpu")
+
+
+def place(row: Row | None = None, index: int = 0, num_rows: int = 1) -> Place:
+    row = row or Row((10, 11), (10, 11), 0)
+    return Place(index, num_rows, row, frozenset({EOS}), CPU)
+
+
+def built(inputs: torch.Tensor, mask: torch.Tensor, options: dict[str, Any], user: list[Any]) -> LogitsProcessorList:
+    """The list that `generate` would build."""
+    model = toy_model()
+    config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, max_length=40, **options)
+    model._prepare_special_tokens(config, True, device="cpu", batch_size=len(inputs))
+    return model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=inputs.shape[1],
+        encoder_input_ids=inputs,
+        logits_processor=LogitsProcessorList(user),
+        device="cpu",
+        model_kwargs={"attention_mask": mask},
+    )
+
+
+class Shift(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + input_ids[:, -1:] / 64 * torch.arange(scores.shape[1])
+
+
+MENU: dict[str, Any] = {
+    "sequence_bias": [{(9,): 2.0, (EOS,): -1.0}, {(9, 12): 5.0}],
+    "repetition_penalty": [1.3, 0.8],
+    "no_repeat_ngram_size": [1, 2, 3],
+    "bad_words_ids": [[[12], [13, 14]], [[EOS], [15]]],
+    "min_length": [12, 30],
+    "min_new_tokens": [3, 9],
+    "suppress_tokens": [[20, 21]],
+    "forced_eos_token_id": [EOS],
+    "remove_invalid_values": [True],
+    "temperature": [0.7, 1.6],
+    "top_k": [5, 20],
+    "top_p": [0.5, 0.95],
+    "min_p": [0.05],
+    "typical_p": [0.7],
+    "eta_cutoff": [0.01],
+    "renormalize_logits": [True],
+}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_lists_give_the_same_scores(seed: int) -> None:
+    """A random generation config over a left-padded batch, after some output, at the end of a drafted path."""
+    draw = random.Random(seed)
+    options = {name: draw.choice(MENU[name]) for name in draw.sample(sorted(MENU), draw.randint(1, 7))}
+    do_sample = draw.random() < 0.6
+    if not do_sample:
+        options = {name: value for name, value in options.items() if name not in SAMPLING_ONLY}
+    inputs = torch.tensor([[PAD, PAD, 10, 11, 12, 9, 13], [PAD, 20, 21, 20, 21, 20, 9], [12, 9, 12, 9, PAD, 9, 12]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    user = [Shift()] if draw.random() < 0.3 else []
+    processors = built(inputs, mask, {"do_sample": do_sample, **options}, user)
+    output = [[draw.randrange(9, 24) for _ in range(4)] for _ in range(3)]
+    drafted = [[draw.randrange(9, 24) for _ in range(2)] for _ in range(3)]
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, VOCAB, generator=generator) * 3
+    text = torch.cat([inputs, torch.tensor(output), torch.tensor(drafted)], dim=-1)
+    expected = processors(text, logits.clone())
+    for index, row in enumerate(read_rows(inputs, mask)):
+        fields = sampling_fields(processors, do_sample, Place(index, 3, row, frozenset({EOS}), CPU))
+        law = SamplingLaw(
+            SamplingParams(max_tokens=None, **fields),
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            prompt_ids=row.token_ids,
+            history_ids=row.shown_ids,
+        )
+        law.extend(output[index])
+        ours = scores(logits[index : index + 1], [law], [drafted[index]])
+        torch.testing.assert_close(ours[0], expected[index], atol=1e-5, rtol=1e-5, msg=f"{options} row {index}")
+
+
+SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "eta_cutoff"}
+
+
+def test_ordinary_lists_need_no_processor_at_all() -> None:
+    inputs, mask = torch.tensor([[PAD, 10]]), torch.tensor([[0, 1]])
+    options = {
+        "do_sample": True,
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[5], [6, 8]],
+        "min_new_tokens": 4,
+        "temperature": 0.7,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.1,
+    }
+    (row,) = read_rows(inputs, mask)
+    assert sampling_fields(built(inputs, mask, options, []), True, place(row)) == {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [(5,), (6, 8)],
+        "min_tokens": 4,
+        "temperature": 0.7,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.1,
+    }
+
+
+class Louder(RepetitionPenaltyLogitsProcessor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [Louder(1.2)],
+        [RepetitionPenaltyLogitsProcessor(1.2), SequenceBiasLogitsProcessor({(9,): 1.0})],
+        [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=1)],
+        [RepetitionPenaltyLogitsProcessor(1.2), RepetitionPenaltyLogitsProcessor(1.2)],
+        [NoBadWordsLogitsProcessor([[EOS]])],
+        [SequenceBiasLogitsProcessor({(9, 9): 1.0})],
+        [TopKLogitsWarper(5), TemperatureLogitsWarper(0.5)],
+        [TopKLogitsWarper(5, filter_value=-1.0)],
+        [TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
+        [TemperatureLogitsWarper(1e-7)],
+        [TopPLogitsWarper(0.0)],
+    ],
+)
+def test_what_the_law_does_otherwise_runs_as_it_is(processors: list[Any]) -> None:
+    """Subclasses, another order, other options."""
+    fields = sampling_fields(processors, True, place())
+    assert fields["logits_processors"]
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[10, 11]])
+    law = SamplingLaw(SamplingParams(**fields), vocab_size=VOCAB, eos_token_ids=[EOS], prompt_ids=[10, 11])
+    expected = LogitsProcessorList(processors)(ids, logits.clone())
+    torch.testing.assert_close(scores(logits, [law], [()]), expected)
+
+
+def test_a_processor_that_tells_rows_apart_sees_its_own_row() -> None:
+    """A drafted level of two nodes comes as a batch of two, and each is shown at the place of the row."""
+    shapes = []
+
+    class ByRow(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(input_ids.shape))
+            return scores + torch.arange(len(scores))[:, None]
+
+    shown = AsShown([ByRow()], place(index=2, num_rows=4))
+    table = torch.tensor([[0.0, 1.0], [5.0, 6.0]])
+    assert torch.equal(shown(torch.tensor([[1, 2], [1, 3]]), table), table + 2)
+    assert shapes == [(4, 2), (4, 2)]
+
+
+def test_processors_may_write_in_place_and_keep_ordinary_tensors() -> None:
+    """The engine runs in inference mode; a user's processor must not notice."""
+    kept: list[torch.Tensor] = []
+
+    class InPlace(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores[:, 0] = 1.0
+            kept.append(scores)
+            return scores
+
+    with torch.inference_mode():
+        given = torch.zeros(1, 4)
+        result = AsShown([InPlace()], place())(torch.tensor([[1]]), given)
+    assert given.tolist() == [[0.0] * 4]
+    assert result[0, 0] == 1.0
+    assert not kept[0].is_inference()

@@ -1,0 +1,171 @@
+"""What the hook refuses, by name and before the model runs; and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from foretoken import speculate
+from foretoken.engine.errors import (
+    ConfigError,
+    ContextLengthError,
+    NumericsError,
+    PromptError,
+    UnsupportedModelError,
+    UnsupportedStateError,
+)
+from foretoken.hf.caller import Caller
+from foretoken.hf.refusals import check_inputs
+from foretoken.testing import toy_model
+
+IDS = torch.tensor([[10, 11, 12]])
+MASK = torch.ones_like(IDS)
+
+
+def run(**options: Any) -> Any:
+    model = options.pop("model", None) or toy_model()
+    given = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False, **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    hook = given.pop("hook", None) or speculate("ngram")
+    return model.generate(**given, custom_generate=hook)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "num_beams=1"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=1"),
+        ({"penalty_alpha": 0.5, "top_k": 4}, "penalty_alpha"),
+        ({"dola_layers": "low"}, "dola_layers"),
+        ({"prompt_lookup_num_tokens": 3}, r"speculate\(method='ngram'\)"),
+        ({"assistant_model": toy_model()}, r"speculate\(method='draft_model', model=assistant\)"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "give input_ids"),
+        ({"position_ids": torch.tensor([[5, 6, 7]])}, "Leave position_ids out"),
+        ({"position_ids": torch.tensor([[[0, 1, 2]]])}, "position_ids"),
+    ],
+)
+def test_refused_by_name_with_a_remedy(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(**options)
+
+
+def test_a_filled_cache_is_refused_however_it_comes() -> None:
+    """Called without `generate` around it, the hook sees only the cache itself."""
+    model = toy_model()
+    cache = model(IDS[:, :-1], use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="past_key_values"):
+        check_inputs({"past_key_values": cache}, Caller())
+    check_inputs({"past_key_values": DynamicCache()}, Caller())
+
+
+def test_unknown_inputs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="return_token_type_ids=False"):
+        check_inputs({"token_type_ids": IDS}, Caller())
+    with pytest.raises(ConfigError, match="pixel_values"):
+        check_inputs({"pixel_values": IDS}, Caller())
+    check_inputs({"pixel_values": None, "use_cache": True}, Caller())
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, eos_token_id=1
+    )
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        run(model=T5ForConditionalGeneration(config).eval())
+
+
+def test_models_that_cannot_be_rolled_back_are_refused() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
+    with pytest.raises(UnsupportedStateError):
+        run(model=model, attention_mask=None)
+
+
+def test_padding_at_the_end_is_refused() -> None:
+    ids, mask = torch.tensor([[10, 11, 12], [10, 11, 3]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(PromptError, match=r"row 1 .*padding_side = 'left'"):
+        run(input_ids=ids, attention_mask=mask)
+
+
+def test_a_row_without_tokens_is_refused() -> None:
+    ids, mask = torch.tensor([[10, 11, 12], [3, 3, 3]]), torch.tensor([[1, 1, 1], [0, 0, 0]])
+    with pytest.raises(PromptError, match="row 1 holds no tokens"):
+        run(input_ids=ids, attention_mask=mask)
+
+
+def test_tokens_masked_inside_a_text_are_refused_where_attention_has_windows() -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        eos_token_id=None,
+    )
+    with pytest.raises(ConfigError, match="row 0 masks tokens inside its text"):
+        run(model=MistralForCausalLM(config).eval(), attention_mask=torch.tensor([[1, 0, 1]]))
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
+    with pytest.raises(PromptError, match="99"):
+        run(input_ids=torch.tensor([[10, 99, 12]]))
+
+
+def test_a_row_that_reaches_the_end_of_the_context_says_so() -> None:
+    ids = torch.randint(9, 64, (1, 250), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ContextLengthError, match="row 0 has reached the 256 tokens"):
+        run(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20)
+    assert run(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6).shape == (1, 256)
+
+
+def test_a_processor_that_returns_nan_is_named() -> None:
+    with pytest.raises(NumericsError, match="logits processor"):
+        run(logits_processor=[lambda ids, scores: scores * torch.nan])
+
+
+def test_a_processor_of_another_shape_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        run(logits_processor=[lambda ids, scores: scores[:, :-1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "ngram", "stop_strings": "x"}, "tokenizer"),
+        ({"method": "ngrm"}, "did you mean 'ngram'"),
+        ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
+        ({}, "method"),
+    ],
+)
+def test_speculate_refuses_at_once(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        speculate(**options)
+
+
+def test_two_streamers_are_one_too_many() -> None:
+    class Silent:
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def end(self) -> None:
+            pass
+
+    with pytest.raises(ConfigError, match="streamer each"):
+        run(streamer=Silent(), hook=speculate("ngram", streamer=Silent()))
