@@ -58,6 +58,7 @@ def build_(
             corpora,
             _tokenizer(tokenizer),
             out,
+            tokenizer_name=tokenizer,
             field=field,
             limits=Limits(int(memory * 1e9)),
             restart=restart,

@@ -19,7 +19,8 @@ class SuffixDrafter(ContextDrafter):
     """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
-    SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations: docs/methods/suffix.md.
+    SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations:
+    docs/methods/suffix.md.
 
     Args:
       num_speculative_tokens: deepest draft, unless ``length_policy`` says otherwise.
@@ -124,7 +125,12 @@ class SuffixDrafter(ContextDrafter):
             self.length_policy.forget(row)
             if self.history is not None:
                 self.history.add(row.output_ids)
-        if self.history is not None and self._history_file is not None and not self._text_of:
-            if self.history.num_added != self._num_saved:
-                self.history.save(self._history_file)
-                self._num_saved = self.history.num_added
+        if not self._text_of:
+            self._save()
+
+    def _save(self) -> None:
+        """Write the history where it has grown."""
+        if self.history is None or self._history_file is None or self.history.num_added == self._num_saved:
+            return
+        self.history.save(self._history_file)
+        self._num_saved = self.history.num_added

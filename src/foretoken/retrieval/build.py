@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -109,6 +109,7 @@ def build(
     tokenizer: PreTrainedTokenizerBase,
     out: str | Path,
     *,
+    tokenizer_name: str | None = None,
     field: str = "text",
     limits: Limits | None = None,
     restart: bool = False,
@@ -121,6 +122,7 @@ def build(
     Args:
       corpora: files and directories: text (a document each), JSONL and Parquet (a document per record).
       tokenizer: of the model that will use the datastore.
+      tokenizer_name: how the datastore calls it; by default the name it was loaded by.
       field: of JSONL records and Parquet rows.
       limits: of memory, and so of the size of shards.
       restart: drop what ``out`` holds, finished or not.
@@ -133,7 +135,16 @@ def build(
         _drop(folder)
     if (folder / MANIFEST).exists():
         raise DatastoreError(f"{folder} holds a datastore already; append to it, or build it anew with --restart")
-    return _Builder(folder, files, tokenizer, limits or Limits(), progress).run()
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    base = Manifest(
+        vocab_size=vocab_size,
+        width=width_of(vocab_size),
+        fingerprint=fingerprint_of(tokenizer),
+        tokenizer=tokenizer_name or str(tokenizer.name_or_path),
+        shards=(),
+        sources=(),
+    )
+    return _Builder(folder, files, tokenizer, limits or Limits(), progress).run(base)
 
 
 def append(
@@ -174,8 +185,7 @@ class _Builder:
     ) -> None:
         self._folder, self._files, self._tokenizer = folder, files, tokenizer
         self._progress = progress or (lambda *_: None)
-        self._vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self._width = width_of(self._vocab_size)
+        self._width = width_of(max(tokenizer.get_vocab().values()) + 1)
         self._limit = limits.shard_tokens(self._width)
         self._settings: dict[str, Any] = {
             "fingerprint": fingerprint_of(tokenizer),
@@ -183,33 +193,21 @@ class _Builder:
             "sources": [[str(file.path.resolve()), file.num_bytes, file.field] for file in files],
         }
 
-    def run(self, base: Manifest | None = None) -> Manifest:
+    def run(self, base: Manifest) -> Manifest:
         """Take in all files behind the shards of ``base``."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
-                self._num_base = 0 if base is None else len(base.shards)
+                self._num_base = len(base.shards)
                 self._state = self._resumed()
                 self._take_files()
-                manifest = self._manifest(base)
+                if not self._state.shards:
+                    raise CorpusError("the corpus is empty: its files hold no tokens; give a file with text")
+                sources = tuple((str(file.path), file.num_bytes) for file in self._files)
+                manifest = replace(base, shards=(*base.shards, *self._state.shards), sources=(*base.sources, *sources))
                 manifest.write(self._folder)
                 (self._folder / STATE).unlink()
         return manifest
-
-    def _manifest(self, base: Manifest | None) -> Manifest:
-        if not self._state.shards:
-            raise CorpusError("the corpus is empty: its files hold no tokens; give a file with text")
-        return Manifest(
-            vocab_size=self._vocab_size,
-            width=self._width,
-            fingerprint=self._settings["fingerprint"],
-            tokenizer=str(self._tokenizer.name_or_path),
-            shards=((() if base is None else base.shards) + tuple(self._state.shards)),
-            sources=(
-                *(() if base is None else base.sources),
-                *((str(file.path), file.num_bytes) for file in self._files),
-            ),
-        )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

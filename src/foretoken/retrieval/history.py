@@ -51,8 +51,8 @@ class OutputHistory:
     """What was generated before, and how often.
 
     Source: the global tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). Deviations: the least recently
-    *used* output goes first, not the oldest; the number of tokens is bounded as well as that of outputs; a continuation that reaches the depth
-    of the tree goes on from its own end; one tree for prefixes that end a context, none per request.
+    *used* output goes first, not the oldest; the number of tokens is bounded as well as that of outputs; a continuation
+    that reaches the depth of the tree goes on from its own end.
 
     Args:
       max_depth: tokens of the longest string that is kept; every window of so many tokens of an output is one.
