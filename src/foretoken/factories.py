@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import zoo
+from foretoken.drafters.adjacency import AdjacencyMatrix
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
@@ -105,13 +106,19 @@ def _lookahead(config: SpeculativeConfig, materials: Materials) -> Drafter:
 
 def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter:
     _check_trees(config, materials)
+    matrix, initial_state, vocab_size = None, str(config.initial_state), materials.target.vocab_size
+    if initial_state == "auto":
+        initial_state = "prompt"
+        if materials.zoo_name is not None and config.state_file is None and _set(config.num_candidates) <= 8:
+            matrix = _zoo_matrix(materials.zoo_name, vocab_size, _set(config.num_candidates))
     return TokenRecyclingDrafter(
-        materials.target.vocab_size,
+        vocab_size,
         _set(config.num_speculative_tokens),
         num_candidates=_set(config.num_candidates),
         max_nodes=_set(config.max_draft_nodes),
         shared=bool(config.shared),
-        initial_state=str(config.initial_state),
+        initial_state=initial_state,
+        matrix=matrix,
         state_file=config.state_file,
     )
 
@@ -167,6 +174,11 @@ def _growth(config: SpeculativeConfig, materials: Materials) -> dict[str, Any]:
         "acceptance": str(config.rejection_sample_method),
         "policy": length_policy(config, _depth(config)),
     }
+
+
+def _zoo_matrix(zoo_name: str, vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
+    """What a target of the zoo says after every token alone."""
+    return AdjacencyMatrix.load(zoo.asset(zoo_name, "candidates.safetensors"), vocab_size, num_candidates)
 
 
 def _check_trees(config: SpeculativeConfig, materials: Materials) -> None:

@@ -158,7 +158,7 @@ class SpeculativeConfig:
     pool_from_prompt: bool | None = key(flag())
     num_candidates: int | None = key(whole(1))
     shared: bool | None = key(flag())
-    initial_state: str | None = key(one_of({"prompt": "prompt", "empty": "empty"}))
+    initial_state: str | None = key(one_of({name: name for name in ("auto", "vocabulary", "prompt", "empty")}))
     state_file: str | None = key(text())
     layer_set: str | None = key(text())
     skipped_attention: tuple[int, ...] | None = key(whole_numbers())

@@ -91,9 +91,9 @@ class AdjacencyMatrix:
         """Read what `save` wrote.
 
         Raises: CheckpointError for a file that is missing, truncated, of another kind or inconsistent; ConfigError for
-          one of another vocabulary or number of candidates.
+          one of another vocabulary or with fewer candidates; of more, the best are taken.
         """
-        candidates = _read(path)
+        candidates = _read(path)[:, :num_candidates]
         if candidates.shape != (vocab_size, num_candidates):
             raise ConfigError(
                 f"{path} holds {candidates.shape[1]} candidates for each of {candidates.shape[0]} tokens, but the "

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import cached_property
-from heapq import heappop, heappush
-from itertools import pairwise
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foretoken.drafters.adjacency import AdjacencyMatrix
 from foretoken.drafters.base import ContextDrafter, Features, Requirements, StepResult
-from foretoken.engine.errors import ConfigError
+from foretoken.drafters.treeshape import best_shape
+from foretoken.drafters.vocabulary import vocabulary_matrix
+from foretoken.engine.errors import CheckpointError, ConfigError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 
-RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
-"""How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
+if TYPE_CHECKING:
+    from foretoken.engine.cache import KVCache
+    from foretoken.engine.model import CausalLM
 
-INITIAL_STATES = ("prompt", "empty")
+INITIAL_STATES = ("vocabulary", "prompt", "empty")
 
 
 class TokenRecyclingDrafter(ContextDrafter):
@@ -37,13 +37,17 @@ class TokenRecyclingDrafter(ContextDrafter):
       num_candidates: successors kept per token, k; 1 or more.
       max_nodes: nodes of the tree, root included; 2 or more.
       shared: one matrix for all requests, as published, instead of one each.
-      initial_state: "prompt" lets the prompt's own text into the matrix, "empty" does not.
-      state_file: a matrix that was saved, to start from.
+      initial_state: "vocabulary" starts from what the target says after every token alone, at the cost of a prompt as
+        long as the vocabulary; "prompt" lets in each prompt, its text and the target's candidates along it, which
+        "vocabulary" does too; "empty" starts from nothing.
+      matrix: what was learned before, to start from.
+      state_file: where a matrix is kept that the vocabulary made, or that requests share. It is read if it exists,
+        and written when the vocabulary has been gone through or the last shared row has ended.
 
     Raises: ConfigError when a number is out of range; CheckpointError, ConfigError for a file that does not fit.
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
     Cost: array operations on the nodes of the tree per step, whatever the length of the text; one pass over the
-    prompt.
+    prompt, and the output embedding for its tokens.
     """
 
     name = "token_recycling"
@@ -57,6 +61,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         max_nodes: int = 80,
         shared: bool = False,
         initial_state: str = "prompt",
+        matrix: AdjacencyMatrix | None = None,
         state_file: str | os.PathLike[str] | None = None,
     ) -> None:
         for option, value, least in (
@@ -71,12 +76,22 @@ class TokenRecyclingDrafter(ContextDrafter):
         num_candidates = min(num_candidates, vocab_size)
         self.requires = Requirements(top_k=num_candidates, prompt_top_k=initial_state != "empty", all_nodes=True)
         self._shape = best_shape(max_nodes, num_speculative_tokens, num_candidates)
-        self._start = AdjacencyMatrix(vocab_size, num_candidates)
-        if state_file is not None:
-            self._start = AdjacencyMatrix.load(state_file, vocab_size, num_candidates)
-        self._is_empty = state_file is None
         self._shared = shared
+        self._learns_vocabulary = initial_state == "vocabulary"
+        self._state_file = None if state_file is None else Path(state_file).expanduser()
+        if matrix is None and self._state_file is not None:
+            matrix = self._load(self._state_file, vocab_size, num_candidates)
+        self._is_blank = matrix is None
+        self._start = matrix or AdjacencyMatrix(vocab_size, num_candidates)
+        self._is_unsaved = False
         self._matrix_of: dict[int, AdjacencyMatrix] = {}
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        if self._is_blank and self._learns_vocabulary:
+            self._start = vocabulary_matrix(target, self._start.num_candidates)
+            self._is_blank = False
+            if self._state_file is not None:
+                self._start.save(self._state_file)
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         for row, prompt in zip(rows, features, strict=True):
@@ -97,10 +112,17 @@ class TokenRecyclingDrafter(ContextDrafter):
             order = last_of_all(len(result.tree), result.path)
             tokens = [result.tree.tokens[node] for node in order]
             self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy()[order])
+            self._is_unsaved = True
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._matrix_of.pop(row.id, None)
+        if self._shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
+            self._is_unsaved = False
+            try:
+                self._start.save(self._state_file)
+            except CheckpointError as error:  # what was generated is worth more than what was learned
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what a shared drafter has learned, for ``state_file`` of another one.
@@ -111,11 +133,22 @@ class TokenRecyclingDrafter(ContextDrafter):
             raise ConfigError("only shared=True learns beyond a request; there is nothing to save")
         self._start.save(path)
 
+    def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
+        """What the file holds; None where it is still to be written.
+
+        Raises: CheckpointError, ConfigError.
+        """
+        if file.exists() or not (self._shared or self._learns_vocabulary):
+            return AdjacencyMatrix.load(file, vocab_size, num_candidates)
+        if not os.access(file.parent, os.W_OK):
+            raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
+        return None
+
     def _matrix(self) -> AdjacencyMatrix:
         """The one that a new request works with."""
         if self._shared:
             return self._start
-        if self._is_empty:  # a new one costs nothing, a copy touches all of its memory
+        if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
             return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
         return self._start.copy()
 
@@ -124,76 +157,3 @@ def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
     """All nodes, those of the path behind the others: 4 nodes and the path 0 2 make 1 3 0 2."""
     accepted = set(path)
     return [*(node for node in range(num_nodes) if node not in accepted), *path]
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """A tree without tokens, level by level: node i is the ``ranks[i]``-th best successor of ``parents[i]``.
-
-    Args:
-      parents: as in `DraftTree`; nodes are sorted by depth.
-      ranks: N ranks, from 0; that of the root means nothing.
-    """
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """How many nodes are as deep as 0, 1, 2 ... or less."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return (*(depths.index(depth) for depth in range(1, depths[-1] + 1)), len(depths))
-
-    @cached_property
-    def _parents(self) -> np.ndarray:
-        return np.array(self.parents)
-
-    @cached_property
-    def _ranks(self) -> np.ndarray:
-        return np.array(self.ranks)
-
-    def filled(self, pending: int, max_depth: int, matrix: AdjacencyMatrix, source: str = "") -> DraftTree:
-        """The tree below a token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
-        tokens = np.full(len(self.parents), -1)
-        tokens[0] = pending
-        ends = self.ends[: max_depth + 1]
-        for start, end in pairwise(ends):
-            above = tokens[self._parents[start:end]]
-            found = matrix.successors(above, self._ranks[start:end])
-            tokens[start:end] = np.where(above < 0, -1, found)
-        tokens = tokens[: ends[-1]]
-        known = tokens >= 0
-        if known.all():
-            return DraftTree(tuple(tokens.tolist()), self.parents[: len(tokens)], source=source)
-        index = known.cumsum() - 1
-        parents = index[self._parents[: len(tokens)][known]]
-        parents[0] = -1
-        return DraftTree(tuple(tokens[known].tolist()), tuple(parents.tolist()), source=source)
-
-
-def best_shape(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[float] = RANK_SHARES) -> TreeShape:
-    """The tree that accepts most when the candidate of rank r is right with probability ``shares[r]`` everywhere.
-
-    A node is worth the product of the shares along its path, and the expected acceptance is the sum of these, so the
-    best tree holds the nodes that are worth most (Chen et al. 2024, Sequoia, arXiv:2402.12374, for shares that do not
-    grow). Levels are the breadth-first ones that `TreeShape` wants.
-
-    Args:
-      num_nodes: root included.
-    """
-    shares = [*shares, *(shares[-1] * 0.5**i for i in range(1, num_candidates + 1))][:num_candidates]
-    chosen: list[tuple[int, ...]] = []  # ranks from below the root to a node
-    open_ends: list[tuple[float, tuple[int, ...]]] = [(-shares[0], (0,))]
-    while open_ends and len(chosen) < num_nodes - 1:
-        negative, path = heappop(open_ends)
-        chosen.append(path)
-        rank = path[-1]
-        if rank + 1 < num_candidates:
-            heappush(open_ends, (negative / shares[rank] * shares[rank + 1], (*path[:-1], rank + 1)))
-        if len(path) < max_depth:
-            heappush(open_ends, (negative * shares[0], (*path, 0)))
-    chosen.sort(key=lambda path: (len(path), path))
-    index = {path: node for node, path in enumerate([(), *chosen])}
-    return TreeShape((-1, *(index[path[:-1]] for path in chosen)), (0, *(path[-1] for path in chosen)))
