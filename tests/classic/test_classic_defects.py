@@ -64,6 +64,7 @@ def test_01_greedy_speculative_decoding_is_greedy() -> None:
 
 def test_02_with_a_cache_only_unseen_tokens_are_fed(monkeypatch: Any) -> None:
     """The whole text used to be fed to a filled cache, at shifted positions."""
+    adapters = adapter_of(target()), adapter_of(drafter())  # probed before anybody watches
     fed: dict[int, list[int]] = {}
     forward = CausalLM.forward
 
@@ -75,7 +76,7 @@ def test_02_with_a_cache_only_unseen_tokens_are_fed(monkeypatch: Any) -> None:
     tokens, _ = speculative_generate(
         PROMPT, drafter(), target(), gamma=4, max_gen_len=20, eos_tokens_id=[], use_cache=True
     )
-    of_target, of_drafter = fed[id(adapter_of(target()))], fed[id(adapter_of(drafter()))]
+    of_target, of_drafter = (fed[id(adapter)] for adapter in adapters)
     assert of_target[0] == len(PROMPT)
     assert max(of_target[1:]) <= 5
     assert of_drafter[0] == len(PROMPT) + 1

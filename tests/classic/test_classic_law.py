@@ -1,8 +1,8 @@
 """Outputs of the classic functions have exactly the law of plain decoding: by enumeration, and by chi-square.
 
-Enumeration takes every draw every way, in float64. Chi-square runs the whole loop with torch's generator; some cells
-with every forward and the cache, the others with remembered logits. Their seeds are fixed and every cell passed at 1e-3
-when it was written (20 cells: false alarms of a new seed 2 %).
+Enumeration takes every draw every way, in float64. Chi-square runs the whole loop with torch's generator; one cell of
+each function with every forward and the cache, the others with remembered logits. Their seeds are fixed and
+every cell passed at 1e-3 when it was written (20 cells: false alarms of a new seed 2 %).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_skip_sample_adjustment_is_lossy(monkeypatch: Any) -> None:
 
 # -- the whole loop ----------------------------------------------------------------------------------------------------
 
-LENGTH, VOCAB_SIZE, NUM_SAMPLES = 3, 4, 1200
+LENGTH, VOCAB_SIZE, NUM_SAMPLES = 3, 4, 1000
 
 
 def p_value(run: Callable[[], list[int]], processor: Any, num_samples: int = NUM_SAMPLES) -> float:
@@ -146,7 +146,7 @@ def p_value(run: Callable[[], list[int]], processor: Any, num_samples: int = NUM
 @pytest.mark.parametrize("run", [speculative, ngram])
 def test_samples_of_the_loop_have_the_law(run: Any, name: str, temperature: float, monkeypatch: Any) -> None:
     processor = MAKERS[name](temperature)
-    if (name, temperature) not in (("nucleus", 1.5), ("top-k", 1.0)):
+    if (name, temperature) != ("nucleus", 1.5):
         remember_logits(monkeypatch)
     assert p_value(lambda: run(processor, VOCAB_SIZE, LENGTH, use_cache=True), processor) > 1e-3
 

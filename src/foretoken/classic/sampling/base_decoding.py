@@ -104,5 +104,6 @@ def beam_search_generate(
     for step in search.steps():
         trace.steps.append(step)
         if debug:
-            printing.beam_search_step(search.length, [(beam.score, beam.tokens) for beam in search.running], tokenizer)
+            shown = [[(beam.score, beam.tokens) for beam in beams] for beams in (search.running, search.finished)]
+            printing.beam_search_step(search.length, shown[0], shown[1], tokenizer)
     return list(search.best)

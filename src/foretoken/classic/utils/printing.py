@@ -78,9 +78,18 @@ def speculative_step(
     show(step, input_ids[0, prompt_len : current_position + n + 1].tolist(), tokenizer)
 
 
-def beam_search_step(length: int, beams: Sequence[tuple[float, Sequence[int]]], tokenizer: Any = None) -> None:
-    """Print the running beams: log-probability and tokens of each."""
-    lines = [f"  ({score:.3f}) {_text(tokens, tokenizer)}" for score, tokens in beams]
+def beam_search_step(
+    length: int,
+    running: Sequence[tuple[float, Sequence[int]]],
+    finished: Sequence[tuple[float, Sequence[int]]],
+    tokenizer: Any = None,
+) -> None:
+    """Print the beams: score and tokens of those that go on and of those that have ended."""
+    lines = [
+        f"  ({score:.3f}) {_text(tokens, tokenizer)}{end}"
+        for beams, end in ((running, ""), (finished, " (finished)"))
+        for score, tokens in beams
+    ]
     print("\n".join([" Beam Search Step ".center(38, "="), f"Length: {length}", *lines, RULE]), flush=True)
 
 

@@ -1,0 +1,431 @@
+"""Every example of the documents that describe the classic interface, with another prefix and another model.
+
+Of the five, two describe the functions (speculative decoding; n-gram assisted decoding), two show the usage of the
+n-gram function and of its storages, and one is a survey of other methods, without any example of this library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from classic_models import PROMPT, drafter, hf_greedy, target
+from transformers.cache_utils import DynamicCache
+
+from foretoken import zoo
+from foretoken.classic import last_trace
+from foretoken.classic.ngram_assisted import (
+    INgramStorage,
+    NGramStorage,
+    OneLevelNGramStorage,
+    ngram_assisted_speculative_generate,
+)
+from foretoken.classic.sampling import (
+    autoregressive_generate,
+    beam_search_generate,
+    max_fn,
+    speculative_generate,
+)
+from foretoken.classic.utils import printing
+from foretoken.classic.utils.caching import prune_cache
+from foretoken.classic.utils.logits_processor import (
+    GreedyProcessor,
+    LogitsProcessor,
+    MultinomialProcessor,
+    NucleusProcessor,
+    TopKNucleusProcessor,
+    TopKProcessor,
+)
+
+WORDS = ["The", "capital", "of", "France", "is", "Paris", "Germany", "Berlin", "London"]
+
+
+def ids(text: str) -> torch.Tensor:
+    return torch.tensor([[WORDS.index(word) for word in text.split()]])
+
+
+def words(table: Any) -> Any:
+    """Token ids of a storage's tables as words."""
+    if isinstance(table, dict):
+        return {words(key) if isinstance(key, tuple) else WORDS[key]: words(value) for key, value in table.items()}
+    return tuple(WORDS[token] for token in table) if isinstance(table, tuple) else table
+
+
+def said(answer: tuple[torch.Tensor, torch.Tensor]) -> tuple[str, bool]:
+    assert answer[0].shape == answer[1].shape == (1, 1)
+    assert answer[1].dtype == torch.bool
+    return WORDS[int(answer[0])], bool(answer[1])
+
+
+# -- signatures and modules --------------------------------------------------------------------------------------------
+
+SHARED: dict[str, Any] = {"max_gen_len": 40, "eos_tokens_id": 1, "pad_token_id": 0, "use_cache": False, "debug": False}
+SIGNATURES: list[tuple[Any, str, dict[str, Any]]] = [
+    (
+        autoregressive_generate,
+        "inputs model max_gen_len logits_processor eos_tokens_id pad_token_id use_cache debug",
+        SHARED,
+    ),
+    (
+        beam_search_generate,
+        "inputs model max_gen_len num_beams top_k min_length alpha eos_tokens_id pad_token_id debug tokenizer",
+        {key: SHARED[key] for key in SHARED if key != "use_cache"}
+        | {"num_beams": 4, "top_k": 3, "min_length": 5.0, "alpha": 1.2, "tokenizer": None},
+    ),
+    (
+        speculative_generate,
+        "inputs drafter target tokenizer gamma use_egag gamma_min gamma_max egag_ema_beta logits_processor max_gen_len "
+        "eos_tokens_id pad_token_id use_cache skip_sample_adjustment first_target debug",
+        SHARED
+        | {"tokenizer": None, "gamma": 5, "use_egag": False, "gamma_min": 1, "gamma_max": None, "egag_ema_beta": 0.0}
+        | {"skip_sample_adjustment": False, "first_target": True},
+    ),
+    (
+        ngram_assisted_speculative_generate,
+        "inputs ngramstorage target tokenizer gamma filler_top_k logits_processor max_gen_len eos_tokens_id "
+        "pad_token_id use_cache first_target stop_if_unknown debug",
+        SHARED | {"tokenizer": None, "gamma": 5, "filler_top_k": 3, "first_target": True, "stop_if_unknown": False},
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "names", "defaults"), SIGNATURES)
+def test_signatures(function: Any, names: str, defaults: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == names.split()
+    for name, default in defaults.items():
+        assert parameters[name].default == default, name
+    if "logits_processor" in parameters:
+        assert type(parameters["logits_processor"].default) is GreedyProcessor
+
+
+def test_modules_and_constructors() -> None:
+    for name in (
+        "sampling.base_decoding",
+        "sampling.speculative_decoding",
+        "ngram_assisted.ngram_assisted",
+        "ngram_assisted.ngram_storage",
+        "utils.logits_processor",
+        "utils.caching",
+        "utils.printing",
+    ):
+        importlib.import_module(f"foretoken.classic.{name}")
+    assert GreedyProcessor().temperature == 1.0
+    assert MultinomialProcessor(0.5).temperature == 0.5
+    assert TopKProcessor(0.5, 7).top_k == 7
+    assert NucleusProcessor(0.5, 0.8).top_p == 0.8
+    both = TopKNucleusProcessor(0.5, 7, 0.8)
+    assert (both.temperature, both.top_k, both.top_p) == (0.5, 7, 0.8)
+    assert issubclass(NGramStorage, INgramStorage)
+    assert issubclass(OneLevelNGramStorage, INgramStorage)
+    assert issubclass(TopKProcessor, LogitsProcessor)
+
+
+# -- storages ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_one_level_storage_holds() -> None:
+    """A trigram storage of one sentence; it looks at the last two words."""
+    storage = OneLevelNGramStorage(n=3, vocab_size=9)
+    storage.initialize(ids("The capital of France is Paris"))
+    assert words(storage.counts) == {
+        ("The", "capital"): {"of": 1},
+        ("capital", "of"): {"France": 1},
+        ("of", "France"): {"is": 1},
+        ("France", "is"): {"Paris": 1},
+    }
+    assert {gram: WORDS[token] for gram, token in words_of(storage.ngrams).items()} == {
+        ("The", "capital"): "of",
+        ("capital", "of"): "France",
+        ("of", "France"): "is",
+        ("France", "is"): "Paris",
+    }
+    assert said(storage.next_token(ids("The capital"))) == ("of", True)
+    assert said(storage.next_token(ids("The capital of"))) == ("France", True)
+    assert said(storage.next_token(ids("is Paris")))[1] is False
+    assert said(storage.next_token(ids("of")))[1] is False
+
+
+def words_of(table: dict[tuple[int, ...], int]) -> dict[tuple[str, ...], int]:
+    return {tuple(WORDS[token] for token in gram): token for gram, token in table.items()}
+
+
+def test_what_a_storage_of_all_orders_holds() -> None:
+    """Bigrams and trigrams, keyed by order and then by context."""
+    storage = NGramStorage(n=3, vocab_size=9)
+    for _ in range(2):
+        storage.initialize(ids("The capital of France is Paris"))
+    storage.initialize(ids("The capital of Germany is Berlin"))
+    assert set(storage.counts) == set(storage.ngrams) == {2, 3}
+    assert words(storage.counts[2])[("of",)] == {"France": 2, "Germany": 1}
+    assert words(storage.counts[3])[("capital", "of")] == {"France": 2, "Germany": 1}
+    assert words(storage.counts[3])[("The", "capital")] == {"of": 3}
+    assert WORDS[storage.ngrams[3][tuple(ids("capital of")[0].tolist())]] == "France"
+
+
+def test_the_longest_known_context_wins() -> None:
+    """n=4: three words of context are new, two are known; one would say something else."""
+    storage = NGramStorage(n=4, vocab_size=9)
+    storage.initialize(ids("is capital of France"))
+    storage.update(ids("Paris of"), ids("London"))
+    storage.update(ids("Berlin of"), ids("London"))
+    assert said(storage.next_token(ids("The capital of"))) == ("France", True)
+    assert said(storage.next_token(ids("Germany of"))) == ("London", True)
+    assert said(storage.next_token(ids("Germany")))[1] is False
+
+
+def test_every_n_gram_of_a_prompt_is_learned() -> None:
+    storage = NGramStorage(n=4, vocab_size=9)
+    storage.initialize(ids("The capital of France is"))
+    grams = ["The capital", "capital of France", "The capital of France", "capital of France is", "France is"]
+    assert all(storage.has_gram(ids(gram)[0]) for gram in grams)
+    assert not storage.has_gram(ids("The of")[0])
+    assert not storage.has_gram(ids("The capital of France is")[0])
+
+
+@pytest.mark.parametrize("kind", [NGramStorage, OneLevelNGramStorage])
+def test_fillers_may_be_proposed_later(kind: Any) -> None:
+    """Alternatives for one place, the likeliest first; each may win once it has been seen more often."""
+    storage = kind(3, 9)
+    context = ids("France is")
+    storage.update(context, ids("Paris Berlin London"))
+    assert said(storage.next_token(context)) == ("Paris", True)
+    storage.update(context, ids("London"))
+    assert said(storage.next_token(context)) == ("London", True)
+
+
+def test_unknown_contexts_get_random_tokens_of_the_vocabulary() -> None:
+    storage = NGramStorage(3, 9)
+    torch.manual_seed(0)
+    answers = [storage.next_token(ids("The")) for _ in range(200)]
+    assert {int(token) for token, _ in answers} == set(range(9))
+    assert not any(bool(known) for _, known in answers)
+
+
+def test_a_batch_of_texts() -> None:
+    storage = NGramStorage(3, 9)
+    storage.initialize(torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    tokens, known = storage.next_token(torch.tensor([[0, 1], [3, 4], [8, 8]]))
+    assert tokens.shape == known.shape == (3, 1)
+    assert tokens[:2].tolist() == [[2], [5]]
+    assert known.tolist() == [[True], [True], [False]]
+    storage.update(torch.tensor([[0, 1], [3, 4]]), torch.tensor([[7, 6], [8, 7]]))
+    assert storage.counts[3][(3, 4)] == {5: 1, 8: 1, 7: 1}
+
+
+def test_usage_of_the_storage_of_all_orders() -> None:
+    storage = NGramStorage(n=3, vocab_size=128256)
+    prompt_ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    storage.initialize(prompt_ids)
+    predicted, known = storage.next_token(prompt_ids)
+    assert predicted.shape == known.shape == (1, 1)
+    assert not bool(known)
+    new_tokens = torch.tensor([[9]])
+    storage.update(prompt_ids, new_tokens)
+    predicted, known = storage.next_token(prompt_ids)
+    assert (int(predicted), bool(known)) == (9, True)
+    storage.reset()
+    assert not bool(storage.next_token(prompt_ids)[1])
+
+
+def test_usage_of_the_one_level_storage() -> None:
+    prompt_ids = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
+    storage = OneLevelNGramStorage(n=4, vocab_size=128256)
+    storage.initialize(prompt_ids)
+    predicted, known = storage.next_token(prompt_ids)
+    assert (int(predicted), bool(known)) == (4, True)
+    assert not bool(storage.next_token(prompt_ids[:, 1:3])[1])
+
+
+# -- n-gram assisted generation ----------------------------------------------------------------------------------------
+
+
+def test_usage_of_ngram_assisted_generation() -> None:
+    target_model, _, tokenizer = zoo.load("tiny")
+    ngram_storage = NGramStorage(n=3, vocab_size=target_model.config.vocab_size)
+    chat = [{"role": "user", "content": "Explain the Fibonacci sequence."}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(text, return_tensors="pt").input_ids[0].tolist()
+    output_ids, accept_rate = ngram_assisted_speculative_generate(
+        inputs,
+        ngram_storage,
+        target_model,
+        tokenizer=tokenizer,
+        gamma=5,
+        filler_top_k=3,
+        logits_processor=GreedyProcessor(),
+        max_gen_len=40,
+        eos_tokens_id=[tokenizer.eos_token_id],
+        stop_if_unknown=True,
+    )
+    assert isinstance(tokenizer.decode(output_ids, skip_special_tokens=True), str)
+    assert isinstance(accept_rate, float)
+    wanted = hf_greedy(target_model, inputs, 40, eos_token_id=tokenizer.eos_token_id)
+    assert output_ids == wanted
+
+    one_level = OneLevelNGramStorage(n=4, vocab_size=target_model.config.vocab_size)
+    output_ids, accept_rate = ngram_assisted_speculative_generate(
+        inputs, one_level, target_model, gamma=5, max_gen_len=20, eos_tokens_id=[tokenizer.eos_token_id]
+    )
+    assert output_ids == wanted[:20]
+    assert 0.0 <= accept_rate <= 1.0
+
+
+@pytest.mark.parametrize(("n", "filler_top_k", "stop_if_unknown"), [(2, 1, True), (3, 3, False), (5, 10, True)])
+def test_the_parameters_of_the_tables(n: int, filler_top_k: int, stop_if_unknown: bool) -> None:
+    storage = NGramStorage(n, 64)
+    tokens, _ = ngram_assisted_speculative_generate(
+        PROMPT, storage, target(), filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, eos_tokens_id=[]
+    )
+    assert tokens == hf_greedy(target(), PROMPT, 40)
+    counts = [count for followers in storage.counts[2].values() for count in followers.values()]
+    assert any(count % 1 for count in counts) == (filler_top_k > 1), "runners-up weigh a fraction"
+
+
+# -- speculative decoding, parts and whole -----------------------------------------------------------------------------
+
+
+def test_the_adjusted_law() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    torch.testing.assert_close(max_fn(p - q), torch.tensor([1.0, 0.0, 0.0]))
+    torch.testing.assert_close(max_fn(torch.stack([p - q, q - p])).sum(-1), torch.ones(2))
+
+
+def test_filters_keep_what_they_say() -> None:
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.3, 0.2]]))
+    assert (TopKProcessor(1.0, 2)(logits) > 0).tolist() == [[False, True, True, False]]
+    assert (NucleusProcessor(1.0, 0.5)(logits) > 0).tolist() == [[False, True, True, False]]
+    assert (NucleusProcessor(1.0, 0.3)(logits) > 0).tolist() == [[False, True, False, False]]
+    assert (TopKNucleusProcessor(1.0, 3, 0.9)(logits) > 0).tolist() == [[False, True, True, True]]
+    torch.testing.assert_close(TopKProcessor(1.0, 2)(logits)[0, 1], torch.tensor(0.4 / 0.7))
+    torch.testing.assert_close(NucleusProcessor(0.5, 0.5)(logits)[0, 1], torch.tensor(0.16 / 0.25))
+    assert torch.equal(TopKProcessor(1.0, 99)(logits), MultinomialProcessor(1.0)(logits))
+    assert GreedyProcessor().sample(torch.tensor([[0.1, 0.9], [0.8, 0.2]])).tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5), (2, 3, 5)])
+@pytest.mark.parametrize(
+    "processor",
+    [GreedyProcessor(), MultinomialProcessor(1.0), TopKNucleusProcessor(1.0, 3, 0.9), NucleusProcessor(1.0, 0.9)],
+)
+def test_processors_take_any_leading_dimensions(processor: Any, shape: tuple[int, ...]) -> None:
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    probs = processor(logits)
+    assert probs.shape == shape
+    assert probs.dtype == logits.dtype
+    tokens = processor.sample(probs)
+    assert tokens.shape == (*shape[:-1], 1)
+    assert bool((probs.gather(-1, tokens) > 0).all())
+    rows = torch.stack([processor(row) for row in logits.reshape(-1, 5)])
+    torch.testing.assert_close(probs.reshape(-1, 5), rows)
+
+
+def test_pruning_a_tuple_takes_the_last_tokens() -> None:
+    keys = torch.arange(100.0).view(1, 1, 100, 1).expand(1, 2, 100, 3)
+    pruned = prune_cache(((keys, keys), (keys, keys)), 5)
+    assert [tensor.shape for layer in pruned for tensor in layer] == [(1, 2, 95, 3)] * 4
+    assert pruned[0][0][0, 0, -1, 0] == 94
+    assert keys.shape[2] == 100
+    assert prune_cache(((keys, keys),), 0)[0][0].shape[2] == 100
+    assert prune_cache(((keys, keys),), 100)[0][0].shape[2] == 0
+    assert prune_cache(None, 3) is None
+
+
+def test_pruning_a_dynamic_cache_equals_never_having_seen_the_tokens() -> None:
+    """A loop of one's own: feed, prune, feed something else."""
+    model = target()
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([PROMPT]), past_key_values=cache, use_cache=True)
+        assert prune_cache(cache, 3) is cache
+        logits = model(input_ids=torch.tensor([[8, 9]]), past_key_values=cache, use_cache=True).logits
+        wanted = model(input_ids=torch.tensor([[*PROMPT[:-3], 8, 9]])).logits[:, -2:]
+    torch.testing.assert_close(logits, wanted)
+    assert prune_cache(cache, cache.get_seq_length()).get_seq_length() == 0
+    assert prune_cache(DynamicCache(), 0).get_seq_length() == 0
+
+
+class Words:
+    """A tokenizer for the display."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return " ".join(f"w{token}" for token in tokens)
+
+
+def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
+    """Position, gamma, every draft with q, r and p/q, its verdict, the final sample, and the text so far."""
+    torch.manual_seed(2)
+    speculative_generate(
+        PROMPT,
+        drafter(),
+        target(),
+        Words(),
+        gamma=3,
+        logits_processor=MultinomialProcessor(1.0),
+        max_gen_len=14,
+        eos_tokens_id=[],
+        debug=True,
+    )
+    shown = capsys.readouterr().out
+    trace = last_trace()
+    assert trace is not None
+    assert shown.count("========== Speculative Step ==========\n") == len(trace.steps)
+    blocks = shown.split("========== Speculative Step ==========\n")[1:]
+    seen = set()
+    for step, block in zip(trace.steps, blocks, strict=True):
+        lines = block.splitlines()
+        assert lines[0] == f"Position: {step.position}, Gamma: {step.gamma}, Accepted: {step.accepted}"
+        for index, draft in enumerate(step.drafts):
+            (line,) = [line for line in lines if line.startswith(f"  [{step.position + index + 1}]: ") and "q=" in line]
+            assert f'"w{draft.token}" (q={draft.draft_prob:.2f})' in line
+            if draft.accepted is not None:
+                sign = (
+                    "✓ (accepted: r={:.2f} < p/q={:.2f})" if draft.accepted else "✗ (rejected: r={:.2f} > p/q={:.2f})"
+                )
+                assert draft.uniform is not None
+                assert draft.ratio is not None
+                assert line.endswith(sign.format(draft.uniform, draft.ratio))
+            seen.add(draft.accepted)
+        law = "adjusted" if step.is_adjusted else "target"
+        seen.add(law)
+        assert f'  [{step.position + step.accepted + 1}]: "w{step.final_token}" ({law} distribution)' in lines
+        assert lines[-2].startswith('Generated: "w')
+        assert lines[-1] == "=" * 39
+    assert seen == {True, False, None, "adjusted", "target"}
+
+
+@pytest.mark.parametrize("name", ["autoregressive", "beams", "speculative", "ngram"])
+def test_debug_without_a_tokenizer_shows_ids(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"max_gen_len": 4, "eos_tokens_id": [], "debug": True}
+    calls = {
+        "autoregressive": lambda: autoregressive_generate(PROMPT, target(), **options),
+        "beams": lambda: beam_search_generate(PROMPT, target(), alpha=0.0, top_k=8, **options),
+        "speculative": lambda: speculative_generate(PROMPT, drafter(), target(), **options)[0],
+        "ngram": lambda: ngram_assisted_speculative_generate(PROMPT, NGramStorage(3, 64), target(), **options)[0],
+    }
+    tokens = calls[name]()
+    assert str(tokens) in capsys.readouterr().out
+
+
+def test_the_display_for_loops_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = torch.tensor([[5, 6, 7, 8, 9, 0]])
+    after = torch.tensor([[5, 6, 7, 3, 0, 0]])
+    printing.speculative_step(Words(), drafts, after, 1, 2, 2, 3)
+    assert capsys.readouterr().out.splitlines() == [
+        "========== Speculative Step ==========",
+        "Position: 2, Gamma: 3, Accepted: 1",
+        "",
+        "Drafts (Drafter):",
+        '  [3]: "w7" ✓ (accepted: equals the target\'s token)',
+        '  [4]: "w8" ✗ (rejected: differs from the target\'s token)',
+        '  [5]: "w9" - (not reached)',
+        "",
+        "Final Sample:",
+        '  [4]: "w3" (target distribution)',
+        "",
+        'Generated: "w7 w3"',
+        "=======================================",
+    ]
