@@ -30,6 +30,7 @@ class SelfDrafter(GrowingDrafter):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._wanted_branches = self.num_branches
+        self._target: CausalLM | None = None
 
     @abstractmethod
     def _variant(self, target: CausalLM) -> CausalLM:
@@ -37,7 +38,8 @@ class SelfDrafter(GrowingDrafter):
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache
-        self.model = self._variant(target)
+        if target is not self._target:
+            self._target, self.model = target, self._variant(target)
         self.num_branches = self._wanted_branches if target.supports_trees else 1
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:

@@ -1,0 +1,271 @@
+"""The target as its own drafter: layers left out, or 4-bit weights, over the target's own cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_identity import MODES, PROMPTS, plain, run
+
+from architectures import ARCHITECTURES, VOCAB_SIZE
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter, skipping
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter, quantized
+from foretoken.drafters.self_draft import SelfDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.quantize import GroupedInt4, Int4Linear
+from foretoken.llm import LLM
+from foretoken.params import SamplingParams
+from foretoken.testing import check_drafter, compare, decode, toy_model
+from harness import adapter
+
+SKIPPED = LayerSet((1,), (0,))
+
+
+def layer_skip(depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any) -> LayerSkipDrafter:
+    return LayerSkipDrafter(SKIPPED, target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+
+
+def quantized_self(depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any) -> QuantizedSelfDrafter:
+    return QuantizedSelfDrafter(target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+
+
+DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
+    "layer-skip-chain": layer_skip,
+    "layer-skip-tree": lambda: layer_skip(num_branches=3),
+    "early-exit": lambda: LayerSkipDrafter(LayerSet.exit_at(1, 2), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "quantized-chain": quantized_self,
+    "quantized-tree": lambda: quantized_self(num_branches=3),
+    "quantized-and-skipped": lambda: quantized_self(layer_set=SKIPPED),
+}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_self_drafting_changes_no_token(name: str, drafter: str, mode: str) -> None:
+    """Five ragged rows in one batch, every architecture, float64."""
+    compare(run(name, DRAFTERS[drafter](), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.endswith("processed")])
+@pytest.mark.parametrize("drafter", ["layer-skip-tree", "quantized-chain"])
+def test_self_drafting_changes_no_token_under_processors(drafter: str, mode: str) -> None:
+    compare(run("llama", DRAFTERS[drafter](), mode), plain("llama", mode), f"{drafter}, {mode}")
+
+
+@pytest.mark.parametrize("make", [layer_skip, quantized_self])
+@pytest.mark.parametrize("num_branches", [1, 3])
+def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: int) -> None:
+    target = CausalLM(toy_model(64), execution="eager")
+    check_drafter(lambda depth: make(depth, 64, num_branches=num_branches), target)
+
+
+@pytest.mark.parametrize("acceptance", ["standard", "block"])
+def test_self_drafters_sample_under_the_rejection_rules(acceptance: str) -> None:
+    """Drafts are accepted and rejected, and the run ends in good order; the rule's law has tests of its own."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=5)
+    drafter = layer_skip(acceptance=acceptance)
+    engine = Engine(adapter("llama"), drafter, EngineConfig(acceptance=acceptance))
+    rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]
+    while engine.has_unfinished:
+        engine.step()
+    assert all(len(row.output_ids) == 40 for row in rows)
+    accepted = sum(row.stats.num_accepted_draft_tokens for row in rows)
+    assert 0 < accepted < sum(row.stats.num_draft_tokens for row in rows)
+
+
+def test_a_step_makes_one_target_forward_and_at_most_k_cheaper_ones() -> None:
+    target = CausalLM(toy_model(64), execution="eager")
+    drafter = layer_skip(3, 64)
+    engine = Engine(target, drafter)
+    for prompt in PROMPTS[:3]:
+        engine.add_request([token % 64 for token in prompt], SamplingParams(max_tokens=9, temperature=0.0))
+    while engine.has_unfinished:
+        before = (target.num_forwards, drafter.model.num_forwards)
+        engine.step()
+        assert target.num_forwards - before[0] == 1
+        assert drafter.model.num_forwards - before[1] <= 3
+    assert drafter.model.num_forwards > 0
+
+
+# -- the variants themselves ---------------------------------------------------------------------------------------
+
+
+def logits_of(lm: CausalLM, tokens: list[int]) -> torch.Tensor:
+    return lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1))[0]
+
+
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+def test_early_exit_is_the_model_without_its_last_layers(execution: str) -> None:
+    model = toy_model(64, dtype=torch.float32)
+    shorter = copy.deepcopy(model)
+    shorter.model.layers = shorter.model.layers[:1]
+    variant = skipping(CausalLM(model, execution=execution), LayerSet.exit_at(1, len(model.model.layers)))
+    expected = shorter(torch.tensor([[5, 9, 2, 60]]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(variant, [5, 9, 2, 60]), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("branch", ["attention", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "gpt2", "olmo2", "gpt-neox", "opt", "falcon"])
+def test_a_skipped_branch_adds_nothing(name: str, branch: str) -> None:
+    """Equal to a model whose branch ends in zero weights, which changes nothing but what the branch adds."""
+    model = ARCHITECTURES[name].build(ARCHITECTURES[name].attention[0])
+    silent = copy.deepcopy(model)
+    lm = CausalLM(model, execution="eager")
+    variant = skipping(lm, LayerSet((1,), ()) if branch == "attention" else LayerSet((), (1,)))
+    silence(silent, 1, branch)
+    expected = silent(torch.tensor([[5, 9, 2, 60]]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(variant, [5, 9, 2, 60]), expected, atol=1e-9, rtol=1e-9)
+    assert (logits_of(lm, [5, 9, 2, 60]) - expected).abs().max() > 1e-3
+
+
+ENDS = {
+    "attention": ("o_proj", "c_proj", "dense", "out_proj"),
+    "mlp": ("down_proj", "c_proj", "dense_4h_to_h", "fc2"),
+}
+"""Names of the last matrix of a branch."""
+
+
+def silence(model: Any, layer: int, branch: str) -> None:
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 2)
+    changed = 0
+    for path, module in layers[layer].named_modules():
+        is_attention = "attn" in path or "attention" in path
+        if path.split(".")[-1] in ENDS[branch] and is_attention == (branch == "attention"):
+            for parameter in module.parameters():
+                parameter.data.zero_()
+                changed += 1
+    assert changed
+
+
+def test_the_users_model_and_its_other_users_see_nothing() -> None:
+    model = toy_model(64)
+    ids = torch.tensor([[5, 9, 2, 60]])
+    before, forwards = model(ids).logits.clone(), [vars(module).get("forward") for module in model.modules()]
+    target = CausalLM(model, execution="eager")
+    drafter = layer_skip(3, 64)
+    engine = Engine(target, drafter)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))
+    engine.step()
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("in the middle of a draft")
+
+    drafter.model.execution.run = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="middle of a draft"):
+        engine.step()
+    assert torch.equal(model(ids).logits, before)
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    other = decode(target, layer_skip(3, 64), [([1, 2, 3], SamplingParams(max_tokens=8, temperature=0.0))])
+    assert len(other.outputs["0.0"]) == 8
+
+
+# -- 4-bit weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_four_bit_weights_are_the_nearest_of_sixteen_levels(group_size: int) -> None:
+    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
+    dense = GroupedInt4.of(weight, group_size).dense()
+    groups = weight.view(32, -1, group_size)
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
+    error = (dense - weight).view(32, -1, group_size).abs()
+    assert bool((error <= step[..., None] / 2 + 1e-6).all())
+    assert float(error.max()) > 0.0
+
+
+def test_the_kernel_computes_with_the_dense_weights_that_the_codes_stand_for() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator)
+    x = torch.randn(2, 3, 64, generator=generator)
+    expected = torch.nn.functional.linear(x, GroupedInt4.of(weight, 32).dense(), bias)
+    got = Int4Linear(weight, bias, 32)(x)
+    assert got.dtype == x.dtype
+    assert float((got - expected).abs().max()) < 0.03 * float(expected.abs().max())
+
+
+def test_released_weights_are_quantised_from_their_packed_copies() -> None:
+    """A model that the library loaded keeps packed weights only."""
+    model = toy_model(64, dtype=torch.float32)
+    kept = quantized(CausalLM(copy.deepcopy(model), execution="eager"), 32, LayerSet())
+    lm = CausalLM(model, execution="packed", release_originals=True)
+    torch.testing.assert_close(
+        logits_of(quantized(lm, 32, LayerSet()), [5, 9]), logits_of(kept, [5, 9]), atol=0.1, rtol=0.1
+    )
+
+
+# -- by name, and refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "layer_skip"},
+        {"method": "layer_skip", "exit_layer": 4, "length_policy": "fixed", "num_speculative_tokens": 2},
+        {"method": "layer_skip", "skipped_attention": [2, 1], "length_policy_mode": "paper"},
+        {"method": "layer_skip", "length_policy_mode": "static", "draft_threshold": 0.3},
+        {"method": "quantized_self"},
+        {"method": "qspec", "skipped_mlp": [2], "quantization_group_size": 64},
+    ],
+)
+def test_self_drafting_is_chosen_by_name_on_the_zoo(config: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    prompt = {"prompt_token_ids": list(range(40, 60))}
+    expected = LLM("zoo:tiny").generate([prompt], params)[0].outputs[0].token_ids
+    (output,) = LLM("zoo:tiny", speculative_config=config).generate([prompt], params)
+    assert output.outputs[0].token_ids == expected
+    assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "layer_skip", "skipped_attention": [1, 6]}, r"layers \[6\], and .* has 0\.\.5"),
+        ({"method": "layer_skip", "exit_layer": 6}, "exit_layer is 6"),
+        ({"method": "layer_skip", "exit_layer": 2, "skipped_mlp": [1]}, "exclude each other"),
+        ({"method": "layer_skip", "layer_set": "/nowhere/set.json"}, "cannot be read"),
+        ({"method": "quantized_self", "quantization_group_size": 48}, "choose one of 32"),
+    ],
+)
+def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("zoo:tiny", speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "lacks a proper 'format'"),
+        ('{"format": "foretoken-layer-set"}', "skipped_attention"),
+    ],
+)
+def test_damaged_layer_sets_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "set.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        LayerSet.load(path)
+
+
+def test_layer_sets_are_kept_and_belong_to_a_depth(tmp_path: Path) -> None:
+    path = tmp_path / "set.json"
+    layer_set = LayerSet((0, 3), (1,), 6, {"trials": 9})
+    layer_set.save(path)
+    assert LayerSet.load(path) == layer_set
+    assert LayerSet.load(path).details == {"trials": 9}
+    with pytest.raises(ConfigError, match="for a model of 6 layers and toy has 2"):
+        replace(layer_set).check(2, "toy")
+
+
+def test_a_model_without_a_layer_set_asks_for_one() -> None:
+    with pytest.raises(ConfigError, match="needs to know what to leave out"):
+        LLM(toy_model(64), speculative_config={"method": "layer_skip"})
