@@ -8,10 +8,13 @@ from functools import cache
 import pytest
 
 from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.lengths import Heuristic
+from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.model import CausalLM
 from foretoken.testing import (
     GREEDY,
@@ -78,6 +81,17 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "nasd": lambda depth: NasdDrafter(depth),
     "nasd-tree": lambda depth: NasdDrafter(depth, num_branches=3),
     "nasd-without-filler": lambda depth: NasdDrafter(depth, filler_top_k=0),
+    "jacobi": lambda depth: JacobiDrafter(depth),
+    "jacobi-from-prompt": lambda depth: JacobiDrafter(depth, initial_guess="prompt"),
+    "lookahead": lambda depth: LookaheadDrafter(depth, window_size=5, guess_set_size=3),
+    "lookahead-without-pool": lambda depth: LookaheadDrafter(depth, window_size=3, guess_set_size=0),
+    "lookahead-narrow": lambda depth: LookaheadDrafter(depth, window_size=1, pool_from_prompt=False),
+    "token-recycling": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=24),
+    "token-recycling-shared": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=12, shared=True),
+    "token-recycling-vocabulary": lambda depth: TokenRecyclingDrafter(
+        VOCAB_SIZE, depth, num_candidates=3, initial_state="vocabulary"
+    ),
+    "token-recycling-empty": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, initial_state="empty"),
     "perfect": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
     "perfect-tree": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE, num_branches=3),
     "always-wrong": lambda depth: WrongDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),

@@ -16,9 +16,12 @@ from transformers import PreTrainedModel
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
@@ -61,6 +64,12 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
         return NGramDrafter(depth, prompt_lookup_min=1, num_candidates=2)
     if kind == "nasd":
         return NasdDrafter(depth, num_branches=2)
+    if kind == "jacobi":
+        return JacobiDrafter(depth)
+    if kind == "lookahead":
+        return LookaheadDrafter(depth, window_size=4, guess_set_size=3)
+    if kind == "token_recycling":
+        return TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=16)
     return DraftModelDrafter(
         CausalLM(model),
         target_vocab_size=VOCAB_SIZE,
@@ -72,7 +81,18 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("batch_size", [1, 5, 16])
 @pytest.mark.parametrize(
-    ("kind", "depth"), [("none", 1), ("ngram", 4), ("nasd", 4), ("chain", 1), ("chain", 5), ("tree", 3)]
+    ("kind", "depth"),
+    [
+        ("none", 1),
+        ("ngram", 4),
+        ("nasd", 4),
+        ("jacobi", 6),
+        ("lookahead", 3),
+        ("token_recycling", 4),
+        ("chain", 1),
+        ("chain", 5),
+        ("tree", 3),
+    ],
 )
 def test_a_step_makes_one_target_forward_and_few_draft_forwards(
     kind: str, depth: int, batch_size: int, temperature: float

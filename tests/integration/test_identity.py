@@ -16,9 +16,12 @@ import torch
 from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, target_model
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.params import SamplingParams
 from foretoken.testing import PerfectDrafter, Trace, compare, decode
 from harness import adapter, draft_adapter, first_attention, random_ids
@@ -67,6 +70,9 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "ngram-tree": lambda _: NGramDrafter(4, prompt_lookup_min=1, num_candidates=3),
     "nasd-chain": lambda _: NasdDrafter(4),
     "nasd-tree": lambda _: NasdDrafter(4, num_branches=3),
+    "jacobi": lambda _: JacobiDrafter(6),
+    "lookahead": lambda _: LookaheadDrafter(3, window_size=4, guess_set_size=3),
+    "token-recycling": lambda _: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=24),
 }
 
 
