@@ -138,7 +138,8 @@ class Conversation:
         self.llm = self._llm(config)
 
     def _llm(self, config: SpeculativeLike) -> LLM:
-        parsed = SpeculativeConfig.parse(config)
+        is_name = isinstance(config, str) and not config.lstrip().startswith(("{", "@"))
+        parsed = SpeculativeConfig.parse({"method": config} if is_name else config)
         name = str(parsed.method)
         is_bare = parsed == SpeculativeConfig(method=name)
         if is_bare and name in self._llms:

@@ -212,10 +212,7 @@ class Chat:
         if argument == "random":
             self.conversation.seed(None)
         elif argument:
-            try:
-                self.conversation.seed(int(argument))
-            except ValueError:
-                raise ConfigError(f"the seed is {argument!r}; give a whole number, or random") from None
+            self.conversation.seed(_whole(argument))
         seed = self.conversation.params.seed
         self.screen.say("a new seed for every answer" if seed is None else f"seed {seed}")
 
@@ -341,6 +338,13 @@ def _why_different(conversation: Conversation) -> str:
     if config.rejection_sample_method != "match":
         return f"{config.rejection_sample_method!r} keeps the law and not the tokens, 'match' keeps both"
     return "in half precision near-ties may fall differently: try --dtype float32"
+
+
+def _whole(argument: str) -> int:
+    try:
+        return int(argument)
+    except ValueError:
+        raise ConfigError(f"the seed is {argument!r}; give a whole number, or random") from None
 
 
 def _steps(turn: Turn) -> int:
