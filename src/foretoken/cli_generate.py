@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,8 +32,10 @@ from foretoken.cli_options import (
     sampling,
     speculative,
 )
+from foretoken.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
+    from foretoken.engine.stats import StepTrace
     from foretoken.outputs import RequestOutput, StreamOutput
     from foretoken.runner import Stream
     from foretoken.textstream import Segments
@@ -71,6 +74,10 @@ def generate(
     execution: Execution = "auto",
     exactness: Exactness = "default",
     max_num_seqs: Annotated[int | None, typer.Option(help="Rows that run at once.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="With --json: what every step planned and drafted.")] = False,
+    trace_plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
@@ -95,12 +102,14 @@ def generate(
             ignore_eos=ignore_eos,
         )
         read = read_prompts(prompts or (), prompts_file)
+        if trace_plot is not None:
+            check_picture(trace_plot)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
         llm = load_llm(model, config, dtype=dtype, device=device, execution=execution, exactness=exactness, **rows)
         if chat:
             read = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in read]
-        writer = JsonWriter() if as_json else TextWriter(params.n)
+        writer = JsonWriter(with_trace=trace) if as_json else TextWriter(params.n)
         with llm.stream(read, params) as stream:
             try:
                 for delta in stream:
@@ -110,12 +119,27 @@ def generate(
                 writer.interrupt(stream)
                 raise typer.Exit(EXIT_INTERRUPTED) from None
         writer.finish(stream)
+        if trace_plot is not None:
+            plot_traces(titled_traces(stream.outputs()), trace_plot)
+
+
+def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[StepTrace]]]:
+    """The steps of every sample of every prompt, under a title."""
+    return [
+        (
+            f"prompt {place}" + (f", sample {sample.index}" if len(output.outputs) > 1 else ""),
+            [step for step in output.metrics.trace if step.sample == sample.index],
+        )
+        for place, output in enumerate(outputs)
+        for sample in output.outputs
+    ]
 
 
 class JsonWriter:
     """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_trace: bool = False) -> None:
+        self._with_trace = with_trace
         self._num_written = 0
         self._num_running: dict[int, int] = {}
 
@@ -139,7 +163,10 @@ class JsonWriter:
         """Everything has been written."""
 
     def _put(self, output: RequestOutput) -> None:
-        sys.stdout.write(json.dumps(as_record(output), ensure_ascii=False) + "\n")
+        record = as_record(output)
+        if self._with_trace:
+            record["trace"] = [asdict(step) for step in output.metrics.trace]
+        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
         sys.stdout.flush()
         self._num_written += 1
 
