@@ -126,7 +126,7 @@ class Egag(LengthPolicy):
         if math.isnan(share):
             share = 1.0
         state.gamma, state.ema = self.formula.length(share, state.ema)
-        note(row, state.gamma, shown)
+        note(row, max(state.gamma, depth), shown)  # what was drafted before stays
         return depth < state.gamma
 
     def _calibrated(self, state: _State, nats: float) -> float:
