@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from foretoken import zoo
 from foretoken.drafters.adjacency import AdjacencyMatrix
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.composition import FirstDrafter, UnionDrafter
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
@@ -181,6 +182,19 @@ def _zoo_matrix(zoo_name: str, vocab_size: int, num_candidates: int) -> Adjacenc
     return AdjacencyMatrix.load(zoo.asset(zoo_name, "candidates.safetensors"), vocab_size, num_candidates)
 
 
+def _union(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    _check_trees(config, materials)
+    return UnionDrafter(_parts(config, materials), _set(config.max_draft_nodes))
+
+
+def _first(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    return FirstDrafter(_parts(config, materials), float(config.min_expected_tokens or 0.0))
+
+
+def _parts(config: SpeculativeConfig, materials: Materials) -> list[Drafter]:
+    return [FACTORIES[str(part.method)](part, materials) for part in config.drafters]
+
+
 def _check_trees(config: SpeculativeConfig, materials: Materials) -> None:
     """Refuse a method whose drafts are trees where only chains can be verified."""
     if not materials.target.supports_trees:
@@ -236,5 +250,7 @@ FACTORIES: dict[str, Callable[[SpeculativeConfig, Materials], Drafter]] = {
     "token_recycling": _token_recycling,
     "layer_skip": _layer_skip,
     "quantized_self": _quantized_self,
+    "union": _union,
+    "first": _first,
 }
 """How a drafter of every method is made; the keys are those of `foretoken.methods.METHODS`."""

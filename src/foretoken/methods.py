@@ -91,6 +91,11 @@ COMMON_KEYS = POLICY_KEYS | {"num_speculative_tokens", "rejection_sample_method"
 TREE_KEYS = COMMON_KEYS - POLICY_KEYS - {"length_policy"}
 """Of methods whose drafts have a shape of their own."""
 
+HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
+"""Keys of a method that combines others which it hands on to those of them that know them."""
+
+COMPOSITE_KEYS = frozenset({"drafters", "rejection_sample_method", *HANDED_ON})
+
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
 
 METHODS: dict[str, Method] = {
@@ -150,8 +155,20 @@ METHODS: dict[str, Method] = {
         defaults={"quantization_group_size": 32, "draft_sample_method": "probabilistic", "num_draft_branches": 1},
         looks=ANY_LOOK,
     ),
+    "union": Method(
+        keys=COMPOSITE_KEYS | {"max_draft_nodes"},
+        num_speculative_tokens=0,
+        defaults={"max_draft_nodes": 32},
+        needs_trees=True,
+    ),
+    "first": Method(
+        keys=COMPOSITE_KEYS | {"min_expected_tokens"}, num_speculative_tokens=0, defaults={"min_expected_tokens": 0.5}
+    ),
 }
 """The table of methods; defaults of a method stand here and nowhere else."""
+
+COMPOSITIONS = {">": "first", "+": "union"}
+"""How methods are combined in a name, the loosest first: "ngram>suffix+draft_model"."""
 
 METHOD_ALIASES = {
     "draft_and_verify": "layer_skip",

@@ -55,13 +55,15 @@ class Pairing:
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
         materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
-        name = config.model if config.model is not None else self.zoo_name
-        if config.method != "draft_model" or name is None:
+        part = config.model_part
+        name = None if part is None else part.model if part.model is not None else self.zoo_name
+        if part is None or name is None:
             return Drafting(drafter_factory(config, materials))
-        draft = self._load(name, config)
+        draft = self._load(name, part)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
-        return Drafting(drafter_factory(config, replace(materials, draft_model=lm)), lm, describe(draft, lm))
+        nameless = config.without_model()  # what is kept must not keep the user's model alive
+        return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm))
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
         if isinstance(name, PreTrainedModel):

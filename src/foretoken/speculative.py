@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +12,16 @@ from typing import Any
 
 from foretoken.engine.errors import ConfigError
 from foretoken.keywords import flag, key, number, one_of, spelling, strict_keywords, text, whole, whole_numbers
-from foretoken.methods import COMMON_KEYS, LENGTH_POLICIES, METHOD_ALIASES, METHODS, POLICY_KEYS, Method
+from foretoken.methods import (
+    COMMON_KEYS,
+    COMPOSITIONS,
+    HANDED_ON,
+    LENGTH_POLICIES,
+    METHOD_ALIASES,
+    METHODS,
+    POLICY_KEYS,
+    Method,
+)
 
 SPECULATIVE_ALIASES = {
     # transformers
@@ -121,6 +130,9 @@ class SpeculativeConfig:
       layer_set: file with the sublayers that ``layer_skip`` leaves out, from ``foretoken tune layer-skip``.
       skipped_attention, skipped_mlp: the same, as layer indices; exit_layer: everything from this layer on.
       quantization_group_size: inputs that share a scale in the 4-bit weights of ``quantized_self``.
+      drafters: of ``union`` and ``first``: names, mappings or configs; "a+b" is the union of a and b, "a>b" takes b
+        where a expects too little. A model or length that is given beside them is handed on to those that know it.
+      min_expected_tokens: of ``first``: accepted tokens that a draft must promise, by experience.
       state_file: what was learned and saved before, to start from.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
@@ -165,6 +177,8 @@ class SpeculativeConfig:
     skipped_mlp: tuple[int, ...] | None = key(whole_numbers())
     exit_layer: int | None = key(whole(1))
     quantization_group_size: int | None = key(whole(1))
+    drafters: Any = None
+    min_expected_tokens: float | None = key(number(0.0))
 
     def __post_init__(self) -> None:
         name = self._method_name()
@@ -172,6 +186,7 @@ class SpeculativeConfig:
         self._check_keys(name)
         self._fill_defaults(METHODS[name])
         self._check_values()
+        self._compose()
         self._check_policy(METHODS[name])
         self._check_acceptance()
 
@@ -208,6 +223,12 @@ class SpeculativeConfig:
         if not isinstance(self.method, str):
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         name = spelling(self.method).lower()
+        for sign, composition in COMPOSITIONS.items():
+            if sign in name:
+                if self.drafters is not None:
+                    raise ConfigError(f"method {self.method!r} names its drafters, and drafters does too; give one")
+                self._set("drafters", [part.strip() for part in name.split(sign)])
+                return composition
         name = METHOD_ALIASES.get(name, name)
         if name not in METHODS:
             near = get_close_matches(name, [*METHODS, *METHOD_ALIASES], n=1, cutoff=0.5)
@@ -217,7 +238,8 @@ class SpeculativeConfig:
 
     def _inferred_method(self) -> str:
         special = self._given() - COMMON_KEYS
-        fitting = [name for name, method in METHODS.items() if special and special <= method.keys]
+        single = {name: method for name, method in METHODS.items() if "drafters" not in method.keys}
+        fitting = [name for name, method in single.items() if special and special <= method.keys]
         if len(fitting) != 1:
             raise ConfigError(
                 f"the method does not follow from the keys {sorted(self._given())}; add method, one of "
@@ -236,7 +258,7 @@ class SpeculativeConfig:
         defaults = {
             "num_speculative_tokens": method.num_speculative_tokens,
             "rejection_sample_method": "match",
-            "length_policy": "fixed",
+            **({"length_policy": "fixed"} if "length_policy" in method.keys else {}),
             **method.defaults,
         }
         self._order_lookup(defaults)
@@ -265,9 +287,44 @@ class SpeculativeConfig:
                 "raise the second"
             )
 
+    def _compose(self) -> None:
+        """Make configs of the drafters that this one combines, with the keys that are handed on to them.
+
+        Raises: ConfigError for fewer than two, for a rule other than "match", and for what a drafter does not take.
+        """
+        if "drafters" not in METHODS[str(self.method)].keys:
+            return
+        if isinstance(self.drafters, (str, Mapping)) or not isinstance(self.drafters, Sequence):
+            raise ConfigError(f"method {self.method!r} needs drafters, a list of two or more; got {self.drafters!r}")
+        handed_on = {name: getattr(self, name) for name in HANDED_ON if getattr(self, name) not in (None, 0)}
+        parts = tuple(_part(part, handed_on) for part in self.drafters)
+        rules = {part.rejection_sample_method for part in (*parts, self)}
+        if rules != {"match"}:
+            raise ConfigError(
+                f"method {self.method!r} is exact under rejection_sample_method='match' only; it got "
+                f"{', '.join(sorted(map(str, rules - {'match'})))}"
+            )
+        if len(parts) < 2 or any(part.method == "none" for part in parts):
+            names = ", ".join(str(part.method) for part in parts)
+            raise ConfigError(f"method {self.method!r} combines two or more drafters; got {names or 'none'}")
+        self._set("drafters", parts)
+        self._set("num_speculative_tokens", max(part.num_speculative_tokens or 0 for part in parts))
+
+    @property
+    def model_part(self) -> SpeculativeConfig | None:
+        """The config of the drafter that is a model: this one or the first such part."""
+        if self.method == "draft_model":
+            return self
+        return next((part.model_part for part in self.drafters or () if part.model_part is not None), None)
+
+    def without_model(self) -> SpeculativeConfig:
+        """The same, holding on to no loaded model."""
+        parts = self.drafters if self.drafters is None else tuple(part.without_model() for part in self.drafters)
+        return dataclasses.replace(self, model=None, drafters=parts)
+
     def _check_policy(self, method: Method) -> None:
         """Refuse policies that the drafter cannot serve, and settings that the policy does not have."""
-        if not self.is_speculative:
+        if self.length_policy is None:
             return
         name = str(self.length_policy)
         policy = LENGTH_POLICIES[name]
@@ -305,6 +362,16 @@ class SpeculativeConfig:
             )
 
 
+def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
+    """The config of one drafter of several, with those keys of the whole that its method knows and it was not given."""
+    if isinstance(value, SpeculativeConfig):
+        return value
+    given = {"method": value} if isinstance(value, str) else value
+    method = SpeculativeConfig.parse(given).method
+    known = {name: item for name, item in handed_on.items() if name in METHODS[str(method)].keys}
+    return SpeculativeConfig.parse({**known, **given})
+
+
 def _read_text(text: str) -> Any:
     """JSON, the JSON in ``@file``, or the bare name of a method."""
     source = "speculative config"
@@ -317,7 +384,8 @@ def _read_text(text: str) -> Any:
                 f"speculative config {source!r} cannot be read: {error.strerror}; check the path"
             ) from None
     name = spelling(text.strip()).lower()
-    if name in METHODS or name in METHOD_ALIASES:
+    is_composition = bool(name) and not name.startswith(("{", "[")) and any(sign in name for sign in COMPOSITIONS)
+    if name in METHODS or name in METHOD_ALIASES or is_composition:
         return {"method": name}
     try:
         return json.loads(text)

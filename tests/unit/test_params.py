@@ -129,9 +129,12 @@ class TestSpeculativeConfig:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_every_key_but_the_method_has_a_default(self, method: str) -> None:
-        config = SpeculativeConfig(method=method)
-        assert config.num_speculative_tokens == METHODS[method].num_speculative_tokens
+        parts = {"drafters": ["ngram", "nasd"]} if "drafters" in METHODS[method].keys else {}
+        config = SpeculativeConfig(method=method, **parts)
+        longest = max((part.num_speculative_tokens for part in config.drafters or ()), default=0)
+        assert config.num_speculative_tokens == (longest or METHODS[method].num_speculative_tokens)
         optional = {"model", "revision", "dtype", "max_draft_nodes", "state_file"} | POLICY_KEYS
+        optional |= {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer"}
         assert all(getattr(config, key) is not None for key in METHODS[method].keys - optional)
 
     def test_keys_of_the_table_exist(self) -> None:

@@ -1,0 +1,225 @@
+"""Several drafters as one: merging, calibration, fall-through, and what every part is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.drafters.base import Drafter, Requirements, StepResult
+from foretoken.drafters.calibration import PRIOR_WEIGHT, Calibration
+from foretoken.drafters.composition import FirstDrafter, UnionDrafter, merged
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lookahead import LookaheadDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.llm import LLM
+from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+
+VOCAB_SIZE = 64
+
+
+class Fixedly(Drafter):
+    """Proposes one tree below every pending token, and keeps what it is told."""
+
+    def __init__(self, name: str, paths: Seq[Seq[int]], requires: Requirements | None = None) -> None:
+        self.name = name
+        self.requires = requires or Requirements()
+        self._paths = paths
+        self.told: list[StepResult] = []
+        self.num_asked = 0
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        self.num_asked += sum(budget > 0 for budget in budgets)
+        trees = [DraftTree.from_paths(row.pending, self._paths, source=self.name) for row in rows]
+        return [tree.cut(budget) for tree, budget in zip(trees, budgets, strict=True)]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.told += results
+
+
+# -- merging -------------------------------------------------------------------------------------------------------
+
+PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=0, max_size=5)
+
+
+@given(st.lists(PATHS, min_size=1, max_size=3), st.integers(2, 12), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_a_merged_tree_holds_the_best_paths_of_all(parts: list[list[list[int]]], max_nodes: int, random: Any) -> None:
+    trees = [DraftTree.from_paths(9, paths) for paths in parts]
+    scores = []
+    for tree in trees:
+        own = [1.0]
+        for node in range(1, len(tree)):
+            own.append(own[tree.parents[node]] * random.choice([0.2, 0.5, 0.9]))
+        scores.append(own)
+    best: dict[tuple[int, ...], float] = {}
+    for tree, own in zip(trees, scores, strict=True):
+        for node in range(1, len(tree)):
+            best[tree.path_tokens(node)] = max(best.get(tree.path_tokens(node), 0.0), own[node])
+    result = merged(trees, scores, max_nodes)
+    kept = {result.path_tokens(node) for node in range(1, len(result))}
+    assert kept <= best.keys()
+    assert len(kept) == min(max_nodes - 1, len(best))
+    assert result.scores is not None
+    assert all(result.scores[node] == best[result.path_tokens(node)] for node in range(1, len(result)))
+    left_out = [score for path, score in best.items() if path not in kept]
+    assert max(left_out, default=0.0) <= min((best[path] for path in kept), default=1.0)
+
+
+def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
+    tree = DraftTree((1, 2, 3), (-1, 0, 1), scores=(1.0, 0.9, 0.81))
+    calibration = Calibration()
+    assert calibration.scores(tree) == pytest.approx((1.0, 0.9, 0.81))
+    for _ in range(1000):
+        calibration.observe(tree, (0,))
+    rate = PRIOR_WEIGHT * 0.9 / (1000 + PRIOR_WEIGHT)
+    assert calibration.scores(tree) == pytest.approx((1.0, rate, rate * 0.9))
+
+
+# -- what parts are told -------------------------------------------------------------------------------------------
+
+
+def test_every_part_is_told_about_its_own_nodes() -> None:
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    plain = decode(target, EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
+    requires = Requirements(choices=True, top_k=2, all_nodes=True)
+    right = Fixedly("right", [plain[:1]], requires)
+    wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], requires)
+    path_only = Fixedly("path", [plain[:2]], Requirements(top_k=1))
+    engine = Engine(target, UnionDrafter([right, wrong, path_only], max_nodes=16))
+    engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=6))
+    engine.step()
+    (output,) = engine.step()
+    assert output.token_ids == plain
+    told = [part.told[0] for part in (right, wrong, path_only)]
+    assert [result.tree.tokens[1:] for result in told] == [
+        plain[:1],
+        ((plain[0] + 1) % VOCAB_SIZE, plain[0], (plain[1] + 1) % VOCAB_SIZE),
+        plain[:2],
+    ]
+    assert [result.path for result in told] == [(0, 1), (0, 2), (0, 1, 2)]
+    assert all(result.emitted == plain for result in told)
+    for result in told[:2]:
+        assert result.features.choices is not None
+        assert result.features.top_ids is not None
+        assert len(result.features.choices) == len(result.features.top_ids) == len(result.tree)
+        assert [int(ids[0]) for ids in result.features.top_ids] == list(result.features.choices)
+        assert result.features.choices[0] == plain[0]
+    assert told[2].features.choices is None
+    assert told[2].features.top_ids is not None
+    assert told[2].features.top_ids[:, 0].tolist() == list(plain)
+
+
+def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    plain = decode(target, EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=8))]).outputs["0.0"]
+    cheap, dear = Fixedly("cheap", [plain[:2]]), Fixedly("dear", [plain[:1]])
+    decode(target, FirstDrafter([cheap, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
+    assert (cheap.num_asked, dear.num_asked) == (1, 0)
+    silent = Fixedly("silent", [])
+    decode(target, FirstDrafter([silent, dear]), [([1, 2, 3], replace(GREEDY, max_tokens=3))])
+    assert dear.num_asked >= 1
+
+
+# -- conformance ---------------------------------------------------------------------------------------------------
+
+
+def compositions() -> dict[str, Any]:
+    model = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
+
+    def draft_model(depth: int) -> Drafter:
+        return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=depth)
+
+    def layer_skip(depth: int) -> Drafter:
+        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
+
+    return {
+        "ngram+draft-model": lambda k: UnionDrafter([NGramDrafter(k, prompt_lookup_min=1), draft_model(k)], 6),
+        "jacobi+nasd+lookahead": lambda k: UnionDrafter(
+            [JacobiDrafter(k), NasdDrafter(k, num_branches=2), LookaheadDrafter(2, window_size=2)], 12
+        ),
+        "ngram>layer-skip": lambda k: FirstDrafter([NGramDrafter(k, prompt_lookup_min=1), layer_skip(k)]),
+        "nasd>jacobi+draft-model": lambda k: FirstDrafter(
+            [NasdDrafter(k), UnionDrafter([JacobiDrafter(k), draft_model(k)])]
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", compositions())
+def test_compositions_conform(name: str) -> None:
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    check_drafter(compositions()[name], target, depths=(1, 3))
+
+
+def test_a_union_accepts_at_least_what_its_better_part_does() -> None:
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    model = CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.2, seed=2), execution="eager")
+
+    def steps(drafter: Drafter) -> int:
+        requests = [(prompt, replace(SAMPLED, max_tokens=60, n=1)) for prompt in PROMPTS]
+        return decode(target, drafter, requests).num_steps
+
+    def draft_model() -> Drafter:
+        return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3)
+
+    union = steps(UnionDrafter([draft_model(), NasdDrafter(3)], 16))
+    assert union <= min(steps(draft_model()), steps(NasdDrafter(3)))
+
+
+# -- by name -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ngram+draft_model", "ngram>draft_model", "ngram>nasd+jacobi"])
+def test_compositions_are_chosen_by_name(method: str) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    prompt = {"prompt_token_ids": list(range(40, 60))}
+    expected = LLM("zoo:tiny").generate([prompt], params)[0].outputs[0].token_ids
+    (output,) = LLM("zoo:tiny", speculative_config=method).generate([prompt], params)
+    assert output.outputs[0].token_ids == expected
+
+
+def test_keys_are_handed_on_to_the_drafters_that_know_them() -> None:
+    config = SpeculativeConfig(method="ngram+draft_model", model="zoo:tiny", num_speculative_tokens=3)
+    assert config.method == "union"
+    assert [part.method for part in config.drafters] == ["ngram", "draft_model"]
+    assert [part.num_speculative_tokens for part in config.drafters] == [3, 3]
+    assert config.model_part is not None
+    assert config.model_part.model == "zoo:tiny"
+    assert config.without_model().model_part.model is None  # type: ignore[union-attr]
+    given = SpeculativeConfig(method="first", drafters=[{"method": "ngram", "num_speculative_tokens": 7}, "nasd"])
+    assert (given.drafters[0].num_speculative_tokens, given.num_speculative_tokens) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "union"}, "needs drafters"),
+        ({"method": "union", "drafters": ["ngram"]}, "two or more"),
+        ({"method": "ngram+none"}, "two or more"),
+        ({"method": "ngram+ngrm"}, "did you mean 'ngram'"),
+        ({"method": "ngram+nasd", "rejection_sample_method": "standard"}, "'match' only"),
+        ({"method": "ngram+nasd", "drafters": ["nasd"]}, "give one"),
+        (
+            {"method": "union", "drafters": ["nasd", {"method": "ngram", "ngram_size": 3}]},
+            "no meaning for method 'ngram'",
+        ),
+    ],
+)
+def test_impossible_compositions_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**config)
