@@ -321,6 +321,7 @@ def test_the_tables_agree() -> None:
         ("egag", {"mode": "code"}),
         ("egag", {"beta": 1.0}),
         ("egag", {"min_tokens": -1}),
+        ("egag", {"min_tokens": 5}),
         ("egag", {"reference_entropy": 0.0}),
         ("adaedl", {"entropy_scale": -1.0}),
         ("adaedl", {"target_rate": 2.0}),

@@ -73,7 +73,7 @@ class Egag(LengthPolicy):
     Args:
       num_tokens: gamma_max, the longest draft.
       mode: "paper" or "calibrated".
-      min_tokens: gamma_min, at most ``num_tokens``.
+      min_tokens: gamma_min, at most ``num_tokens``; 1 by default.
       beta: weight of the past in the moving average of the length, 0 (off) to below 1.
       reference_entropy: nats that count as 1 in the mode "calibrated"; None for the 95th percentile of the row's last
         128 entropies (2 nats for the first 16).
@@ -90,7 +90,7 @@ class Egag(LengthPolicy):
         num_tokens: int,
         mode: str = "calibrated",
         *,
-        min_tokens: int = 1,
+        min_tokens: int | None = None,
         beta: float = 0.0,
         reference_entropy: float | None = None,
     ) -> None:
@@ -98,7 +98,7 @@ class Egag(LengthPolicy):
             raise ConfigError(f"the mode of egag is {mode!r}; choose one of {', '.join(MODES)}")
         self.num_tokens = checked_length(num_tokens)
         self.is_calibrated = mode == "calibrated"
-        self.formula = EgagLength(min(min_tokens, num_tokens), num_tokens, beta)
+        self.formula = EgagLength(min(1, num_tokens) if min_tokens is None else min_tokens, num_tokens, beta)
         if reference_entropy is not None:
             within("reference_entropy", reference_entropy, 1e-6, math.inf)
         self.reference_entropy = reference_entropy
