@@ -59,9 +59,14 @@ def new(output: torch.Tensor, prompt: dict[str, torch.Tensor]) -> list[list[int]
     return rows
 
 
+@cache
+def twin() -> PreTrainedModel:
+    return perturbed(target(), 0.0)
+
+
 def hook(**options: Any) -> Any:
     """Drafts of six that are always accepted."""
-    return speculate("draft_model", model=perturbed(target(), 0.0), num_speculative_tokens=6, **options)
+    return speculate("draft_model", model=twin(), num_speculative_tokens=6, **options)
 
 
 def test_a_stop_string_ends_the_text_at_every_offset_of_a_block() -> None:

@@ -1,0 +1,298 @@
+"""The hook among everything around it: streamers, threads, pipelines, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+import foretoken
+from foretoken import speculate, zoo
+from foretoken.testing import perturbed, toy_model
+
+
+@cache
+def target() -> PreTrainedModel:
+    model = toy_model()
+    model.generation_config.pad_token_id = 3
+    return model
+
+
+@cache
+def pair() -> tuple[Any, Any, Any]:
+    return zoo.load()
+
+
+IDS = torch.tensor([[10, 11, 12], [20, 21, 22]])
+OPTIONS: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
+
+
+def generate(model: PreTrainedModel | None = None, **options: Any) -> Any:
+    return (model or target()).generate(IDS, **{**OPTIONS, **options})
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append("end")
+
+
+# -- streamers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["speculate", "generate"])
+def test_a_streamer_gets_what_generate_gives_it(place: str) -> None:
+    """`generate` does not hand its streamer on; it is found all the same."""
+    theirs, ours = Recorder(), Recorder()
+    generate(streamer=theirs)
+    if place == "generate":
+        generate(streamer=ours, custom_generate=speculate("ngram"))
+    else:
+        generate(custom_generate=speculate("ngram", streamer=ours))
+    assert ours.values == theirs.values
+    assert ours.values[-1] == "end"
+    assert ours.values.count("end") == 1
+
+
+def test_a_callable_may_be_wrapped() -> None:
+    """The surrounding `generate` is found through other functions."""
+    recorder, hook = Recorder(), speculate("ngram")
+
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return (lambda: hook(model, *args, **kwargs))()
+
+    assert torch.equal(generate(streamer=recorder, custom_generate=wrapped), generate())
+    assert recorder.values[-1] == "end"
+
+
+def test_text_comes_as_it_is_made() -> None:
+    model, drafter, tokenizer = pair()
+    inputs = tokenizer("Once upon a time there was", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    hook = speculate("draft_model", model=drafter, streamer=streamer)
+    options = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs={**options, "custom_generate": hook})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    text = tokenizer.decode(model.generate(**options)[0, inputs["input_ids"].shape[1] :])
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+
+
+def test_a_streamer_for_one_row_refuses_two_as_always() -> None:
+    _, _, tokenizer = pair()
+    with pytest.raises(ValueError, match="batch size 1"):
+        generate(custom_generate=speculate("ngram", streamer=TextStreamer(tokenizer)))
+
+
+def test_a_streamer_is_ended_when_the_call_breaks_off() -> None:
+    recorder = Recorder()
+
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 6:
+            raise OSError("broken")
+        return scores
+
+    hook = speculate("ngram", streamer=recorder)
+    with pytest.raises(OSError, match="broken"):
+        generate(custom_generate=hook, logits_processor=[broken])
+    assert recorder.values[-1] == "end"
+    recorder.values.clear()
+    assert torch.equal(generate(custom_generate=hook), generate())  # and the hook works on
+
+
+# -- one callable, many uses ---------------------------------------------------------------------------------------
+
+
+def test_one_callable_for_several_models_and_threads() -> None:
+    models = [toy_model(seed=seed) for seed in range(3)]
+    expected = [generate(model) for model in models]
+    hook = speculate("ngram")
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        results[number] = generate(models[number % 3], custom_generate=hook)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == list(range(9))
+    for number, result in results.items():
+        assert torch.equal(result, expected[number % 3])
+    assert hook.stats.num_emitted_tokens == 9 * 2 * 12
+
+
+def test_the_adapter_is_made_once_and_dies_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("foretoken.hf.adapters.CausalLM", _counting(foretoken.engine.model.CausalLM, made))
+    model, drafter = toy_model(), toy_model(seed=1)
+    for _ in range(3):
+        generate(model, custom_generate=speculate("draft_model", model=drafter))
+        generate(model, custom_generate=speculate("draft_model", model=model))
+    assert len(made) == 1  # of the target; drafters get theirs elsewhere, each once
+    alive = [weakref.ref(model), weakref.ref(drafter)]
+    del model, drafter
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+def _counting(kind: Any, made: list[Any]) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(kwargs)
+        return kind(*args, **kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced", "other dtype", "other attention", "loaded"])
+def test_changes_of_the_model_are_seen(change: str) -> None:
+    model, other = toy_model(dtype=torch.float32), toy_model(seed=1, dtype=torch.float32)
+    hook = speculate("ngram")
+    generate(model, custom_generate=hook)
+    with torch.no_grad():
+        if change == "in place":
+            model.lm_head.weight.mul_(-1.0)
+        elif change == "replaced":
+            model.lm_head = copy.deepcopy(other.lm_head)
+        elif change == "other dtype":
+            model.double()
+        elif change == "other attention":
+            model.set_attn_implementation("eager")
+        else:
+            model.load_state_dict(other.state_dict())
+    assert torch.equal(generate(model, custom_generate=hook), generate(model))
+
+
+def test_changes_of_the_drafter_are_seen() -> None:
+    """A draft model that learns drafts better; one that was left behind would not."""
+    model, drafter = toy_model(), perturbed(target(), 2.0)
+    hook = speculate("draft_model", model=drafter)
+    generate(model, custom_generate=hook)
+    before = hook.stats.tokens_per_step
+    drafter.load_state_dict(model.state_dict())
+    drafter.lm_head = copy.deepcopy(model.lm_head)
+    hook = speculate("draft_model", model=drafter)
+    generate(model, custom_generate=hook)
+    assert before < 1.5 < 4 < hook.stats.tokens_per_step
+
+
+# -- what stays as it was ------------------------------------------------------------------------------------------
+
+
+def test_the_model_and_its_configs_stay_as_they_were() -> None:
+    model = toy_model()
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    configs = (model.config.to_dict(), model.generation_config.to_dict())
+    given = GenerationConfig(max_new_tokens=5, do_sample=True, temperature=0.7)
+    as_given = given.to_dict()
+    model.generate(IDS, attention_mask=torch.ones_like(IDS), generation_config=given, custom_generate=speculate("nasd"))
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == configs
+    assert given.to_dict() == as_given
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_results_are_ordinary_tensors() -> None:
+    """A sequence can be trained on: no tensor of inference mode leaves the engine."""
+    model = toy_model()
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    output = generate(model, custom_generate=speculate("ngram"), eos_token_id=[49, 28], **options)
+    tensors = [output.sequences, *output.scores, *output.logits]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    model(output.sequences, labels=output.sequences).loss.backward()
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_any_gradient_mode_will_do(mode: Any) -> None:
+    expected = generate()
+    with mode():
+        state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        assert torch.equal(generate(custom_generate=speculate("ngram")), expected)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == state
+
+
+def test_output_without_a_cache_is_the_plain_one() -> None:
+    """`past_key_values` of the result is None: drafts are verified over a cache of foretoken's own."""
+    options = {"return_dict_in_generate": True}
+    ours, theirs = generate(custom_generate=speculate("ngram"), **options), generate(**options)
+    assert type(ours) is type(theirs)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours.scores is None
+    assert ours.logits is None
+    assert ours.past_key_values is None
+    assert isinstance(theirs.past_key_values, DynamicCache)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {"cache_implementation": "static"}])
+def test_other_caches_give_the_same_text(options: dict[str, Any]) -> None:
+    assert torch.equal(generate(custom_generate=speculate("ngram"), **options), generate())
+
+
+# -- programs around it --------------------------------------------------------------------------------------------
+
+
+def test_text_generation_pipelines() -> None:
+    """Given at construction or per call, one text or a batch, with several samples."""
+    model, drafter, tokenizer = pair()
+    hook = speculate("draft_model", model=drafter, tokenizer=tokenizer)
+    texts = ["The farmer had", "Once upon a time there was a little girl who"]
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    plain = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    ours = pipeline("text-generation", model=model, tokenizer=tokenizer, custom_generate=hook)
+    assert ours(texts, **options) == plain(texts, **options)
+    assert plain(texts, batch_size=2, custom_generate=hook, **options) == plain(texts, batch_size=2, **options)
+    torch.manual_seed(0)
+    samples = ours(texts[0], max_new_tokens=8, do_sample=True, num_return_sequences=3)
+    assert len({sample["generated_text"] for sample in samples}) == 3
+    assert hook.stats.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.full
+def test_the_evaluation_harness_itself() -> None:
+    """Where lm_eval is installed (it brings 700 MB, so nothing here asks for it)."""
+    harness = pytest.importorskip("lm_eval.models.huggingface")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    model, drafter, tokenizer = pair()
+    lm = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=256)
+    texts = ["The farmer had", "Once upon a time there was", "She opened the door and", "The king said to his"]
+
+    def run(**more: Any) -> list[str]:
+        options = {"until": ["\n\n", "."], "max_gen_toks": 24, **more}
+        requests = [instance("generate_until", {}, (text, options), i) for i, text in enumerate(texts)]
+        answers: list[str] = lm.generate_until(requests, disable_tqdm=True)
+        return answers
+
+    hook = speculate("draft_model", model=drafter, tokenizer=tokenizer)
+    assert run(custom_generate=hook) == run()
+
+
+def test_a_callable_is_shown_by_what_it_was_made_of_and_copied_as_itself() -> None:
+    hook = speculate("draft_model", model=toy_model(), num_speculative_tokens=3)
+    assert repr(hook).startswith("speculate(method='draft_model', model=LlamaForCausalLM, num_speculative_tokens=3")
+    assert copy.deepcopy({"custom_generate": hook})["custom_generate"] is hook
