@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,10 +22,15 @@ from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.rest import RestDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.methods import LENGTH_POLICIES
+from foretoken.retrieval.datastore import MAX_DEPTH, Datastore, Lookup
+from foretoken.retrieval.history import OutputHistory
+from foretoken.retrieval.manifest import fingerprint_of
 from foretoken.speculative import SpeculativeConfig
 
 DrafterFactory = Callable[[], Drafter]
@@ -39,12 +45,14 @@ class Materials:
       draft_model: of the method ``draft_model``.
       tokenizer: of the target, where one is known.
       zoo_name: of a target of the zoo ("zoo:tiny"), which brings along what drafters need.
+      kept: what several drafters share and a new one goes on with: opened datastores, histories. Filled on first use.
     """
 
     target: CausalLM
     draft_model: CausalLM | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     zoo_name: str | None = None
+    kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterFactory:
@@ -103,6 +111,72 @@ def _lookahead(config: SpeculativeConfig, materials: Materials) -> Drafter:
         pool_from_prompt=bool(config.pool_from_prompt),
         max_nodes=config.max_draft_nodes,
     )
+
+
+def _suffix(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    if config.state_file is not None and not config.shared:
+        raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
+    return SuffixDrafter(
+        max_tree_depth=_set(config.suffix_decoding_max_tree_depth),
+        max_spec_factor=float(config.suffix_decoding_max_spec_factor or 0.0),
+        min_token_prob=float(config.suffix_decoding_min_token_prob or 0.0),
+        max_nodes=_set(config.max_draft_nodes),
+        num_branches=_set(config.num_draft_branches),
+        history=_history(config, materials) if config.shared else None,
+        history_file=config.state_file,
+        length_policy=length_policy(config, _set(config.num_speculative_tokens)),
+    )
+
+
+def _history(config: SpeculativeConfig, materials: Materials) -> OutputHistory:
+    """Past outputs, from the state file where there is one; the same for all drafters of one model."""
+    depth, limit = _set(config.suffix_decoding_max_tree_depth), _set(config.suffix_decoding_max_cached_requests)
+    name = ("history", config.state_file, depth, limit)
+    if name not in materials.kept:
+        fingerprint = "" if materials.tokenizer is None else fingerprint_of(materials.tokenizer)
+        history = OutputHistory(depth, max_outputs=limit, fingerprint=fingerprint)
+        if config.state_file is not None and Path(config.state_file).expanduser().exists():
+            history.load(config.state_file)
+        materials.kept[name] = history
+    return cast(OutputHistory, materials.kept[name])
+
+
+def _rest(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    depth = _set(config.num_speculative_tokens)
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"num_speculative_tokens is {depth}; method 'rest' drafts at most {MAX_DEPTH} tokens deep")
+    lookup = Lookup(
+        match_min=_set(config.retrieval_match_min),
+        match_max=_set(config.retrieval_match_max),
+        max_hits=_set(config.retrieval_max_hits),
+        depth=max(1, depth),
+    )
+    return RestDrafter(
+        _datastore(config, materials),
+        lookup=lookup,
+        max_nodes=_set(config.max_draft_nodes),
+        num_branches=_set(config.num_draft_branches),
+        dynamic_index=bool(config.retrieval_dynamic_index),
+        length_policy=length_policy(config, depth),
+    )
+
+
+def _datastore(config: SpeculativeConfig, materials: Materials) -> Datastore:
+    """The datastore that the config names, or the one that a target of the zoo brings along; opened once."""
+    folder = config.datastore
+    if folder is None:
+        if materials.zoo_name is None:
+            raise ConfigError(
+                "method 'rest' needs a datastore; build one with foretoken datastore build CORPUS... --tokenizer MODEL "
+                "--out DIR and add datastore=DIR"
+            )
+        folder = str(zoo.asset(materials.zoo_name, "datastore"))
+    name = ("datastore", folder)
+    if name not in materials.kept:
+        materials.kept[name] = Datastore.open(
+            folder, tokenizer=materials.tokenizer, vocab_size=materials.target.vocab_size
+        )
+    return cast(Datastore, materials.kept[name])
 
 
 def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter:
@@ -247,6 +321,8 @@ FACTORIES: dict[str, Callable[[SpeculativeConfig, Materials], Drafter]] = {
     "nasd": _nasd,
     "jacobi": _jacobi,
     "lookahead": _lookahead,
+    "suffix": _suffix,
+    "rest": _rest,
     "token_recycling": _token_recycling,
     "layer_skip": _layer_skip,
     "quantized_self": _quantized_self,

@@ -133,7 +133,15 @@ class SpeculativeConfig:
       drafters: of ``union`` and ``first``: names, mappings or configs; "a+b" is the union of a and b, "a>b" takes b
         where a expects too little. A model or length that is given beside them is handed on to those that know it.
       min_expected_tokens: of ``first``: accepted tokens that a draft must promise, by experience.
-      state_file: what was learned and saved before, to start from.
+      state_file: what was learned and saved before, to start from; a ``suffix`` that is shared also saves to it.
+      datastore: of ``rest``: the directory that foretoken datastore build wrote; None where the target brings its own.
+      retrieval_match_min, retrieval_match_max: of ``rest``: shortest and longest context that is looked up.
+      retrieval_max_hits: of ``rest``: occurrences that are read per step.
+      retrieval_dynamic_index: of ``rest``: whether the request's own text is looked up too.
+      suffix_decoding_max_tree_depth: of ``suffix``: longest string that is counted, context and continuation together.
+      suffix_decoding_max_cached_requests: of ``suffix``: past outputs that are remembered when it is shared.
+      suffix_decoding_max_spec_factor: of ``suffix``: drafted tokens per matched token.
+      suffix_decoding_min_token_prob: of ``suffix``: estimated chance below which a token is not drafted.
 
     Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
     """
@@ -172,6 +180,15 @@ class SpeculativeConfig:
     shared: bool | None = key(flag())
     initial_state: str | None = key(one_of({name: name for name in ("auto", "vocabulary", "prompt", "empty")}))
     state_file: str | None = key(text())
+    datastore: str | None = key(text())
+    retrieval_match_min: int | None = key(whole(1, 64))
+    retrieval_match_max: int | None = key(whole(1, 64))
+    retrieval_max_hits: int | None = key(whole(1, 1 << 20))
+    retrieval_dynamic_index: bool | None = key(flag())
+    suffix_decoding_max_tree_depth: int | None = key(whole(2, 1024))
+    suffix_decoding_max_cached_requests: int | None = key(whole(0))
+    suffix_decoding_max_spec_factor: float | None = key(number(0.0, above=True))
+    suffix_decoding_min_token_prob: float | None = key(number(0.0, 1.0))
     layer_set: str | None = key(text())
     skipped_attention: tuple[int, ...] | None = key(whole_numbers())
     skipped_mlp: tuple[int, ...] | None = key(whole_numbers())

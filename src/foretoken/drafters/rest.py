@@ -24,6 +24,7 @@ class RestDrafter(ContextDrafter):
       num_speculative_tokens: deepest draft, unless ``length_policy`` says otherwise.
       lookup: how the datastore is asked; its depth is not more than the draft needs.
       max_nodes: limit of the tree, root included.
+      num_branches: most children of a node; 1 drafts chains.
       min_token_prob: nodes whose estimated chance is smaller are not drafted.
       dynamic_index: also look up the row's own text, prompt and output, and merge what both know.
 
@@ -41,18 +42,21 @@ class RestDrafter(ContextDrafter):
         *,
         lookup: Lookup | None = None,
         max_nodes: int = 32,
+        num_branches: int = 32,
         min_token_prob: float = 0.0,
         dynamic_index: bool = True,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         if max_nodes < 2:
             raise ConfigError(f"max_nodes is {max_nodes}; want 2 (the root and one token) or more")
+        if num_branches < 1:
+            raise ConfigError(f"num_branches is {num_branches}; want 1 (a chain) or more")
         if not 0 <= min_token_prob <= 1:
             raise ConfigError(f"min_token_prob is {min_token_prob}; want 0 to 1")
         self.datastore = datastore
         self.lookup = lookup or Lookup()
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
-        self._max_nodes, self._min_prob = max_nodes, min_token_prob
+        self._max_nodes, self._num_branches, self._min_prob = max_nodes, num_branches, min_token_prob
         self._dynamic = dynamic_index
         self._text_of: dict[int, SuffixAutomaton] = {}
 
@@ -70,6 +74,7 @@ class RestDrafter(ContextDrafter):
             roots,
             max_nodes=self._max_nodes,
             max_depth=length,
+            max_branches=self._num_branches,
             min_score=self._min_prob,
             name=self.name,
         )

@@ -29,7 +29,7 @@ class SuffixDrafter(ContextDrafter):
       min_token_prob: nodes whose estimated chance is smaller are not drafted.
       min_match: shortest match, in tokens.
       max_nodes: limit of the tree, root included; 1 + num_speculative_tokens makes the likeliest chain possible.
-      is_tree: draft several continuations; otherwise the likeliest one.
+      num_branches: most children of a node; 1 drafts chains.
       history: past outputs of all requests, which this drafter reads and extends; None keeps every request to itself.
       history_file: where the history is saved whenever no request is running.
 
@@ -49,7 +49,7 @@ class SuffixDrafter(ContextDrafter):
         min_token_prob: float = 0.1,
         min_match: int = 1,
         max_nodes: int = 24,
-        is_tree: bool = True,
+        num_branches: int = 4,
         history: OutputHistory | None = None,
         history_file: str | Path | None = None,
         length_policy: LengthPolicy | None = None,
@@ -59,6 +59,7 @@ class SuffixDrafter(ContextDrafter):
             ("max_tree_depth", max_tree_depth, 2),
             ("min_match", min_match, 1),
             ("max_nodes", max_nodes, 2),
+            ("num_branches", num_branches, 1),
         ):
             if value < least:
                 raise ConfigError(f"{option} is {value}; want {least} or more")
@@ -72,7 +73,7 @@ class SuffixDrafter(ContextDrafter):
         self._num_saved = 0 if history is None else history.num_added
         self._max_tree_depth, self._factor, self._escape = max_tree_depth, max_spec_factor, escape
         self._min_prob, self._min_match = min_token_prob, min_match
-        self._max_nodes, self._is_tree = max_nodes, is_tree
+        self._max_nodes, self._num_branches = max_nodes, num_branches
         self._text_of: dict[int, SuffixAutomaton] = {}
         self._spot_of: dict[int, Spot] = {}
 
@@ -101,15 +102,15 @@ class SuffixDrafter(ContextDrafter):
         depth = min(length, max(1, int(longest * self._factor)))
         if not roots or depth == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        tree = grow(
+        return grow(
             row.token_ids[-1],
             roots,
             max_nodes=self._max_nodes,
             max_depth=depth,
+            max_branches=self._num_branches,
             min_score=self._min_prob,
             name=self.name,
         )
-        return tree if self._is_tree else tree.main_chain()
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):

@@ -15,6 +15,9 @@ from foretoken.retrieval.manifest import Manifest
 from foretoken.retrieval.shard import PADDING, Interval, Shard, encode
 from foretoken.retrieval.trie import ContinuationTrie
 
+MAX_DEPTH = PADDING
+"""Longest continuation that can be read."""
+
 _SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
 
 

@@ -42,16 +42,25 @@ class Root(NamedTuple):
 
 
 def grow(
-    pending: int, roots: Seq[Root], *, max_nodes: int, max_depth: int, min_score: float = 0.0, name: str = ""
+    pending: int,
+    roots: Seq[Root],
+    *,
+    max_nodes: int,
+    max_depth: int,
+    max_branches: int = 1 << 30,
+    min_score: float = 0.0,
+    name: str = "",
 ) -> DraftTree:
     """The ``max_nodes`` nodes (root included) with the highest scores; parents stand before children.
+
+    No node gets more than ``max_branches`` children, nor stands deeper than ``max_depth``.
 
     What several sources propose at one node is merged: the token gets the highest of its scores, each given
     relative to the path so far.
 
     Returns: a tree with scores. Exactness: lossless for any rule that takes deterministic drafts. Randomness: none.
     """
-    tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
+    tokens, parents, depths, scores, branches = [pending], [-1], [0], [1.0], [0]
     places: list[tuple[Root, ...]] = [tuple(roots)]
     heap: list[tuple[float, int, int, int, int, tuple[Root, ...]]] = []
     newest = age = 0
@@ -61,6 +70,8 @@ def grow(
                 if candidate.score >= min_score:
                     age += 1
                     heappush(heap, (-candidate.score, -candidate.recency, age, newest, candidate.token, stands))
+        while heap and branches[heap[0][3]] == max_branches:
+            heappop(heap)
         if not heap or len(tokens) >= max_nodes:
             return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
         score, _, _, parent, token, stands = heappop(heap)
@@ -69,6 +80,8 @@ def grow(
         parents.append(parent)
         depths.append(depths[parent] + 1)
         scores.append(-score)
+        branches.append(0)
+        branches[parent] += 1
         places.append(stands)
 
 

@@ -99,7 +99,7 @@ class ContinuationTrie:
             starts = np.flatnonzero(self._common <= depth)
             ends = [*starts.tolist(), len(self._rows)]
             if self._weights is None:
-                weights: list[float] = np.diff(ends).tolist()
+                weights: list[float] = np.diff(ends).astype(float).tolist()
             else:
                 weights = np.add.reduceat(self._weights, starts).tolist()
             recency = np.maximum.reduceat(self._positions, starts).tolist()
