@@ -59,8 +59,7 @@ def check_pair(seed: int, use_cache: bool) -> None:
         assert 0.0 <= rate <= 1.0
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("seed", [0, 11])
+@pytest.mark.parametrize(("seed", "use_cache"), [(0, False), (11, True)])
 def test_greedy_equals_transformers(seed: int, use_cache: bool) -> None:
     check_pair(seed, use_cache)
 
@@ -93,9 +92,9 @@ def test_use_cache_changes_no_sample_and_the_seed_repeats_all(kind: str, process
     outputs = []
     for use_cache in (False, True, True):
         torch.manual_seed(5)
-        outputs.append(generate(kind, max_gen_len=20, use_cache=use_cache, logits_processor=processor))
+        outputs.append(generate(kind, max_gen_len=14, use_cache=use_cache, logits_processor=processor))
     assert outputs[0] == outputs[1] == outputs[2]
-    assert generate(kind, max_gen_len=20, use_cache=True, logits_processor=processor) != outputs[0]
+    assert generate(kind, max_gen_len=14, use_cache=True, logits_processor=processor) != outputs[0]
 
 
 class OwnGreedy(LogitsProcessor):
@@ -131,11 +130,11 @@ def test_a_processor_of_ones_own_is_called_and_obeyed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-@pytest.mark.parametrize("max_gen_len", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_the_budget_is_kept(kind: str, max_gen_len: int, use_cache: bool) -> None:
-    wanted = hf_greedy(target(), PROMPT, 7)[:max_gen_len]
-    assert generate(kind, max_gen_len=max_gen_len, use_cache=use_cache) == wanted
+def test_the_budget_is_kept(kind: str, use_cache: bool) -> None:
+    wanted = hf_greedy(target(1), PROMPT, 7)
+    for max_gen_len in (0, 1, 2, 3, 7):
+        assert generate(kind, seed=1, max_gen_len=max_gen_len, use_cache=use_cache) == wanted[:max_gen_len]
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
@@ -164,8 +163,8 @@ def test_the_end_token_ends_the_output_wherever_it_stands_in_a_draft(index: int)
         assert trace is not None
         assert rate == trace.acceptance_rate
         assert trace.num_accepted <= len(cut)
-    for kind in FUNCTIONS:
-        assert generate(kind, seed=1, max_gen_len=8, eos_tokens_id=[63, eos]) == cut
+    kind = FUNCTIONS[index % 3]
+    assert generate(kind, seed=1, max_gen_len=8, eos_tokens_id=[63, eos]) == cut
 
 
 def test_any_of_several_end_tokens_ends_the_output_at_the_earliest() -> None:
