@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from atexit import register
 from collections.abc import Callable
 from functools import cache
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import pytest
 
@@ -14,8 +17,13 @@ from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.rest import RestDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.model import CausalLM
+from foretoken.retrieval.build import from_tokens
+from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import (
     GREEDY,
     PROMPTS,
@@ -64,6 +72,17 @@ def model_drafter(scale: float, num_branches: int = 1, **options: str) -> MakeDr
     )
 
 
+@cache
+def datastore() -> Datastore:
+    """What plain decoding says for half of the prompts, and the start of the rest with a wrong end."""
+    texts = plain_texts()
+    wrong = [(*text[: len(text) // 2], 1, 2, 3) for text in texts[1::2]]
+    folder = mkdtemp()
+    register(rmtree, folder)
+    from_tokens([*texts[::2], *wrong], folder, vocab_size=VOCAB_SIZE, max_shard_tokens=100)
+    return Datastore.open(folder)
+
+
 DRAFTERS: dict[str, MakeDrafter] = {
     "none": lambda _: EmptyDrafter(),
     "draft-model": model_drafter(0.1),
@@ -86,6 +105,11 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "lookahead": lambda depth: LookaheadDrafter(depth, window_size=5, guess_set_size=3),
     "lookahead-without-pool": lambda depth: LookaheadDrafter(depth, window_size=3, guess_set_size=0),
     "lookahead-narrow": lambda depth: LookaheadDrafter(depth, window_size=1, pool_from_prompt=False),
+    "suffix": lambda depth: SuffixDrafter(depth, min_token_prob=0.0),
+    "suffix-chain": lambda depth: SuffixDrafter(depth, num_branches=1, max_tree_depth=2),
+    "suffix-shared": lambda depth: SuffixDrafter(depth, history=OutputHistory(6, max_outputs=4)),
+    "rest": lambda depth: RestDrafter(datastore(), depth),
+    "rest-chain": lambda depth: RestDrafter(datastore(), depth, num_branches=1, dynamic_index=False),
     "token-recycling": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=24),
     "token-recycling-shared": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=12, shared=True),
     "token-recycling-vocabulary": lambda depth: TokenRecyclingDrafter(
@@ -99,7 +123,20 @@ DRAFTERS: dict[str, MakeDrafter] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+SLOW = frozenset(
+    {
+        "jacobi-from-prompt",
+        "lookahead-without-pool",
+        "lookahead-narrow",
+        "token-recycling-shared",
+        "token-recycling-vocabulary",
+        "token-recycling-empty",
+    }
+)
+"""Variants of a drafter whose first entry belongs to the fast part."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DRAFTERS])
 def test_drafter_conforms(name: str) -> None:
     check_drafter(DRAFTERS[name], target())
 

@@ -21,6 +21,7 @@ from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
@@ -68,6 +69,8 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
         return JacobiDrafter(depth)
     if kind == "lookahead":
         return LookaheadDrafter(depth, window_size=4, guess_set_size=3)
+    if kind == "suffix":
+        return SuffixDrafter(depth, min_token_prob=0.0)
     if kind == "token_recycling":
         return TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=16)
     return DraftModelDrafter(
@@ -88,6 +91,7 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
         ("nasd", 4),
         ("jacobi", 6),
         ("lookahead", 3),
+        ("suffix", 4),
         ("token_recycling", 4),
         ("chain", 1),
         ("chain", 5),

@@ -6,9 +6,12 @@ choosing tokens, batch and draft shape.
 
 from __future__ import annotations
 
+from atexit import register
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from shutil import rmtree
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -21,8 +24,12 @@ from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.rest import RestDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.params import SamplingParams
+from foretoken.retrieval.build import from_tokens
+from foretoken.retrieval.datastore import Datastore
 from foretoken.testing import PerfectDrafter, Trace, compare, decode
 from harness import adapter, draft_adapter, first_attention, random_ids
 
@@ -72,8 +79,21 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "nasd-tree": lambda _: NasdDrafter(4, num_branches=3),
     "jacobi": lambda _: JacobiDrafter(6),
     "lookahead": lambda _: LookaheadDrafter(3, window_size=4, guess_set_size=3),
+    "suffix": lambda _: SuffixDrafter(4, min_token_prob=0.0),
+    "rest": lambda name: RestDrafter(_datastore(name), 4),
     "token-recycling": lambda _: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=24),
 }
+
+
+@cache
+def _datastore(name: str) -> Datastore:
+    """What the target says after half of the prompts."""
+    outputs = run(name, EmptyDrafter(), "greedy", PROMPTS[::2]).outputs
+    texts = [(*PROMPTS[2 * int(key.split(".")[0])], *output) for key, output in outputs.items()]
+    folder = mkdtemp()
+    register(rmtree, folder)
+    from_tokens(texts, folder, vocab_size=VOCAB_SIZE)
+    return Datastore.open(folder)
 
 
 def _draft_model(name: str, num_branches: int, depth: int = 4, sample_method: str = "probabilistic") -> Drafter:

@@ -252,6 +252,7 @@ class _Builder:
                 self._seal()
         finally:
             self._tokens.close()
+        self._path("tokens").unlink()  # of the shard that would be next
 
     def _take(self, batch: Seq[Piece]) -> None:
         texts = [piece.text for piece in batch]
@@ -311,13 +312,49 @@ class _Builder:
         num_tokens = state.open_bytes // width + 1
         self._progress("sorting", num_tokens, num_tokens)
         tokens, index = self._path("tokens"), self._path("index")
-        with index.open("wb") as file:
-            write_suffix_array(tokens, num_tokens, width, file)
-            _flush(file)
-        state.shards.append(ShardRecord(_record(tokens), _record(index), num_tokens, max(state.open_documents, 1)))
+        state.shards.append(_indexed(tokens, index, num_tokens, width, max(state.open_documents, 1)))
         state.open_bytes = state.open_documents = self._saved_bytes = 0
         state.write(self._folder)
         self._tokens = self._reopened()
+
+
+def from_tokens(
+    documents: Iterable[Seq[int]], out: str | Path, *, vocab_size: int, max_shard_tokens: int = 1 << 24
+) -> Manifest:
+    """Write a datastore of documents that are token ids already, and fit into memory; it belongs to no tokenizer.
+
+    Args:
+      max_shard_tokens: exceeded by one document at most.
+
+    Raises: CorpusError when there is no token; DatastoreError.
+    """
+    folder, width = Path(out), width_of(vocab_size)
+    groups: list[list[Seq[int]]] = [[]]
+    for document in filter(len, documents):
+        if sum(map(len, groups[-1])) >= max_shard_tokens:
+            groups.append([])
+        groups[-1].append(document)
+    if not groups[0]:
+        raise CorpusError("the corpus is empty: no document holds a token")
+    separator, shards = 256**width - 1, []
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, group in enumerate(groups):
+            tokens, index = (folder / f"shard-{number:05d}.{kind}" for kind in ("tokens", "index"))
+            ids = [token for document in group for token in (*document, separator)]
+            tokens.write_bytes(encode([*ids, *[separator] * PADDING], width))
+            shards.append(_indexed(tokens, index, len(ids), width, len(group)))
+        manifest = Manifest(vocab_size, width, "", "", tuple(shards), ())
+        manifest.write(folder)
+    return manifest
+
+
+def _indexed(tokens: Path, index: Path, num_tokens: int, width: int, num_documents: int) -> ShardRecord:
+    """Write the suffix array of a finished token file."""
+    with index.open("wb") as file:
+        write_suffix_array(tokens, num_tokens, width, file)
+        _flush(file)
+    return ShardRecord(_record(tokens), _record(index), num_tokens, num_documents)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
