@@ -38,7 +38,7 @@ def built(inputs: torch.Tensor, mask: torch.Tensor, options: dict[str, Any], use
     """The list that `generate` would build."""
     model = toy_model()
     config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, max_length=40, **options)
-    model._prepare_special_tokens(config, True, device="cpu", batch_size=len(inputs))
+    config._eos_token_tensor = torch.tensor([EOS])
     return model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=inputs.shape[1],
@@ -110,7 +110,7 @@ SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "eta_cut
 
 
 def test_ordinary_lists_need_no_processor_at_all() -> None:
-    inputs, mask = torch.tensor([[PAD, 10]]), torch.tensor([[0, 1]])
+    inputs, mask = torch.tensor([[9, 10]]), torch.tensor([[1, 1]])
     options = {
         "do_sample": True,
         "repetition_penalty": 1.2,
