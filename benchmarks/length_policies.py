@@ -26,6 +26,8 @@ from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.bench.workload import Prompt, load_prompts
 from foretoken.drafters.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, calibrated_share
+from foretoken.engine.sequence import Sequence as Row
+from foretoken.engine.stats import SequenceStats
 from foretoken.traceplot import check_picture, require_matplotlib
 
 KINDS = ("chat", "maths", "code")
@@ -108,11 +110,11 @@ class Count:
     num_drafted: int = 0
     num_accepted: int = 0
 
-    def add(self, arm_run: Any) -> None:
-        self.num_tokens += len(arm_run.token_ids)
-        self.num_steps += arm_run.stats.num_steps
-        self.num_drafted += arm_run.stats.num_draft_tokens
-        self.num_accepted += arm_run.stats.num_accepted_draft_tokens
+    def add(self, stats: SequenceStats) -> None:
+        self.num_tokens += stats.num_emitted_tokens
+        self.num_steps += stats.num_steps
+        self.num_drafted += stats.num_draft_tokens
+        self.num_accepted += stats.num_accepted_draft_tokens
 
     def as_dict(self) -> dict[str, float]:
         return {
@@ -122,12 +124,15 @@ class Count:
         }
 
 
-def arms(suite: Suite, lengths: Sequence[int]) -> list[EngineArm]:
+def arms(suite: Suite, lengths: Sequence[int], num_rows: int = 1) -> list[EngineArm]:
     """Plain, the fixed lengths and every policy."""
     configs: dict[str, dict[str, Any]] = {f"fixed {length}": {"num_speculative_tokens": length} for length in lengths}
     configs |= {name: {"num_speculative_tokens": LONGEST, **policy} for name, policy in POLICIES.items()}
-    drafting = [suite.engine_arm(name, {"method": "draft_model", **config}) for name, config in configs.items()]
-    return [suite.plain_arm(), *drafting]
+    drafting = [
+        suite.engine_arm(name, {"method": "draft_model", **config}, num_rows=num_rows)
+        for name, config in configs.items()
+    ]
+    return [suite.plain_arm(num_rows), *drafting]
 
 
 def prompts_of(suite: Suite, kind: str, count: int) -> list[Prompt]:
@@ -140,22 +145,32 @@ def check_equal(name: str, got: Sequence[int], want: Sequence[int]) -> None:
         raise SystemExit(f"{name} differs from plain decoding; no figure is given")
 
 
+def decoded(arm: EngineArm, prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int) -> list[Row]:
+    """All prompts in one batch, each with a seed of its own."""
+    rows = []
+    for place, prompt in enumerate(prompts):
+        rows += arm.engine.add_request(prompt.token_ids, replace(sampling, seed=place).params(max_new_tokens))
+    for _ in arm.engine.run():
+        pass
+    return rows
+
+
 def tau(options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per step, drafted tokens per step and acceptance rate, per kind and arm; outputs checked for equality."""
     suite = Suite(load_pair("zoo:tiny", None, "float32"), "none", Settings())
-    everyone = arms(suite, options.lengths)
+    everyone = arms(suite, options.lengths, options.num_prompts)
     report: dict[str, Any] = {}
     for sampling in (suite.greedy, suite.sampled()):
         for kind in options.kinds:
+            prompts = prompts_of(suite, kind, options.num_prompts)
             counts = {arm.name: Count() for arm in everyone}
-            for place, prompt in enumerate(prompts_of(suite, kind, options.num_prompts)):
-                seeded = replace(sampling, seed=place)
-                plain: tuple[int, ...] | None = None
-                for arm in everyone:
-                    arm_run = arm.run(prompt.token_ids, options.max_new_tokens, seeded)
-                    plain = arm_run.token_ids if plain is None else plain
-                    check_equal(arm.name, arm_run.token_ids, plain)
-                    counts[arm.name].add(arm_run)
+            plain: list[list[int]] = []
+            for arm in everyone:
+                rows = decoded(arm, prompts, sampling, options.max_new_tokens)
+                plain = plain or [row.output_ids for row in rows]
+                for row, expected in zip(rows, plain, strict=True):
+                    check_equal(arm.name, row.output_ids, expected)
+                    counts[arm.name].add(row.stats)
             report[f"{sampling.label}, {kind}"] = {name: count.as_dict() for name, count in counts.items()}
     return report
 
