@@ -7,25 +7,22 @@ import torch
 from foretoken.drafters.adjacency import AdjacencyMatrix
 from foretoken.engine.model import CausalLM
 from foretoken.engine.nodes import Nodes
-from foretoken.engine.tree import DraftTree
 
 
 @torch.inference_mode()
-def vocabulary_matrix(target: CausalLM, num_candidates: int, batch_size: int = 255) -> AdjacencyMatrix:
-    """The candidates that follow every token right behind the first token of a text.
+def vocabulary_matrix(target: CausalLM, num_candidates: int, batch_size: int = 256) -> AdjacencyMatrix:
+    """The candidates that follow every token where it stands alone, at the beginning of a text.
 
-    The BOS token, or token 0 of models without one, is the root of a tree whose children are the tokens: a forward
-    per ``batch_size`` of them. That is the work of a prompt as long as the vocabulary, once.
+    The tokens of a forward stand side by side in one row, each seeing itself only. That is the work of a prompt as
+    long as the vocabulary, once.
 
-    Raises: TreeError for a target that verifies chains only.
     Exactness: any state is as good as another for what is generated. Randomness: none.
     """
-    first = getattr(target.config, "bos_token_id", None)
-    root = first if isinstance(first, int) and 0 <= first < target.vocab_size else 0
     matrix = AdjacencyMatrix(target.vocab_size, num_candidates)
     for start in range(0, target.vocab_size, batch_size):
-        tokens = range(start, min(start + batch_size, target.vocab_size))
-        tree = DraftTree((root, *tokens), (-1, *[0] * len(tokens)))
-        logits = target.forward(Nodes.from_trees([tree]), target.new_cache(1))
-        matrix.update(tokens, logits[0, 1:].topk(num_candidates, dim=-1).indices.cpu().numpy())
+        tokens = torch.arange(start, min(start + batch_size, target.vocab_size))
+        alone = torch.eye(len(tokens), dtype=torch.bool)
+        nodes = Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
+        logits = target.forward(nodes, target.new_cache(1))
+        matrix.update(tokens.tolist(), logits[0].topk(num_candidates, dim=-1).indices.cpu().numpy())
     return matrix

@@ -19,8 +19,9 @@ def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor)
     """What decoding would emit after every node, accepted or not: one call for all nodes of all rows.
 
     Args:
-      logits: (B, N, V), N at least the size of the largest tree.
+      logits: (B or more, N, V), N at least the size of the largest tree.
     """
+    logits = logits[: len(trees)]  # strict mode pads the batch
     if all(row.law.is_argmax for row in rows):
         best = argmax(logits.flatten(0, 1)).view(logits.shape[:2]).tolist()
         return [tuple(tokens[: len(tree)]) for tokens, tree in zip(best, trees, strict=True)]

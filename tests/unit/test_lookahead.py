@@ -1,0 +1,301 @@
+"""Lookahead: the published mask, a naive reference for window and pool, and everything near the end of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken.drafters.guesses import PromptTokens
+from foretoken.drafters.lookahead import LookaheadDrafter, Window, most_cells
+from foretoken.drafters.ngram_pool import NgramPool
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.trie import Trie
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.factories import Materials, drafter_factory
+from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
+
+VOCAB_SIZE = 64
+
+PUBLISHED_MASK = """
+1.......................
+11......................
+111.....................
+1111....................
+11111...................
+1....1..................
+11....1.................
+111....1................
+1111....1...............
+11111....1..............
+1....1....1.............
+11....1....1............
+111....1....1...........
+1111....1....1..........
+11111....1....1.........
+1..............1........
+1..............11.......
+1..............111......
+1.................1.....
+1.................11....
+1.................111...
+1....................1..
+1....................11.
+1....................111
+"""
+"""W=5, N=4, G=3: the pending token, four cells of level 0, five each of levels 1 and 2, three guesses of three."""
+
+
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+def full_window(size: int, num_levels: int, first: list[int], levels: list[list[int]]) -> Window:
+    window = Window(size, num_levels, lambda: 0, frozenset())
+    window._first, window._levels = first, levels
+    return window
+
+
+def test_the_window_before_merging_is_the_published_one() -> None:
+    """With different tokens nothing merges: the ancestor mask of the tree is the published attention mask."""
+    window = full_window(5, 3, [1, 2, 3, 4], [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
+    trie = Trie(0, 99)
+    for guess in ([30, 31, 32], [40, 41, 42], [50, 51, 52]):
+        trie.add_path(guess)
+    window.add_to(trie)
+    tree = trie.tree()
+    published = [0, 1, 2, 3, 4, *range(10, 15), *range(20, 25), 30, 31, 32, 40, 41, 42, 50, 51, 52]
+    nodes = [tree.tokens.index(token) for token in published]
+    want = np.array([[mark == "1" for mark in line] for line in PUBLISHED_MASK.split()])
+    assert len(tree) == (5 + 3) * (4 - 1) == len(want)
+    assert (tree.ancestor_mask[np.ix_(nodes, nodes)] == want).all()
+    places = [0, 1, 2, 3, 4, *range(1, 6), *range(2, 7), 1, 2, 3, 1, 2, 3, 1, 2, 3]
+    assert [tree.depths[node] for node in nodes] == places
+
+
+def test_equal_siblings_merge_and_every_cell_keeps_its_node() -> None:
+    """Cells (0,1) and (1,0) are both a 5 below the pending token: one node, and two columns that pass through it."""
+    window = full_window(3, 2, [5, 5], [[5, 6, 7]])
+    trie = Trie(9, 99)
+    window.add_to(trie)
+    tree = trie.tree()
+    assert tree.tokens == (9, 5, 5, 6, 7)
+    assert tree.parents == (-1, 0, 1, 1, 2)
+    assert window.advance(tree, [40, 41, 42, 43, 44]) == [(9, 5, 41), (5, 6, 43), (5, 7, 44)]
+    assert window.levels == [[6, 7], [41, 43, 44]]
+
+
+def test_columns_beyond_a_cut_give_no_ngram_and_start_anew() -> None:
+    window = full_window(3, 2, [1, 2], [[3, 4, 5]])
+    trie = Trie(9, 2)
+    window.add_to(trie)
+    tree = trie.tree()
+    assert tree.depth == 2
+    by_token = {token: node for node, token in enumerate(tree.tokens)}
+    choices = [0] * len(tree)
+    choices[by_token[3]], choices[by_token[4]] = 33, 34
+    assert window.advance(tree, choices) == [(9, 3, 33), (1, 4, 34)]
+    assert window.levels == [[4, 5], [33, 34, 0]]
+
+
+def test_ends_and_failures_are_never_guessed() -> None:
+    tokens = count(50)
+    window = Window(2, 2, lambda: next(tokens), frozenset({50, 7}))
+    assert window.levels == [[51, 52]]
+    trie = Trie(9, 99)
+    window.add_to(trie)
+    assert window.advance(trie.tree(), [1, 7, -1]) == []
+    assert window.levels == [[52], [53, 54]]  # the end, and the token that there was not, are replaced
+
+
+def test_the_window_fills_by_a_level_for_a_column() -> None:
+    window = Window(4, 3, lambda: 1, frozenset())
+    shapes = []
+    for _ in range(4):
+        shapes.append([len(level) for level in window.levels])
+        trie = Trie(0, 99)
+        window.add_to(trie)
+        window.advance(trie.tree(), list(range(2, 2 + len(trie))))
+    assert shapes == [[5], [4, 5], [3, 4, 4], [3, 4, 4]]
+    assert [most_cells(4, 3), most_cells(1, 4), most_cells(7, 1)] == [12, 6, 7]
+
+
+def test_the_pool_keeps_the_most_recent() -> None:
+    pool = NgramPool(2, 2)
+    for continuation in ((1, 2), (3, 4), (1, 2), (5, 6)):
+        pool.add(9, continuation)
+    assert pool.continuations(9) == [(5, 6), (1, 2)]
+    assert pool.continuations(8) == []
+    pool.add_text([1, 2, 3, 4], 3)
+    assert pool.continuations(2) == [(3, 4)]
+    assert pool.continuations(1) == []
+    pool.add_text([1, 2, 3, 4], 0)
+    assert pool.continuations(1) == [(2, 3)]
+
+
+# -- the whole method, the slow way --------------------------------------------------------------------------------
+
+
+@dataclass
+class NaiveLookahead:
+    """Published lookahead in lists of tokens, one forward per cell; no tree, no cache, no merging."""
+
+    model: Any
+    row: Any
+    size: int
+    ngram_size: int
+    limit: int
+    learns_text: bool
+    levels: list[list[int]] = field(default_factory=list)
+    pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    text: list[int] = field(default_factory=list)
+    known: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tokens = PromptTokens(self.row)
+        self.levels = [[tokens.next() for _ in range(self.size + self.ngram_size - 3)]]
+        self.text = list(self.row.token_ids)
+        self.learn(len(self.text))
+
+    def next_token(self, path: tuple[int, ...]) -> int:
+        """The argmax behind the text and a path."""
+        text = (*self.text, *path)
+        if text not in self.known:
+            with torch.no_grad():
+                self.known[text] = int(self.model(input_ids=torch.tensor([text])).logits[0, -1].argmax())
+        return self.known[text]
+
+    def insert(self, key: int, value: tuple[int, ...]) -> None:
+        listed = self.pool.setdefault(key, [])
+        if value in listed:
+            listed.remove(value)
+        listed.append(value)
+        del listed[: -self.limit]
+
+    def learn(self, num_new: int) -> None:
+        length = self.ngram_size
+        for start in range(len(self.text) - length + 1):
+            if self.learns_text and start + length > len(self.text) - num_new:
+                self.insert(self.text[start], tuple(self.text[start + 1 : start + length]))
+
+    def step(self) -> int:
+        """One step; the number of tokens that it adds."""
+        columns = range(len(self.levels[0]) + 1)
+        paths = [(*self.levels[0][:j], *(level[j] for level in self.levels[1:])) for j in columns]
+        drafts = [*paths, *self.pool.get(self.text[-1], ())]
+        newest = [self.next_token(path) for path in paths]
+        emitted = [self.next_token(())]
+        while any(path[: len(emitted)] == tuple(emitted) for path in drafts):
+            emitted.append(self.next_token(tuple(emitted)))
+        if len(self.levels) == self.ngram_size - 1:
+            for j in columns:
+                key = self.text[-1] if j == 0 else self.levels[0][j - 1]
+                self.insert(key, (*(level[j] for level in self.levels[1:]), newest[j]))
+            later = [*self.levels[1:], newest]
+            self.levels = [later[0][1:], *later[1:]]
+        else:
+            self.levels = [level[1:] for level in [*self.levels, newest]]
+        self.text += emitted
+        self.learn(len(emitted))
+        return len(emitted)
+
+
+@pytest.mark.parametrize("learns_text", [False, True])
+@pytest.mark.parametrize(("size", "ngram_size", "limit"), [(5, 4, 3), (3, 3, 2), (1, 3, 1), (4, 2, 7)])
+def test_window_pool_and_steps_equal_a_naive_reference(
+    size: int, ngram_size: int, limit: int, learns_text: bool
+) -> None:
+    model = toy_model(VOCAB_SIZE)
+    drafter = LookaheadDrafter(ngram_size - 1, window_size=size, guess_set_size=limit, pool_from_prompt=learns_text)
+    engine = Engine(CausalLM(model, execution="eager"), drafter)
+    row = engine.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=100))[0]
+    naive = NaiveLookahead(model, row, size, ngram_size, limit, learns_text)
+    engine.step()
+    for _ in range(14):
+        assert len(engine.step()[0].token_ids) == naive.step()
+        assert row.token_ids == naive.text
+        assert drafter._window_of[row.id].levels == naive.levels
+        pool = drafter._pool_of[row.id]
+        assert {key: pool.continuations(key)[::-1] for key in pool._continuations_of} == naive.pool
+    assert len(row.output_ids) > 14  # some of it was right
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_several_ends_and_strict_mode_change_no_token(params: SamplingParams) -> None:
+    requests = [(prompt, params) for prompt in PROMPTS]
+    plain = decode(target(), EmptyDrafter(), requests)
+    ends = {plain.outputs["0.0"][5], plain.outputs["2.0"][3], plain.outputs["4.0"][0]}
+    drafter = LookaheadDrafter(3, window_size=4)
+    for config in (EngineConfig(), EngineConfig(exactness="strict", max_num_seqs=6)):
+        want = decode(target(), EmptyDrafter(), requests, eos_token_ids=tuple(ends), config=config)
+        got = decode(target(), drafter, requests, eos_token_ids=tuple(ends), config=config)
+        compare(got, want, f"lookahead, ends {ends}, {config.exactness}")
+
+
+def test_the_standard_rule_takes_the_tree() -> None:
+    trace = decode(target(), LookaheadDrafter(3), [(PROMPTS[0], SAMPLED)], config=EngineConfig(acceptance="standard"))
+    assert len(trace.outputs["0.0"]) == SAMPLED.max_tokens
+
+
+def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
+    sizes = []
+
+    class Counting(LookaheadDrafter):
+        def propose_row(self, row: Any, budget: int) -> Any:
+            tree = super().propose_row(row, budget)
+            sizes.append(len(tree))
+            return tree
+
+    limit = most_cells(3, 5) + 4
+    decode(target(), Counting(5, window_size=3, guess_set_size=9, max_nodes=limit), [(PROMPTS[0], GREEDY)])
+    assert most_cells(3, 5) - 5 < max(sizes) <= limit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; want 1 or more"),
+        ({"window_size": 0}, "window_size is 0; want 1 or more"),
+        ({"guess_set_size": -1}, "guess_set_size is -1; want 0 or more"),
+        ({"max_nodes": 27}, "max_draft_nodes=27 holds no window.*raise the first to 28"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LookaheadDrafter(**options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"window_size": 0}, "window_size is 0"),
+        ({"window_size": 5000}, "window_size is 5000"),
+        ({"guess_set_size": -1}, "guess_set_size is -1"),
+        ({"window_size": "wide"}, "must be a whole number"),
+        ({"pool_from_prompt": "yes"}, "must be true or false"),
+        ({"length_policy": "heuristic"}, "has no meaning for method 'lookahead'"),
+        ({"rejection_sample_method": "block"}, "takes chains, and method 'lookahead' drafts trees"),
+    ],
+)
+def test_keys_out_of_range_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(method="lookahead", **keys)
+
+
+@pytest.mark.parametrize("method", ["lookahead", "token_recycling"])
+def test_targets_that_verify_chains_only_are_refused(method: str) -> None:
+    chains_only: Any = SimpleNamespace(supports_trees=False, name="some model", vocab_size=9)
+    with pytest.raises(ConfigError, match="drafts trees, and some model verifies chains only"):
+        drafter_factory(SpeculativeConfig(method=method), Materials(chains_only))
