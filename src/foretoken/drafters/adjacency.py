@@ -84,6 +84,7 @@ class AdjacencyMatrix:
             save_file({_TENSOR: self.candidates}, part, {"format": _FORMAT})
             part.replace(target)
         except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
             raise CheckpointError(f"{target} cannot be written: {error}; check the directory and its space") from None
 
     @classmethod

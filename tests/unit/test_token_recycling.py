@@ -1,0 +1,319 @@
+"""Token recycling: the matrix, the shape of the tree, what requests share, and what survives on disk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from foretoken import LLM
+from foretoken.drafters.adjacency import AdjacencyMatrix
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter, last_of_all
+from foretoken.drafters.treeshape import TreeShape, best_shape
+from foretoken.drafters.vocabulary import vocabulary_matrix
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import CheckpointError, ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.engine.tree import DraftTree
+from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.testing import PROMPTS, decode, toy_model
+
+VOCAB_SIZE = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+def drafter(**options: Any) -> TokenRecyclingDrafter:
+    return TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=16, **options)
+
+
+def num_steps(one: TokenRecyclingDrafter, prompt: tuple[int, ...] = PROMPTS[0]) -> int:
+    return decode(target(), one, [(prompt, GREEDY)]).num_steps
+
+
+# -- the shape -----------------------------------------------------------------------------------------------------
+
+
+def test_a_small_shape_is_the_one_computed_by_hand() -> None:
+    """Shares 0.5, 0.3, 0.1 and six nodes below the root: 0.5, 0.3, then 0.25, 0.15, 0.15 and 0.125."""
+    shape = best_shape(7, 3, 3, (0.5, 0.3, 0.1))
+    assert shape.parents == (-1, 0, 0, 1, 1, 2, 3)
+    assert shape.ranks == (0, 0, 1, 0, 1, 0, 0)
+    assert shape.ends == (1, 3, 6, 7)
+
+
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3).map(lambda shares: sorted(shares, reverse=True)),
+    st.integers(2, 12),
+    st.integers(1, 3),
+)
+def test_the_shape_is_worth_as_much_as_the_best_of_all(shares: list[float], num_nodes: int, depth: int) -> None:
+    """No tree accepts more: the worth of all paths, and the largest of them, which always form a tree."""
+    shape = best_shape(num_nodes, depth, len(shares), shares)
+    worth = [1.0]
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+        worth.append(worth[parent] * shares[rank])
+    paths = itertools.chain.from_iterable(itertools.product(shares, repeat=length) for length in range(1, depth + 1))
+    best = sorted((math.prod(path) for path in paths), reverse=True)[: num_nodes - 1]
+    assert sum(worth[1:]) == pytest.approx(sum(best))
+    assert len(shape.parents) == len(best) + 1
+    assert len(shape.ends) <= depth + 1
+
+
+@st.composite
+def matrices(draw: Any) -> AdjacencyMatrix:
+    rows = draw(st.lists(st.lists(st.integers(0, 5), max_size=3, unique=True), min_size=6, max_size=6))
+    matrix = AdjacencyMatrix(6, 3)
+    for token, row in enumerate(rows):
+        matrix._successors[token, : len(row)] = np.array(row, dtype=np.int32) + 1
+    return matrix
+
+
+def filled_slowly(shape: TreeShape, pending: int, depth: int, matrix: AdjacencyMatrix) -> list[tuple[int, ...]]:
+    """The paths of the tree, node by node."""
+    paths: list[tuple[int, ...] | None] = [()]
+    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+        above = paths[parent]
+        found = -1 if above is None else int(matrix.candidates[(pending, *above)[-1], rank])
+        paths.append(None if above is None or found < 0 or len(above) == depth else (*above, found))
+    return [path for path in paths if path is not None]
+
+
+@given(matrices(), st.integers(0, 5), st.integers(1, 20), st.integers(1, 5))
+@settings(deadline=None)
+def test_the_tree_is_filled_breadth_first_with_what_is_known(
+    matrix: AdjacencyMatrix, pending: int, num_nodes: int, depth: int
+) -> None:
+    shape = best_shape(num_nodes + 1, 4, 3)
+    tree = shape.filled(pending, depth, matrix)
+    assert tree.tokens[0] == pending
+    assert [tree.path_tokens(node) for node in range(len(tree))] == filled_slowly(shape, pending, depth, matrix)
+
+
+# -- the matrix ----------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_tokens_the_accepted_node_counts() -> None:
+    assert last_of_all(5, (0, 2)) == [1, 3, 4, 0, 2]
+    matrix = AdjacencyMatrix(9, 2)
+    matrix.update([5, 6, 5], np.array([[1, 2], [3, 4], [7, 8]]))
+    assert matrix.candidates[[5, 6, 0]].tolist() == [[7, 8], [3, 4], [-1, -1]]
+
+
+def test_a_text_goes_before_what_is_known() -> None:
+    matrix = AdjacencyMatrix(9, 3)
+    matrix.update([1], np.array([[4, 5, 6]]))
+    matrix.add_text([1, 2, 1, 5, 2, 1])
+    assert matrix.candidates[[1, 2, 5]].tolist() == [[5, 2, 4], [1, -1, -1], [2, -1, -1]]
+
+
+def test_rows_are_the_targets_candidates_along_prompt_and_tree() -> None:
+    """After one step: candidates behind every prompt token, its text in front, and behind every node of the draft."""
+    one = drafter(num_candidates=4)
+    engine = Engine(target(), one)
+    row = engine.add_request(PROMPTS[2], GREEDY)[0]
+    engine.step()
+    tree = one.propose([row], [9])[0]
+    text = list(row.token_ids)
+    engine.step()
+    rows = one._matrix_of[row.id].candidates
+
+    def best(tokens: list[int]) -> list[int]:
+        with torch.no_grad():
+            logits = toy_model(VOCAB_SIZE)(input_ids=torch.tensor([tokens])).logits[0, -1]
+        return logits.topk(4).indices.tolist()
+
+    assert len(tree) > 8
+    for token in set(text) - set(tree.tokens):
+        last = max(place for place in range(len(text) - 1) if text[place] == token)
+        assert rows[token].tolist() == list(dict.fromkeys([text[last + 1], *best(text[: last + 1])]))[:4]
+    seen: dict[int, list[list[int]]] = {}
+    for node, token in enumerate(tree.tokens):
+        seen.setdefault(token, []).append(best([*text, *tree.path_tokens(node)]))
+    assert all(rows[token].tolist() in several for token, several in seen.items())
+
+
+def test_the_vocabulary_is_asked_token_by_token() -> None:
+    model = toy_model(VOCAB_SIZE)
+    matrix = vocabulary_matrix(CausalLM(model, execution="eager"), 3, batch_size=7)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0]
+    assert matrix.candidates.tolist() == logits.topk(3).indices.tolist()
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("initial_state", ["vocabulary", "prompt", "empty"])
+def test_nothing_passes_from_one_request_to_another_unless_asked(initial_state: str) -> None:
+    """The same request again takes as many steps with a used drafter; where requests share it has learned."""
+    one, shared = drafter(initial_state=initial_state), drafter(initial_state=initial_state, shared=True)
+    fresh = num_steps(drafter(initial_state=initial_state))
+    assert [num_steps(one), num_steps(one)] == [fresh, fresh]
+    assert not one._matrix_of
+    first, before = num_steps(shared), shared._start.candidates
+    second = num_steps(shared)
+    assert first == fresh
+    assert (shared._start.candidates != drafter(initial_state=initial_state)._start.candidates).any()
+    assert second < first or initial_state == "vocabulary"  # which knows as much from the start
+    assert (before >= 0).sum() > 100
+
+
+def test_the_state_of_the_vocabulary_is_kept_in_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    with_it = num_steps(drafter(initial_state="vocabulary", state_file=file))
+    assert (AdjacencyMatrix.load(file, VOCAB_SIZE, 8).candidates >= 0).all()
+    lm = target()
+    before = lm.num_forwards
+    Engine(lm, drafter(initial_state="vocabulary", state_file=file))
+    assert lm.num_forwards == before  # read, not made again
+    assert num_steps(drafter(state_file=file)) == with_it
+
+
+def test_what_requests_share_survives_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    first = num_steps(drafter(shared=True, state_file=file))
+    assert file.exists()
+    assert num_steps(drafter(shared=True, state_file=file)) < first
+    with pytest.raises(ConfigError, match="only shared=True"):
+        drafter().save(file)
+
+
+def test_a_file_that_cannot_be_written_at_the_end_costs_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    one = drafter(shared=True, state_file=folder / "state.safetensors")
+    folder.rmdir()
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        assert len(decode(target(), one, [(PROMPTS[0], GREEDY)]).outputs["0.0"]) == 40
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, vocab_size: int = 5) -> Path:
+    matrix = AdjacencyMatrix(vocab_size, 3)
+    matrix.update([0, 3], np.array([[1, 2, 3], [4, 0, 2]]))
+    matrix.save(tmp_path / "matrix.safetensors")
+    return tmp_path / "matrix.safetensors"
+
+
+def test_a_saved_matrix_comes_back(tmp_path: Path) -> None:
+    loaded = AdjacencyMatrix.load(saved(tmp_path), 5, 3).candidates
+    assert loaded.tolist() == [[1, 2, 3], [-1] * 3, [-1] * 3, [4, 0, 2], [-1] * 3]
+    assert AdjacencyMatrix.load(saved(tmp_path), 5, 2).candidates[3].tolist() == [4, 0]
+    assert [file.name for file in tmp_path.iterdir()] == ["matrix.safetensors"]
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def foreign(path: Path) -> None:
+    save_file({"weight": np.zeros((5, 3), np.float32)}, path)
+
+
+def out_of_range(path: Path) -> None:
+    _rewrite(path, lambda candidates: candidates * 2)
+
+
+def twins(path: Path) -> None:
+    _rewrite(path, lambda candidates: np.maximum(candidates, 1))
+
+
+def another_type(path: Path) -> None:
+    _rewrite(path, lambda candidates: candidates.astype(np.int64))
+
+
+def _rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    candidates = AdjacencyMatrix.load(path, 5, 3).candidates
+    save_file({"candidates": change(candidates)}, path, {"format": "foretoken token_recycling 1"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "cannot be read"),
+        (truncated, "cannot be read"),
+        (lambda path: path.write_text("no tensors"), "cannot be read"),
+        (foreign, "has the format None"),
+        (out_of_range, "outside of 0..4"),
+        (twins, "twice"),
+        (another_type, "not an int32 matrix"),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    path = saved(tmp_path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        TokenRecyclingDrafter(5, num_candidates=3, state_file=path)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_candidates"), [(6, 3), (5, 4)])
+def test_files_of_another_vocabulary_or_with_too_few_candidates_are_refused(
+    tmp_path: Path, vocab_size: int, num_candidates: int
+) -> None:
+    with pytest.raises(ConfigError, match="holds 3 candidates for each of 5 tokens"):
+        AdjacencyMatrix.load(saved(tmp_path), vocab_size, num_candidates)
+
+
+def test_places_that_cannot_be_written_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state_file .* cannot be written"):
+        drafter(shared=True, state_file=tmp_path / "no" / "where")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        AdjacencyMatrix(3, 2).save(tmp_path / "no" / "where")
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"num_candidates": 0}, "num_candidates is 0"),
+        ({"max_nodes": 1}, "max_draft_nodes is 1"),
+        ({"initial_state": "full"}, "initial_state is 'full'; choose one of vocabulary, prompt, empty"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TokenRecyclingDrafter(VOCAB_SIZE, **options)
+
+
+def test_the_block_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes chains, and method 'token_recycling' drafts trees"):
+        SpeculativeConfig(method="token_recycling", rejection_sample_method="block")
+
+
+def test_more_candidates_than_tokens_are_not_kept() -> None:
+    assert TokenRecyclingDrafter(3, num_candidates=8).requires.top_k == 3
+
+
+def test_a_model_of_the_zoo_brings_the_candidates_of_its_vocabulary() -> None:
+    plain = LLM("zoo:tiny")
+    steps = {}
+    for state in ("auto", "prompt"):
+        llm = plain.with_speculative_config({"method": "token_recycling", "initial_state": state})
+        output = llm.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=30))[0]
+        steps[state] = llm.profile.num_steps
+        assert len(output.outputs[0].token_ids) == 30
+    assert steps["auto"] < steps["prompt"]
+
+
+def test_the_empty_draft_of_an_unknown_token() -> None:
+    tree = best_shape(9, 3, 2).filled(4, 3, AdjacencyMatrix(9, 2), "name")
+    assert (tree.tokens, tree.parents, tree.source) == ((4,), (-1,), "name")
+    assert isinstance(tree, DraftTree)
