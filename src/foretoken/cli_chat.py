@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from difflib import get_close_matches
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from foretoken.cli_generate import as_record, write_segments
+from foretoken.chat_screen import JsonScreen, Screen
 from foretoken.cli_options import (
     DEFAULT_MODEL,
     DEFAULTS,
     EXIT_DIFFERS,
-    EXIT_INTERRUPTED,
     EXIT_REFUSED,
     AsJson,
     Device,
@@ -40,7 +32,6 @@ from foretoken.engine.errors import ConfigError, ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.chat import Conversation, Turn
-    from foretoken.outputs import StreamOutput
 
 ANSWER_TOKENS = 256
 KEPT_PREFIXES = 2  # this conversation, and the one before a /reset
@@ -224,103 +215,6 @@ class Chat:
         self.screen.say("\n".join(f"{usage:<16} {meaning}" for usage, meaning in HELP.items()))
 
 
-class Screen:
-    """Standard input and output, on a terminal or not; what is no answer goes to standard error in a pipe."""
-
-    def __init__(self) -> None:
-        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._notices = Console(stderr=not self.is_interactive, highlight=False, soft_wrap=True)
-
-    def greet(self, conversation: Conversation) -> None:
-        if self.is_interactive:
-            with suppress(ImportError):
-                import readline  # noqa: F401  line editing and history for input()
-            info = conversation.llm.model_info
-            self.say(f"{info.name}, {info.dtype}, method {conversation.method}; /help lists the commands")
-
-    def lines(self) -> Iterator[str]:
-        """Lines with something in them, to the end of input."""
-        while True:
-            try:
-                line = input("> ") if self.is_interactive else sys.stdin.readline()
-            except EOFError:
-                self._console.file.write("\n")
-                return
-            except KeyboardInterrupt:
-                if not self.is_interactive:
-                    raise typer.Exit(EXIT_INTERRUPTED) from None
-                self.say("\n(Ctrl-D or /quit ends the chat)")
-                continue
-            if not line and not self.is_interactive:
-                return
-            if line.strip():
-                yield line.strip()
-
-    @contextmanager
-    def answering(self) -> Iterator[Callable[[], bool]]:
-        """While an answer is given: whether the user wants it to end. A second Ctrl-C breaks off a step that hangs."""
-        if not self.is_interactive:
-            yield lambda: False
-            return
-        pressed: list[int] = []
-
-        def press(number: int, frame: FrameType | None) -> None:
-            pressed.append(number)
-            if len(pressed) > 1:
-                raise KeyboardInterrupt
-
-        previous = signal.signal(signal.SIGINT, press)
-        try:
-            yield lambda: bool(pressed)
-        finally:
-            signal.signal(signal.SIGINT, previous)
-
-    def put(self, delta: StreamOutput) -> None:
-        """Write a piece of an answer."""
-        write_segments(self._console, delta.segments)
-
-    def finish(self, turn: Turn, **facts: Any) -> None:
-        """End the answer."""
-        self._console.file.write("\n")
-        self._console.file.flush()
-
-    def say(self, text: str) -> None:
-        """Write something that is no answer."""
-        if text:
-            self._notices.print(Text(text, "dim"))
-
-    def table(self, values: dict[str, Any]) -> None:
-        """Write named values."""
-        self.say("\n".join(f"{name.replace('_', ' '):<22} {_shown(value)}" for name, value in values.items()))
-
-    def complain(self, error: ForetokenError) -> None:
-        """Write what was refused."""
-        self._notices.print(Text(f"{type(error).__name__}: {error}", "red"))
-
-
-class JsonScreen(Screen):
-    """One JSON object per answer, and per /stats; everything else goes to standard error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._notices = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def put(self, delta: StreamOutput) -> None:
-        """Answers are written whole."""
-
-    def finish(self, turn: Turn, **facts: Any) -> None:
-        record = as_record(turn.output)
-        self._write({**record, "num_cached_tokens": turn.output.num_cached_tokens, "method": turn.method, **facts})
-
-    def table(self, values: dict[str, Any]) -> None:
-        self._write({"stats": values})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-        sys.stdout.flush()
-
-
 def _ending(turn: Turn, conversation: Conversation) -> str:
     """What is worth saying about how an answer ended; nothing when the model ended it."""
     if turn.is_stopped:
@@ -349,7 +243,3 @@ def _whole(argument: str) -> int:
 
 def _steps(turn: Turn) -> int:
     return int(turn.output.metrics.speculative_decoding["num_steps"])
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
