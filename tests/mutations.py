@@ -197,7 +197,7 @@ def _patch_choice(patch: pytest.MonkeyPatch, change: Callable[[Any, Any, int], t
 
 
 def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    def match_rows(rows: Any, trees: Any, logits: torch.Tensor) -> list[Verdict]:
+    def match_rows(rows: Any, trees: Any, logits: torch.Tensor, choices: Any = None) -> list[Verdict]:
         leaves = [tree.leaves[0] for tree in trees]
         return [
             Verdict(tree.path(leaf), int(logits[row, leaf].argmax()))

@@ -81,7 +81,9 @@ class CausalLM:
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
         reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
         self.execution: Execution = apply_execution(self._shadow, execution, release_originals=release_originals)
-        self._additive_mask = self._shadow.config._attn_implementation == "eager"
+        self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
+        # grouped attention takes either, and would turn a bool mask into this form in every layer
+        self._additive_mask = self._is_eager_attention or self.execution.uses_grouped_attention
         self._masks_needed = set(self._layer_types) - {FULL}
         if reference is not None:
             self._probe(reference)
@@ -168,7 +170,7 @@ class CausalLM:
         self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """4-D mask (B, 1, N, T), one per layer type where the model has several."""
-        if nodes.is_one_token and not self._masks_needed and not self._additive_mask and not fixed_shape:
+        if nodes.is_one_token and not self._masks_needed and not self._is_eager_attention and not fixed_shape:
             return None  # a single token sees every column of the view
         full = self._visible(nodes, starts, columns)
         masks = {FULL: full}
