@@ -125,11 +125,11 @@ def query(
 
 
 def _answer(match: Match | None, ids: list[int], tokenizer: Any, num_nodes: int, depth: int) -> dict[str, Any]:
-    from foretoken.retrieval.growth import Root, grow
+    from foretoken.retrieval.growth import Shape
 
     if match is None:
         return {"match": "", "match_tokens": 0, "num_hits": 0, "continuations": []}
-    tree = grow(ids[-1], [Root(match.trie, match.trie.root)], max_nodes=num_nodes, max_depth=depth)
+    tree = match.trie.tree(ids[-1], Shape(num_nodes, depth))
     leaves = [(tree.path_tokens(leaf), (tree.scores or ())[leaf]) for leaf in tree.leaves if leaf]
     return {
         "match": tokenizer.decode(ids[-match.length :]),

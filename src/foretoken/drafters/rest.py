@@ -11,7 +11,8 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.datastore import Datastore, Lookup
-from foretoken.retrieval.growth import Root, grow
+from foretoken.retrieval.growth import Root, Shape, grow
+from foretoken.retrieval.trie import Children
 
 
 class RestDrafter(ContextDrafter):
@@ -68,30 +69,29 @@ class RestDrafter(ContextDrafter):
 
     def propose_row(self, row: Sequence, budget: int) -> DraftTree:
         length = self.length_policy.length(row, budget)
-        roots = self._roots(row) if length else []
-        return grow(
-            row.token_ids[-1],
-            roots,
-            max_nodes=self._max_nodes,
-            max_depth=length,
-            max_branches=self._num_branches,
-            min_score=self._min_prob,
-            name=self.name,
-        )
+        if length == 0:
+            return DraftTree.root(row.token_ids[-1], self.name)
+        shape = Shape(self._max_nodes, length, self._num_branches, self._min_prob)
+        retrieved = self._retrieved(row, shape)
+        own = self._own_text(row)
+        if own is None:
+            return retrieved
+        return grow(row.token_ids[-1], [own, Root(Children.of_tree(retrieved), 0)], shape, self.name)
 
-    def _roots(self, row: Sequence) -> list[Root]:
-        """Where the datastore and the row's own text stand at the end of the text."""
-        roots = []
+    def _retrieved(self, row: Sequence, shape: Shape) -> DraftTree:
+        """What the datastore knows of the end of the text."""
         match = self.datastore.query(row.token_ids[-self.lookup.match_max :], self.lookup)
-        if match is not None:
-            roots.append(Root(match.trie, match.trie.root))
+        pending = row.token_ids[-1]
+        return DraftTree.root(pending, self.name) if match is None else match.trie.tree(pending, shape, self.name)
+
+    def _own_text(self, row: Sequence) -> Root | None:
+        """Where the row's own text stands; None where its end is new, or it is not looked up."""
         text = self._text_of.get(row.id)
-        if text is not None:
-            text.extend(row.token_ids)
-            place = text.match()
-            if place is not None:
-                roots.append(Root(text, place))
-        return roots
+        if text is None:
+            return None
+        text.extend(row.token_ids)
+        place = text.match()
+        return None if place is None else Root(text, place)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):

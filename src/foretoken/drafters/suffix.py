@@ -11,7 +11,7 @@ from foretoken.engine.errors import ConfigError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.automaton import SuffixAutomaton
-from foretoken.retrieval.growth import Root, grow
+from foretoken.retrieval.growth import Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory, Spot
 
 
@@ -102,15 +102,8 @@ class SuffixDrafter(ContextDrafter):
         depth = min(length, max(1, int(longest * self._factor)))
         if not roots or depth == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        return grow(
-            row.token_ids[-1],
-            roots,
-            max_nodes=self._max_nodes,
-            max_depth=depth,
-            max_branches=self._num_branches,
-            min_score=self._min_prob,
-            name=self.name,
-        )
+        shape = Shape(self._max_nodes, depth, self._num_branches, self._min_prob)
+        return grow(row.token_ids[-1], roots, shape, self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):

@@ -41,25 +41,31 @@ class Root(NamedTuple):
     score: float = 1.0
 
 
-def grow(
-    pending: int,
-    roots: Seq[Root],
-    *,
-    max_nodes: int,
-    max_depth: int,
-    max_branches: int = 1 << 30,
-    min_score: float = 0.0,
-    name: str = "",
-) -> DraftTree:
-    """The ``max_nodes`` nodes (root included) with the highest scores; parents stand before children.
+class Shape(NamedTuple):
+    """Limits of a tree.
 
-    No node gets more than ``max_branches`` children, nor stands deeper than ``max_depth``.
+    Args:
+      max_nodes: root included.
+      max_depth: of a node; the root has depth 0.
+      max_branches: children of one node.
+      min_score: of a node.
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_branches: int = 1 << 30
+    min_score: float = 0.0
+
+
+def grow(pending: int, roots: Seq[Root], shape: Shape, name: str = "") -> DraftTree:
+    """The nodes with the highest scores, within the limits of ``shape``; parents stand before children.
 
     What several sources propose at one node is merged: the token gets the highest of its scores, each given
     relative to the path so far.
 
     Returns: a tree with scores. Exactness: lossless for any rule that takes deterministic drafts. Randomness: none.
     """
+    max_nodes, max_depth, max_branches, min_score = shape
     tokens, parents, depths, scores, branches = [pending], [-1], [0], [1.0], [0]
     places: list[tuple[Root, ...]] = [tuple(roots)]
     heap: list[tuple[float, int, int, int, int, tuple[Root, ...]]] = []

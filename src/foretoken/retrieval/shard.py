@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
@@ -74,23 +75,47 @@ class Shard:
         self._order = memoryview(self._index_map).cast("I")
         self._positions = np.frombuffer(self._index_map, dtype="<u4")
         self._separator_bytes = encode([self.separator], width)
+        self._range_of: dict[bytes, Interval] = {}
+
+    def _suffix(self, size: int) -> Callable[[int], bytes]:
+        """What to compare with patterns of up to ``size`` bytes: the text from a position on."""
+        text, width = self._text, self.width
+        return lambda position: text[position * width : position * width + size]
+
+    def _first(self, token: bytes) -> Interval:
+        """The suffixes that begin with one token. Known after the first time: every search starts there."""
+        known = self._range_of.get(token)
+        if known is None:
+            suffix = self._suffix(self.width)
+            low = bisect_left(self._order, token, key=suffix)
+            known = self._range_of[token] = Interval(low, bisect_right(self._order, token, low, key=suffix))
+        return known
+
+    def _lowest(self, context: bytes) -> int | None:
+        """The first suffix that begins with ``context`` and goes on in its document; None when there is none."""
+        width = self.width
+        low, high = self._first(context[:width])
+        suffix = self._suffix(len(context) + width)
+        low = bisect_left(self._order, context, low, high, key=suffix)
+        if low == high:
+            return None
+        found = suffix(self._order[low])  # separators sort last: the first one goes on if any does
+        return low if found.startswith(context) and not found.endswith(self._separator_bytes) else None
 
     def find(self, context: bytes) -> Interval:
         """All occurrences of ``context`` (token bytes) with a next token in the same document."""
-        size, text, width = len(context), self._text, self.width
+        low = self._lowest(context)
+        return Interval(0, 0) if low is None else self._from(low, context)
 
-        def suffix(position: int) -> bytes:
-            start = position * width
-            return text[start : start + size + width]
-
-        low = bisect_left(self._order, context, key=suffix)
-        if low == self.num_tokens or not suffix(self._order[low]).startswith(context):
-            return Interval(low, low)
-        beyond = context + self._separator_bytes  # separators sort last: what is left of them goes on
+    def _from(self, low: int, context: bytes) -> Interval:
+        """The occurrences from the first one on: a search in growing steps, for most contexts are rare."""
+        suffix = self._suffix(len(context) + self.width)
+        beyond = context + self._separator_bytes
+        last = self._first(context[: self.width]).high
         step = 1
-        while low + step < self.num_tokens and suffix(self._order[low + step]) < beyond:
+        while low + step < last and suffix(self._order[low + step]) < beyond:
             step *= 2
-        high = bisect_left(self._order, beyond, low + step // 2, min(low + step, self.num_tokens), key=suffix)
+        high = bisect_left(self._order, beyond, low + step // 2, min(low + step, last), key=suffix)
         return Interval(low, high)
 
     def longest(self, context: bytes, shortest: int, longest: int) -> tuple[int, Interval]:
@@ -100,17 +125,18 @@ class Shard:
 
         Returns: 0 and an empty interval when not even the shortest occurs.
         """
-        longest = min(longest, len(context) // self.width)
-        best, found = 0, Interval(0, 0)
-        low, high = shortest, longest
+        best, found = 0, -1
+        low, high = shortest, min(longest, len(context) // self.width)
         while low <= high:
             middle = (low + high) // 2
-            interval = self.find(context[len(context) - middle * self.width :])
-            if interval.num_hits:
-                best, found, low = middle, interval, middle + 1
-            else:
+            first = self._lowest(context[len(context) - middle * self.width :])
+            if first is None:
                 high = middle - 1
-        return best, found
+            else:
+                best, found, low = middle, first, middle + 1
+        if best == 0:
+            return 0, Interval(0, 0)
+        return best, self._from(found, context[len(context) - best * self.width :])
 
     def positions(self, interval: Interval, limit: int) -> Ids:
         """Where the occurrences begin; of more than ``limit``, that many at equal distances in sorted order."""
