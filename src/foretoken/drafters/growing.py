@@ -14,7 +14,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.lengths import LengthPolicy
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError
-from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.model import CausalLM, Nodes, fit_vocabulary
 from foretoken.engine.noise import KeyedNoise
 from foretoken.engine.sampling import SamplingLaw, argmax, choose, choose_siblings, log_probs
 from foretoken.engine.sequence import Sequence
@@ -283,10 +283,7 @@ class GrowingDrafter(Drafter):
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
-        missing = self._vocab_size - logits.shape[1]
-        if missing <= 0:
-            return logits[:, : self._vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return fit_vocabulary(logits, self._vocab_size)
 
     def _tree(self, draft: Draft) -> DraftTree:
         probs = None
