@@ -25,12 +25,17 @@ _COST_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its drafter (None where there is none) and their tokenizer, as transformers objects."""
+    """A target, its drafter (None where there is none) and their tokenizer, as transformers objects.
+
+    Args:
+      zoo_name: of a target of the zoo, inflated or not.
+    """
 
     target: Any
     drafter: Any
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    zoo_name: str | None = None
 
     @property
     def label(self) -> str:
@@ -56,7 +61,8 @@ def load_pair(model: str, draft_model: str | None, dtype: str) -> Pair:
     target = load_model(model, dtype=dtype)
     name = draft_model or (model if model.startswith("zoo:") else None)
     drafter = None if name is None else load_model(name, part="draft", dtype=target.model.dtype).model
-    return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)))
+    zoo_name = model if model.startswith("zoo:") else None
+    return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)), zoo_name)
 
 
 def scaled(pair: Pair, scale: str, vocab_size: int | None = None) -> Pair:

@@ -166,7 +166,9 @@ class Suite:
     ) -> EngineArm:
         """An arm of this library under a speculative config."""
         parsed = SpeculativeConfig.parse(config)
-        make = drafter_factory(parsed, Materials(self.target, drafter or self.drafter))
+        drafter = drafter or self.drafter
+        materials = Materials(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
+        make = drafter_factory(parsed, materials)
         engine = EngineConfig(max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method or "match")
         return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine)
 
