@@ -101,6 +101,15 @@ def test_stop_strings_in_a_batch(eos: int | None) -> None:
     assert (3 in theirs[1, 8:].tolist()) or eos is None
 
 
+def test_a_row_that_has_ended_costs_nothing_more() -> None:
+    """The second row ends with its fifth token, within a block of seven; the first one goes on to the budget."""
+    prompt, drafted = inputs([10, 11, 12], [20, 21]), hook(tokenizer=tokenizer(), stop_strings=CHARACTERS[44])
+    target().generate(
+        **prompt, max_new_tokens=BUDGET, do_sample=False, eos_token_id=63, pad_token_id=3, custom_generate=drafted
+    )
+    assert drafted.stats.num_emitted_tokens <= BUDGET + 5 + 7
+
+
 class AllHaveSaid(StoppingCriteria):
     """As lm-evaluation-harness stops: only when every row of the batch has said the string; it keeps count itself."""
 
