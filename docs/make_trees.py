@@ -1,0 +1,126 @@
+"""Draws the draft trees of the method pages: docs/methods/NAME.svg, from a step of the shipped model.
+
+    python docs/make_trees.py NAME [--config '{"method": ...}'] [--prompt TEXT] [--max-new-tokens 48]
+
+Every method works, since every draft is a `DraftTree`; `tree_svg` draws any of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence as Seq
+from html import escape
+from pathlib import Path
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.engine.cache import KVCache
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+
+ROW_HEIGHT, LETTER, GAP, MARGIN = 18, 6.6, 26, 8
+
+
+def tree_svg(tree: DraftTree, words: Seq[str], path: Seq[int] = (0,)) -> str:
+    """A drawing of any draft, the root to the left, one line per leaf, accepted nodes filled.
+
+    Args:
+      words: what stands in every node.
+      path: accepted nodes, root first.
+    """
+    rows = _rows(tree)
+    widths = [len(word) * LETTER + 10 for word in words]
+    columns = [
+        max(w for w, d in zip(widths, tree.depths, strict=True) if d == depth) for depth in range(tree.depth + 1)
+    ]
+    lefts = [MARGIN + sum(columns[:depth]) + GAP * depth for depth in range(tree.depth + 1)]
+    accepted, shapes = set(path), []
+    for node in range(len(tree)):
+        x, y = lefts[tree.depths[node]], MARGIN + rows[node] * ROW_HEIGHT
+        parent = tree.parents[node]
+        if parent >= 0:
+            start, top = lefts[tree.depths[parent]] + widths[parent], MARGIN + rows[parent] * ROW_HEIGHT
+            middle = (start + x) / 2
+            shapes.append(
+                f'<path d="M{start:.0f} {top + 7:.0f}C{middle:.0f} {top + 7:.0f} {middle:.0f} {y + 7:.0f} {x:.0f} '
+                f'{y + 7:.0f}" class="{"on" if node in accepted else "off"}"/>'
+            )
+        shapes.append(
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{widths[node]:.0f}" height="14" rx="4" '
+            f'class="{"hit" if node in accepted else "miss"}"/>'
+            f'<text x="{x + 5:.0f}" y="{y + 10.5:.1f}">{escape(words[node])}</text>'
+        )
+    width, height = lefts[-1] + columns[-1] + MARGIN, 2 * MARGIN + (max(rows) + 1) * ROW_HEIGHT
+    style = (
+        "text{font:11px ui-monospace,monospace;fill:#222}.hit{fill:#bfe3bf;stroke:#3a7d3a}.miss{fill:#f2f2f2;"
+        "stroke:#aaa}path{fill:none}.on{stroke:#3a7d3a;stroke-width:1.5}.off{stroke:#bbb}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}"><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(shapes)}</svg>\n'
+    )
+
+
+def _rows(tree: DraftTree) -> list[int]:
+    """The line of every node: a first child beside its parent, every other one below all before it."""
+    rows, free = [0] * len(tree), 0
+    stack = [(0, True)]
+    while stack:
+        node, is_first = stack.pop()
+        if not is_first:
+            free += 1
+        rows[node] = free
+        stack += [(child, child == tree.children[node][0]) for child in reversed(tree.children[node])]
+    return rows
+
+
+class Watching(Drafter):
+    """Passes everything on and keeps the steps of one row."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.name, self.requires = drafter, drafter.name, drafter.requires
+        self.results: list[StepResult] = []
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self.drafter.bind(target, cache)
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        self.drafter.start(rows, features)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        return self.drafter.propose(rows, budgets)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.results += results
+        self.drafter.observe(rows, results)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self.drafter.forget(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("--config", help="by default the method of that name")
+    parser.add_argument("--prompt", default="How do I use the command tar?")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    options = parser.parse_args()
+    llm = LLM("zoo:tiny", options.config or options.name)
+    drafter = Watching(llm.drafting.new_drafter())
+    with llm.engine(drafter) as engine:
+        prompt = llm.chat_prompt([{"role": "user", "content": options.prompt}])["prompt_token_ids"]
+        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=options.max_new_tokens))
+        for _ in engine.run():
+            pass
+    best = max(drafter.results, key=lambda result: (result.num_accepted, len(result.tree)))
+    assert llm.tokenizer is not None
+    words = [repr(llm.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7") for token in best.tree.tokens]
+    Path(__file__).with_name("methods").joinpath(f"{options.name}.svg").write_text(
+        tree_svg(best.tree, words, best.path)
+    )
+
+
+if __name__ == "__main__":
+    main()
