@@ -212,6 +212,7 @@ def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
 def _quantized_self(config: SpeculativeConfig, materials: Materials) -> Drafter:
     return QuantizedSelfDrafter(
         group_size=_set(config.quantization_group_size),
+        with_head=bool(config.quantize_head),
         layer_set=_given_layer_set(config, materials),
         **_growth(config, materials),
     )

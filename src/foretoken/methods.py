@@ -187,6 +187,7 @@ METHODS: dict[str, Method] = {
         keys=COMMON_KEYS
         | {
             "quantization_group_size",
+            "quantize_head",
             "layer_set",
             "skipped_attention",
             "skipped_mlp",
@@ -194,7 +195,12 @@ METHODS: dict[str, Method] = {
             "num_draft_branches",
         },
         num_speculative_tokens=3,
-        defaults={"quantization_group_size": 32, "draft_sample_method": "probabilistic", "num_draft_branches": 1},
+        defaults={
+            "quantization_group_size": 32,
+            "quantize_head": False,
+            "draft_sample_method": "probabilistic",
+            "num_draft_branches": 1,
+        },
         looks=ANY_LOOK,
     ),
     "union": Method(

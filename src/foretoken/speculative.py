@@ -130,6 +130,7 @@ class SpeculativeConfig:
       layer_set: file with the sublayers that ``layer_skip`` leaves out, from ``foretoken tune layer-skip``.
       skipped_attention, skipped_mlp: the same, as layer indices; exit_layer: everything from this layer on.
       quantization_group_size: inputs that share a scale in the 4-bit weights of ``quantized_self``.
+      quantize_head: whether ``quantized_self`` has the output embedding in 4 bits, too: cheaper, and less agreement.
       drafters: of ``union`` and ``first``: names, mappings or configs; "a+b" is the union of a and b, "a>b" takes b
         where a expects too little. A model or length that is given beside them is handed on to those that know it.
       min_expected_tokens: of ``first``: accepted tokens that a draft must promise, by experience.
@@ -194,6 +195,7 @@ class SpeculativeConfig:
     skipped_mlp: tuple[int, ...] | None = key(whole_numbers())
     exit_layer: int | None = key(whole(1))
     quantization_group_size: int | None = key(whole(1))
+    quantize_head: bool | None = key(flag())
     drafters: Any = None
     min_expected_tokens: float | None = key(number(0.0))
 

@@ -203,6 +203,17 @@ def test_released_weights_are_quantised_from_their_packed_copies() -> None:
     )
 
 
+def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
+    """Its rounding alone cost more agreement than that of all layers: 0.82 of the drafted tokens instead of 0.91."""
+    lm = CausalLM(toy_model(64, dtype=torch.float32), execution="eager")
+    heads = {}
+    for with_head in (False, True):
+        variant = quantized(lm, 32, LayerSet(), with_head=with_head)
+        heads[with_head] = type(vars(variant._shadow.get_output_embeddings()).get("forward"))
+        assert sum(isinstance(vars(m).get("forward"), Int4Linear) for m in variant._shadow.modules()) == 12 + with_head
+    assert heads == {False: type(None), True: Int4Linear}
+
+
 # -- by name, and refusals -----------------------------------------------------------------------------------------
 
 

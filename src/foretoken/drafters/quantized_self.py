@@ -21,6 +21,7 @@ class QuantizedSelfDrafter(SelfDrafter):
 
     Args:
       group_size: inputs that share a scale and a zero point.
+      with_head: whether the output embedding is quantised, too; see `quantize_linears`.
       layer_set: sublayers that are left out besides.
       options: see `SelfDrafter`.
 
@@ -29,16 +30,19 @@ class QuantizedSelfDrafter(SelfDrafter):
 
     name = "quantized_self"
 
-    def __init__(self, *, group_size: int = 32, layer_set: LayerSet | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, group_size: int = 32, with_head: bool = False, layer_set: LayerSet | None = None, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.group_size = group_size
+        self.with_head = with_head
         self.layer_set = layer_set or LayerSet()
 
     def _variant(self, target: CausalLM) -> CausalLM:
-        return quantized(target, self.group_size, self.layer_set)
+        return quantized(target, self.group_size, self.layer_set, with_head=self.with_head)
 
 
-def quantized(target: CausalLM, group_size: int, layer_set: LayerSet) -> CausalLM:
+def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
     """A variant of the target over 4-bit weights, without some sublayers.
 
     Raises: ConfigError when no linear of the target can be quantised in such groups.
@@ -46,7 +50,7 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet) -> CausalL
     layer_set.check(target.num_layers, target.name)
 
     def edit(variant: CausalLM, model: PreTrainedModel) -> None:
-        if quantize_linears(model, group_size) == 0:
+        if quantize_linears(model, group_size, with_head=with_head) == 0:
             raise ConfigError(
                 f"no linear of {target.name} has inputs in groups of {group_size} and outputs in blocks of 16; "
                 "try a smaller quantization_group_size, or another method"

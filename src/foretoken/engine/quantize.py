@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.engine.errors import ConfigError
@@ -77,15 +78,26 @@ class Int4Linear:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def quantize_linears(model: nn.Module, group_size: int) -> int:
+def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool = False) -> int:
     """Let every linear of a shadow that the kernel can take run over 4-bit weights; how many did.
+
+    The output embedding stays as it is: its rounding falls on the logits unsmoothed, and costs a draft more agreement
+    with the target than that of all layers together (measured on zoo:tiny: 0.82 of the tokens with it, 0.91 without).
+
+    Args:
+      model: a shadow; its layers are changed in place.
+      group_size: inputs that share a scale and a zero point.
+      with_head: quantise the output embedding too; it reads less where the vocabulary is most of the model.
 
     Raises: ConfigError for a group size that the kernel does not know, or a model that is not on the CPU.
     """
     if group_size not in GROUP_SIZES:
         raise ConfigError(f"quantization_group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
     count = 0
+    head = None if with_head else model.get_output_embeddings()
     for layer in list(_linears(model)):
+        if layer is head:
+            continue
         weight = _weight_of(layer)
         if weight.device.type != "cpu":
             raise ConfigError(
