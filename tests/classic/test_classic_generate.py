@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from classic_models import PROMPT, FixedStorage, drafter, hf_greedy, target
+from classic_models import PROMPT, FixedStorage, drafter, hf_greedy, target, tiny
 
 from foretoken.classic import last_trace
 from foretoken.classic.ngram_assisted import (
@@ -145,6 +145,30 @@ def test_the_context_ends_the_output(kind: str, use_cache: bool) -> None:
     tokens = generate(kind, prompt, max_gen_len=40, use_cache=use_cache)
     assert len(tokens) == 256 - 248
     assert tokens == hf_greedy(target(), prompt, 8)
+
+
+def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_target_goes_on() -> None:
+    small = tiny(3, 64)  # 64 positions
+    prompt = (PROMPT * 9)[:60]
+    wanted = hf_greedy(target(), prompt, 12)
+    tokens, _ = speculative_generate(prompt, small, target(), max_gen_len=12, gamma=3, eos_tokens_id=[])
+    assert tokens == wanted
+    trace = last_trace()
+    assert trace is not None
+    assert [step.gamma for step in trace.steps if step.position > 65] == [0] * (len(prompt) + 12 - 66)
+    assert max(step.position + step.gamma for step in trace.steps[:3]) > 62
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_runs_through_every_processor(dtype: torch.dtype) -> None:
+    """Laws are computed in float32; a target that drafts for itself is accepted nearly always."""
+    model = toy_model(64, seed=0, dtype=dtype)
+    for processor in (GreedyProcessor(), MultinomialProcessor(0.8), TopKProcessor(1.0, 5)):
+        tokens, rate = speculative_generate(
+            PROMPT, model, model, logits_processor=processor, max_gen_len=20, eos_tokens_id=[], use_cache=True
+        )
+        assert len(tokens) == 20
+        assert rate > 0.8
 
 
 @pytest.mark.parametrize("index", range(8))

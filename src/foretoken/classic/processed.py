@@ -33,7 +33,7 @@ class ProcessedLaw:
         self._name = type(processor).__name__
         self._vocab_size = vocab_size
         self.draws_from_probs = bool(getattr(processor.sample, "draws_from_probs", False))
-        self.temperature = float(getattr(processor, "temperature", 1.0))
+        self.temperature = float(getattr(processor, "temperature", None) or 1.0)
 
     def probs(self, logits: Tensor) -> Tensor:
         """Logits (V,) of any float dtype -> probabilities (V,).

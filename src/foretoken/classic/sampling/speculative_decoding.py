@@ -20,7 +20,7 @@ from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.drafters.egag import EgagLength, normalised_entropy
-from foretoken.engine.model import fit_vocabulary
+from foretoken.engine.model import CausalLM, fit_vocabulary
 from foretoken.pairing import check_vocab_sizes
 
 __all__ = ["max_fn", "speculative_generate"]
@@ -107,7 +107,7 @@ def speculative_generate(
         Reader(target_model, keeps_cache=use_cache),
         law,
         trace,
-        ModelProposer(Reader(draft_model, keeps_cache=use_cache), law, target_model.vocab_size, gamma, egag),
+        ModelProposer(Reader(draft_model, keeps_cache=use_cache), law, target_model, gamma, egag),
         first_target=first_target,
         is_adjusted=not skip_sample_adjustment,
         on_step=printing.printer(request.prompt, tokenizer) if debug else None,
@@ -121,17 +121,17 @@ class ModelProposer:
     Args:
       reader: of the drafter.
       law: the user's processor.
-      vocab_size: V of the target.
+      target: whose vocabulary and device the laws are to have.
       gamma: tokens per draft, unless ``egag`` says otherwise.
       egag: the length from the entropy of the drafter's law, before the processor's filter, at its temperature.
     """
 
     def __init__(
-        self, reader: Reader, law: ProcessedLaw, vocab_size: int, gamma: int, egag: EgagLength | None = None
+        self, reader: Reader, law: ProcessedLaw, target: CausalLM, gamma: int, egag: EgagLength | None = None
     ) -> None:
         self._reader = reader
         self._law = law
-        self._vocab_size = vocab_size
+        self._target = target
         self._gamma = gamma
         self._egag = egag
         self._ema: float | None = None
@@ -149,8 +149,9 @@ class ModelProposer:
         for index in range(min(length, reach)):
             if index:
                 logits = self._reader.read([*text, *tokens])[0]
-            laws.append(self._law.probs(fit_vocabulary(logits, self._vocab_size)))
-            tokens.append(self._law.sample(laws[-1]))
+            law = self._law.probs(fit_vocabulary(logits, self._target.vocab_size))
+            tokens.append(self._law.sample(law))
+            laws.append(law.to(self._target.device))
         return Draft(tuple(tokens), tuple(laws), self._law.draws_from_probs, entropy)
 
     def _length(self, logits: Tensor) -> tuple[float | None, int]:

@@ -1,4 +1,4 @@
-"""The debug display: what every step drafted, accepted and sampled. The only file of the library that prints."""
+"""The debug display: prints what every step drafted, accepted and sampled, where ``debug=True`` asks for it."""
 
 from __future__ import annotations
 
