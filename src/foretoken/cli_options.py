@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.engine.errors import ForetokenError, PromptError
+from foretoken.methods import METHODS
 from foretoken.params import SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="draft_model, ngram, nasd or none. By default the drafter of a zoo model, else ngram.",
+        help=f"{', '.join(METHODS)}. By default the drafter of a zoo model, else ngram.",
     ),
 ]
 NumSpeculativeTokens = Annotated[
