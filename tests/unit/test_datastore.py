@@ -226,7 +226,9 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("moment", range(1, 12))
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=() if moment in (2, 5) else pytest.mark.slow) for moment in range(1, 12)]
+)
 def test_an_interrupted_build_goes_on_where_it_was(
     moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +285,7 @@ def test_an_unfinished_build_is_not_mixed_with_another(
 def test_a_build_that_was_killed_goes_on(tmp_path: Path) -> None:
     """kill -9 on the real command line, in the middle of reading."""
     source = tmp_path / "corpus.jsonl"
-    source.write_text("".join(json.dumps({"text": text * 30}) + "\n" for text in sentences(6000)))
+    source.write_text("".join(json.dumps({"text": text * 30}) + "\n" for text in sentences(1200)))
     command = [sys.executable, "-m", "foretoken", "datastore", "build", str(source), "--memory", "0.607", "--out"]
     process = subprocess.Popen([*command, str(tmp_path / "out")], start_new_session=True)
     state = tmp_path / "out" / "build.json"
@@ -445,7 +447,7 @@ def test_the_datastore_of_the_zoo_is_whole_and_names_its_sources() -> None:
     assert store.manifest.num_tokens > 500_000
     assert store.manifest.num_bytes < 6_000_000
     assert all("/" not in name for name, _ in store.manifest.sources)
-    match = store.query(tokenizer()("How many clips did she sell altogether in")["input_ids"])
+    match = store.query(tokenizer()("<|user|>How many apples does she have")["input_ids"])
     assert match is not None
     assert match.length >= 3
     assert isinstance(store.manifest, Manifest)

@@ -115,10 +115,11 @@ class SuffixAutomaton:
         state = self._link[self._last]
         if state <= 0:
             return None
-        length = min(self._length[state], self.max_length - 1)
-        if length < self._min_match:
-            return None
-        return Place(self._shortened(state, length), length, 1.0)
+        length = self._length[state]
+        if length >= self.max_length:
+            length = self.max_length - 1
+            state = self._shortened(self._tail, length)  # from here it is one link or two, from the match any number
+        return None if length < self._min_match else Place(state, length, 1.0)
 
     def candidates(self, place: Place) -> list[Candidate]:
         """What has followed, by counts after this context and, for the rest, after shorter ones."""

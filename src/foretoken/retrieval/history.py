@@ -39,12 +39,16 @@ class _Node:
 
 
 class Spot(NamedTuple):
-    """A place in the tree: ``offset`` bytes into the label of ``node``; its string; the score of the path to it."""
+    """A place in the tree: ``offset`` bytes into the label of ``node``; its string; the score of the path to it.
+
+    It holds as long as the tree has not changed since ``version``; after that, its string is looked up again.
+    """
 
     node: _Node
     offset: int
     string: bytes
     score: float
+    version: int
 
 
 class OutputHistory:
@@ -91,6 +95,7 @@ class OutputHistory:
         self._outputs: OrderedDict[int, bytes] = OrderedDict()
         self._num_bytes = 0
         self._next_key = 0
+        self._version = 0
 
     def __len__(self) -> int:
         """Outputs that are remembered."""
@@ -115,6 +120,7 @@ class OutputHistory:
         with self._lock:
             key = self._next_key
             self._next_key += 1
+            self._version += 1
             self._outputs[key] = data
             self._num_bytes += len(data)
             for window in self._windows(data):
@@ -180,15 +186,18 @@ class OutputHistory:
     def candidates(self, spot: Spot) -> list[Candidate]:
         """What has followed, by counts."""
         with self._lock:
+            if spot.version != self._version:
+                found = self._walk(spot.string, spot.score)
+                return [] if found is None else self._candidates(found)
             return self._candidates(spot)
 
     def _candidates(self, spot: Spot) -> list[Candidate]:
-        node, offset, string, score = spot
+        node, offset, string, score, version = spot
         length = len(string) // _WIDTH
         if offset < len(node.label):
             token = node.label[offset : offset + _WIDTH]
             share = score * node.count * length / (node.count * length + self._escape)
-            after = Spot(node, offset + _WIDTH, string + token, share)
+            after = Spot(node, offset + _WIDTH, string + token, share, version)
             return [Candidate(share, node.recent, int.from_bytes(token, "big"), after)]
         if not node.children:
             again = self._longest(string[-(len(string) // 2 // _WIDTH * _WIDTH) :], 1, score) if length > 1 else None
@@ -200,7 +209,7 @@ class OutputHistory:
                 weight * child.count,
                 child.recent,
                 int.from_bytes(first, "big"),
-                Spot(child, _WIDTH, string + first, weight * child.count),
+                Spot(child, _WIDTH, string + first, weight * child.count, version),
             )
             for first, child in node.children.items()
         ]
@@ -227,13 +236,15 @@ class OutputHistory:
                 return None
             rest = len(string) - place
             if rest < len(child.label):
-                return Spot(child, rest, string, score) if child.label.startswith(string[place:]) else None
+                return (
+                    Spot(child, rest, string, score, self._version) if child.label.startswith(string[place:]) else None
+                )
             if not string.startswith(child.label, place):
                 return None
             place += len(child.label)
             node = child
             if place == len(string):
-                return Spot(node, len(node.label), string, score) if node.children else None
+                return Spot(node, len(node.label), string, score, self._version) if node.children else None
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -271,7 +282,7 @@ class OutputHistory:
         Raises: DatastoreError for a file that is missing, damaged or none of ours; TokenizerMismatchError.
         """
         try:
-            with np.load(Path(path).expanduser(), allow_pickle=False) as file:
+            with Path(path).expanduser().open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 kind, fingerprint = str(file["format"]), str(file["fingerprint"])
                 tokens, ends = file["tokens"].tolist(), file["ends"].tolist()
         except FileNotFoundError:

@@ -1,0 +1,358 @@
+"""The automaton and the history count what brute force counts; requests share nothing unless asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.base import Features, StepResult
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.engine.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.engine.tree import DraftTree
+from foretoken.retrieval.automaton import SuffixAutomaton
+from foretoken.retrieval.growth import Candidate, Root, Shape, grow
+from foretoken.retrieval.history import OutputHistory
+from foretoken.retrieval.trie import Children
+
+TEXTS = st.integers(0, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=40))
+
+
+def count(texts: Sequence[Sequence[int]], string: Sequence[int]) -> int:
+    size = len(string)
+    return sum(list(text[i : i + size]) == list(string) for text in texts for i in range(len(text) - size + 1))
+
+
+# -- automaton ---------------------------------------------------------------------------------------------------------
+
+
+@given(text=TEXTS, max_length=st.sampled_from([2, 3, 5, 24]))
+@settings(max_examples=120, deadline=None)
+def test_every_short_string_is_counted(text: list[int], max_length: int) -> None:
+    """Counts and latest ends of all strings up to max_length, after every token."""
+    automaton = SuffixAutomaton(max_length)
+    for end in range(1, len(text) + 1):
+        automaton.extend(text[:end])
+    for start in range(len(text)):
+        state = 0
+        for end in range(start + 1, min(start + max_length, len(text)) + 1):
+            string = text[start:end]
+            state = automaton._next[state][string[-1]]
+            assert automaton._count[state] == count([text], string)
+            last = max(i for i in range(len(text)) if text[i : i + len(string)] == string)
+            assert automaton._recent[state] == last + len(string)
+
+
+@given(text=TEXTS, max_length=st.sampled_from([2, 4, 24]))
+@settings(max_examples=120, deadline=None)
+def test_the_match_is_the_longest_end_that_occurred_before(text: list[int], max_length: int) -> None:
+    automaton = SuffixAutomaton(max_length)
+    automaton.extend(text)
+    longest = max((n for n in range(1, len(text)) if count([text[:-1]], text[-n:]) > 0), default=0)
+    place = automaton.match()
+    assert (0 if place is None else place.length) == min(longest, max_length - 1)
+
+
+@given(text=TEXTS)
+@settings(max_examples=80, deadline=None)
+def test_candidates_have_followed_and_share_less_than_one(text: list[int]) -> None:
+    automaton = SuffixAutomaton(24)
+    automaton.extend(text)
+    place = automaton.match()
+    if place is None:
+        return
+    candidates = automaton.candidates(place)
+    assert {c.token for c in candidates} <= {b for a, b in pairwise(text) if a == text[-1]}
+    assert sum(c.score for c in candidates) < 1.0
+    assert len({c.token for c in candidates}) == len(candidates)
+
+
+def test_shares_follow_the_counts_of_the_longest_context() -> None:
+    """After 1 2: 3 twice, 4 once; after 2 alone, 5 too. n / (total + 1 / length), and the rest by the shorter one."""
+    automaton = SuffixAutomaton(24, escape=1.0)
+    automaton.extend([1, 2, 3, 1, 2, 4, 1, 2, 3, 9, 2, 5, 1, 2])
+    place = automaton.match()
+    assert place is not None
+    share = {c.token: c.score for c in automaton.candidates(place)}
+    rest = 0.5 / 3.5  # of a context of 2 tokens that was seen 3 times
+    assert share[3] == pytest.approx(2 / 3.5 + rest * 2 / 5)
+    assert share[5] == pytest.approx(rest * 1 / 5)
+
+
+def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
+    automaton = SuffixAutomaton(24)
+    automaton.extend([1, 2, 3] * 4)
+    place = automaton.match()
+    assert place is not None
+    tree = grow(3, [Root(automaton, place)], Shape(11, 10, 1))
+    assert tree.tokens == (3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1)
+
+
+def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Link steps per token are bounded, also in a run of one token, where the chain of links is as long as the text."""
+    steps = 0
+
+    class Counting(list):  # type: ignore[type-arg]
+        def __getitem__(self, item: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().__getitem__(item)
+
+    for text in ([5] * 3000, np.random.default_rng(0).integers(0, 50, 3000).tolist(), [1, 2, 3, 4, 5] * 600):
+        automaton = SuffixAutomaton(24)
+        automaton._link = Counting(automaton._link)
+        steps = 0
+        automaton.extend(text)
+        assert len(automaton) <= 2 * len(text)
+        assert steps < 60 * len(text)
+        steps = 0
+        automaton.extend([*text, 5])
+        place = automaton.match()
+        if place is not None:
+            grow(5, [Root(automaton, place)], Shape(16, 15))
+        assert steps < 2500
+
+
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_proposals_of_two_sources_are_one_node() -> None:
+    first = DraftTree((9, 1, 2), (-1, 0, 1), scores=(1.0, 0.5, 0.25))
+    second = DraftTree((9, 1, 3), (-1, 0, 1), scores=(1.0, 0.8, 0.4))
+    roots = [Root(Children.of_tree(tree), 0) for tree in (first, second)]
+    tree = grow(9, roots, Shape(8, 4))
+    assert (tree.tokens, tree.parents) == ((9, 1, 2, 3), (-1, 0, 1, 1))
+    assert tree.scores == pytest.approx((1.0, 0.8, 0.4, 0.4))
+
+
+def test_equal_scores_go_to_the_most_recent() -> None:
+    class Two:
+        def candidates(self, place: int) -> list[Candidate]:
+            return [Candidate(0.5, 1, 7, 1), Candidate(0.5, 2, 8, 1)] if place == 0 else []
+
+    assert grow(0, [Root(Two(), 0)], Shape(2, 3)).tokens == (0, 8)
+
+
+# -- history -----------------------------------------------------------------------------------------------------------
+
+
+def check_tree(history: OutputHistory, texts: list[list[int]]) -> None:
+    """Counts are right, no node is left over, no split stays that nothing needs."""
+
+    def visit(node: Any, string: bytes) -> None:
+        for child in node.children.values():
+            whole = string + child.label
+            assert child.count == count(texts, np.frombuffer(whole, ">u4").tolist())
+            assert len(child.children) != 1 or next(iter(child.children.values())).count < child.count
+            visit(child, whole)
+
+    assert history._root.count == sum(map(len, texts))
+    visit(history._root, b"")
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=7), depth=st.sampled_from([2, 3, 6, 10]), kept=st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_the_history_counts_what_it_keeps(texts: list[list[int]], depth: int, kept: int) -> None:
+    history = OutputHistory(depth, max_outputs=kept)
+    for number, text in enumerate(texts, 1):
+        history.add(text)
+        check_tree(history, texts[max(0, number - kept) : number])
+    remembered = texts[-kept:]
+    for text in texts:
+        spot = history.match(text)
+        longest = [
+            n for n in range(1, min(len(text), depth // 2) + 1) if count([t[:-1] for t in remembered], text[-n:])
+        ]
+        assert (0 if spot is None else len(spot.string) // 4) == max(longest, default=0)
+
+
+def test_the_history_is_bounded_and_forgets_the_least_recently_used() -> None:
+    history = OutputHistory(6, max_outputs=2)
+    history.add([1, 2, 3])
+    history.add([4, 5, 6])
+    spot = history.match([1, 2])
+    assert spot is not None
+    history.touch(spot)
+    history.add([7, 8, 9])
+    assert history.match([4, 5]) is None
+    assert history.match([1, 2]) is not None
+    small = OutputHistory(6, max_tokens=10)
+    for start in range(20):
+        small.add(range(start, start + 4))
+        assert small.num_tokens <= 10
+    small.add(range(100))
+    assert small.num_tokens == 10
+
+
+def test_a_continuation_goes_on_beyond_the_depth() -> None:
+    history = OutputHistory(8)
+    history.add(range(100, 140))
+    spot = history.match([100, 101, 102, 103])
+    assert spot is not None
+    assert grow(103, [Root(history, spot)], Shape(17, 16)).tokens == tuple(range(103, 120))
+
+
+def test_a_history_survives_a_restart(tmp_path: Path) -> None:
+    history = OutputHistory(8, fingerprint="a")
+    for start in range(5):
+        history.add(range(start, start + 20))
+    history.save(tmp_path / "history")
+    again = OutputHistory(8, fingerprint="a")
+    again.load(tmp_path / "history")
+    check_tree(again, [list(range(start, start + 20)) for start in range(5)])
+    assert not list(tmp_path.glob("*.partial"))
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
+        OutputHistory(8, fingerprint="b").load(tmp_path / "history")
+    for content in (b"", b"nonsense", (tmp_path / "history").read_bytes()[:-50]):
+        (tmp_path / "damaged").write_bytes(content)
+        with pytest.raises(DatastoreError, match="damaged or no history"):
+            OutputHistory(8).load(tmp_path / "damaged")
+    with pytest.raises(DatastoreError, match="does not exist"):
+        OutputHistory(8).load(tmp_path / "nothing")
+    with pytest.raises(DatastoreError, match="cannot be saved"):
+        history.save(tmp_path / "nowhere" / "history")
+
+
+def test_many_threads_may_use_one_history() -> None:
+    history = OutputHistory(8, max_outputs=5)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                history.add(random.integers(0, 4, 20).tolist())
+                spot = history.match(random.integers(0, 4, 6).tolist())
+                if spot is not None:
+                    grow(0, [Root(history, spot)], Shape(12, 10))
+                    history.touch(spot)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    texts = [np.frombuffer(data, ">u4").tolist() for data in history._outputs.values()]
+    check_tree(history, texts)
+
+
+# -- drafter -----------------------------------------------------------------------------------------------------------
+
+
+def row(row_id: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Any:
+    return SimpleNamespace(
+        id=row_id, token_ids=[*prompt, *output], output_ids=list(output), num_prompt_tokens=len(prompt)
+    )
+
+
+def drafted(drafter: SuffixDrafter, one: Any) -> tuple[int, ...]:
+    drafter.start([one], [Features()])
+    (tree,) = drafter.propose([one], [8])
+    drafter.observe([one], [StepResult(tree, (0,), (one.token_ids[-1],))])
+    return tree.tokens[1:]
+
+
+def test_nothing_leaks_between_requests() -> None:
+    """A request whose text would tell the next one everything changes nothing for it, before and after it ends."""
+    alone = drafted(SuffixDrafter(), row(0, [1, 2, 3, 9, 2]))
+    drafter = SuffixDrafter()
+    first = row(1, [7], [1, 2, 3, 4, 5, 6, 2, 8, 8, 2, 8])
+    drafted(drafter, first)
+    assert drafted(drafter, row(2, [1, 2, 3, 9, 2])) == alone
+    drafter.forget([first])
+    assert drafted(drafter, row(3, [1, 2, 3, 9, 2])) == alone
+    assert 8 not in alone
+
+
+def test_shared_requests_learn_from_outputs_and_not_from_prompts() -> None:
+    history = OutputHistory(24)
+    drafter = SuffixDrafter(history=history)
+    first = row(1, [40, 41, 42, 43], [1, 2, 3, 4, 5, 6])
+    drafted(drafter, first)
+    drafter.forget([first])
+    assert drafted(drafter, row(2, [9, 1, 2, 3])) == (4, 5, 6)
+    assert drafted(drafter, row(3, [9, 40, 41])) == ()
+
+
+def test_state_ends_with_the_rows() -> None:
+    drafter = SuffixDrafter()
+    rows = [row(i, [1, 2, 1]) for i in range(3)]
+    for one in rows:
+        drafted(drafter, one)
+    drafter.forget(rows)
+    assert not drafter._text_of
+    assert not drafter._spot_of
+
+
+def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
+    text = [*range(1, 30), 99, 1, 2]
+    for factor, depth in ((0.5, 1), (1.0, 2), (3.0, 6)):
+        drafter = SuffixDrafter(max_spec_factor=factor, min_token_prob=0.0)
+        one = row(0, text)
+        drafter.start([one], [Features()])
+        assert drafter.propose([one], [20])[0].depth == depth
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_tree_depth": 1}, {"max_nodes": 1}, {"num_branches": 0}, {"max_spec_factor": 0.0}, {"min_token_prob": 1.5}],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SuffixDrafter(**wrong)
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
+PROMPT = "Write a story about a dog."
+
+
+def tokens(llm: LLM) -> list[int]:
+    return list(llm.generate([PROMPT], PARAMS)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("method", ["suffix", "rest"])
+def test_the_zoo_runs_a_method_by_its_name_alone(method: str) -> None:
+    assert tokens(LLM("zoo:tiny", method)) == tokens(LLM("zoo:tiny", None))
+
+
+def test_a_shared_history_is_saved_and_helps_after_a_restart(tmp_path: Path) -> None:
+    config = {"method": "suffix", "shared": True, "state_file": str(tmp_path / "history.npz")}
+    first = LLM("zoo:tiny", config)
+    outputs = [first.generate([PROMPT], PARAMS)[0] for _ in range(2)]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    restarted = LLM("zoo:tiny", config).generate([PROMPT], PARAMS)[0]
+    assert restarted.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    steps = [output.metrics.speculative_decoding["num_steps"] for output in (*outputs, restarted)]
+    assert steps[1] < steps[0]
+    assert steps[2] < steps[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"method": "suffix", "state_file": "x"}, "shared=true"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "greater than 0"),
+        ({"method": "suffix", "rejection_sample_method": "block"}, "takes chains"),
+        ({"method": "rest", "num_speculative_tokens": 65}, "at most 64"),
+        ({"method": "rest", "retrieval_match_min": 9, "retrieval_match_max": 3}, "1 <= min <= max"),
+        ({"method": "rest", "datastore": "/nowhere"}, "no datastore"),
+        ({"method": "ngram", "datastore": "x"}, "only for rest"),
+    ],
+)
+def test_configs_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DatastoreError), match=message):
+        LLM("zoo:tiny", config)
