@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | chat | demo | info | bench | datastore | trajectory``."""
+"""The command line: ``foretoken generate | chat | demo | info | bench | tune | datastore | trajectory``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from foretoken import __version__, cli_chat, cli_datastore, cli_demo, cli_generate, cli_info, cli_trajectory
+from foretoken import __version__, cli_chat, cli_datastore, cli_demo, cli_generate, cli_info, cli_trajectory, cli_tune
 from foretoken.bench import cli as cli_bench
 from foretoken.cli_options import respell
 
@@ -24,6 +24,7 @@ app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)
 app.add_typer(cli_datastore.app)
+app.add_typer(cli_tune.app)
 app.command("trajectory")(cli_trajectory.trajectory)
 
 

@@ -1,0 +1,1 @@
+"""Searches for what makes drafters fast."""

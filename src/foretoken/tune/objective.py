@@ -1,0 +1,211 @@
+"""What a layer set is worth: time per token of drafted decoding, relative to plain decoding."""
+
+from __future__ import annotations
+
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.measure import compare, interleave
+from foretoken.bench.workload import Prompt
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.layer_skip import LayerSet, skipping
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM, Nodes
+from foretoken.engine.sequence import Sequence
+
+DrafterOf = Callable[[LayerSet], Drafter]
+
+_COST_CONTEXT = 256
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one layer set achieves.
+
+    Args:
+      value: time per token, of plain decoding; lower is better, below 1 is faster than plain.
+      acceptance_rate: accepted of drafted tokens.
+      acceptance_length: tokens per verification of a draft, bonus included.
+      num_sublayers: how many are left out.
+      low, high: 95 % interval of a measured value; of a computed one the value.
+    """
+
+    value: float
+    acceptance_rate: float
+    acceptance_length: float
+    num_sublayers: int
+    low: float
+    high: float
+
+
+class Objective(ABC):
+    """Gives layer sets their scores."""
+
+    name: str
+
+    @abstractmethod
+    def score(self, layer_set: LayerSet) -> Score:
+        """Decode the prompts greedily with this set."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is decoded, and how.
+
+    Args:
+      target: the model.
+      prompts: to continue.
+      max_new_tokens: per prompt, ends of text passed over so that every set decodes the same text.
+      drafter_of: makes the drafter of a set, with its draft length and length policy.
+    """
+
+    target: CausalLM
+    prompts: tuple[Prompt, ...]
+    max_new_tokens: int
+    drafter_of: DrafterOf
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("there are no prompts to search with; give a file with some, or 'built-in'")
+        longest = max(len(prompt.token_ids) for prompt in self.prompts) + self.max_new_tokens
+        context = self.target.context_length
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"a prompt and its {self.max_new_tokens} new tokens make {longest}, and {self.target.name} has a "
+                f"context of {context}; shorten the prompts or lower max-new-tokens"
+            )
+
+    def rows(self, drafter: Drafter, max_num_seqs: int) -> list[Sequence]:
+        """Every prompt decoded, several at a time."""
+        engine = Engine(self.target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
+        params = Sampling(ignore_eos=True).params(self.max_new_tokens)
+        rows = [engine.add_request(prompt.token_ids, params)[0] for prompt in self.prompts]
+        for _ in engine.run():
+            pass
+        return rows
+
+
+class MeasuredTime(Objective):
+    """Seconds per token with the set over seconds per token without, prompt by prompt in turns (A B B A).
+
+    Both are measured in every trial, so that what slows the machine down slows down both.
+
+    Args:
+      repeats: rounds of A B B A per prompt.
+    """
+
+    name = "time"
+
+    def __init__(self, task: Task, repeats: int = 1) -> None:
+        self._task = task
+        self._repeats = repeats
+
+    def score(self, layer_set: LayerSet) -> Score:
+        return self.scores({"candidate": layer_set})["candidate"]
+
+    def scores(self, layer_sets: dict[str, LayerSet]) -> dict[str, Score]:
+        """Several sets against plain decoding, all of them in turns."""
+        task = self._task
+        config = EngineConfig(max_num_seqs=1)
+        arms = [EngineArm("plain", task.target, EmptyDrafter(), (), config)]
+        arms += [EngineArm(name, task.target, task.drafter_of(one), (), config) for name, one in layer_sets.items()]
+        trial = interleave(arms, task.prompts, Sampling(ignore_eos=True), task.max_new_tokens, self._repeats)
+        scores = {}
+        for name, layer_set in layer_sets.items():
+            ratio = compare(trial, name, "plain")
+            stats = [run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None]
+            drafted, accepted = sum(s.num_draft_tokens for s in stats), sum(s.num_accepted_draft_tokens for s in stats)
+            steps = sum(s.num_spec_steps for s in stats)
+            scores[name] = Score(
+                1 / ratio.ratio,
+                accepted / drafted if drafted else 0.0,
+                1 + accepted / steps if steps else 1.0,
+                len(layer_set),
+                1 / ratio.high,
+                1 / ratio.low,
+            )
+        return scores
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What forwards cost, in units of the target's forward over one token.
+
+    Args:
+      attention, mlp: what leaving out one sublayer of a kind saves.
+      verify: of the target over 1, 2, ... tokens.
+      seconds: of the target's forward over one token.
+    """
+
+    attention: float
+    mlp: float
+    verify: tuple[float, ...] = field(default=(1.0,))
+    seconds: float = float("nan")
+
+    def draft(self, layer_set: LayerSet) -> float:
+        """One forward of the target without these sublayers."""
+        return 1.0 - self.attention * len(layer_set.attention) - self.mlp * len(layer_set.mlp)
+
+    @classmethod
+    @torch.inference_mode()
+    def measured(cls, target: CausalLM, longest_draft: int, repeats: int = 15) -> Costs:
+        """Median times behind 256 tokens of context, all in turns."""
+        everything = tuple(range(target.num_layers))
+        forwards = [(skipping(target, LayerSet(everything, ())), 1), (skipping(target, LayerSet((), everything)), 1)]
+        forwards += [(target, width) for width in range(1, longest_draft + 2)]
+        context = min(_COST_CONTEXT, (target.context_length or _COST_CONTEXT * 2) - longest_draft - 1)
+        cache = target.new_cache(1, capacity=context + longest_draft + 1)
+        text = [token % target.vocab_size for token in range(context)]
+        target.forward(Nodes.from_chains([text]), cache, keep=slice(0, 0))
+        cache.commit([range(context)])
+        times: list[list[float]] = [[] for _ in forwards]
+        for _ in range(repeats + 1):
+            for (model, width), taken in zip(forwards, times, strict=True):
+                start = perf_counter()
+                model.forward(Nodes.from_chains([[1 % target.vocab_size] * width]), cache)[0, -1, 0].item()
+                taken.append(perf_counter() - start)
+        no_attention, no_mlp, one, *more = (statistics.median(taken[1:]) for taken in times)
+        return cls(
+            max(0.0, 1 - no_attention / one) / target.num_layers,
+            max(0.0, 1 - no_mlp / one) / target.num_layers,
+            tuple(seconds / one for seconds in (one, *more)),
+            one,
+        )
+
+
+class ExpectedTime(Objective):
+    """Time per token as it follows from what is accepted and from what forwards cost; no clock runs.
+
+    Every prompt is decoded once, many at a time. A step costs its draft's forwards and one verification of its width.
+    What the loop does besides is left out.
+
+    Exactness: the same set has the same score on every machine, given the same costs.
+    """
+
+    name = "acceptance"
+
+    def __init__(self, task: Task, costs: Costs) -> None:
+        self._task = task
+        self.costs = costs
+
+    def score(self, layer_set: LayerSet) -> Score:
+        rows = self._task.rows(self._task.drafter_of(layer_set), len(self._task.prompts))
+        steps = [step for row in rows for step in row.trace]
+        draft, verify = self.costs.draft(layer_set), self.costs.verify
+        cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)
+        num_tokens = sum(row.num_output_tokens for row in rows)
+        drafted, accepted = sum(step.drafted for step in steps), sum(step.accepted for step in steps)
+        value = cost / num_tokens
+        num_drafting = sum(step.drafted > 0 for step in steps)
+        length = 1 + accepted / num_drafting if num_drafting else 1.0
+        rate = accepted / drafted if drafted else 0.0
+        return Score(value, rate, length, len(layer_set), value, value)

@@ -1,0 +1,57 @@
+"""A picture of a search over layer sets. Needs matplotlib, which is an optional dependency."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foretoken.traceplot import check_picture, require_matplotlib
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from foretoken.tune.layer_sets import SearchResult
+    from foretoken.tune.space import Space
+
+
+def plot_search(result: SearchResult, space: Space, file: str | Path) -> Path:
+    """Above, the score of every trial and the best so far; below, which sublayers the best sets leave out.
+
+    Raises: ConfigError, see `check_picture`.
+    """
+    path = check_picture(file)
+    figure = require_matplotlib().Figure(figsize=(9, 6.5), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(2, 1))
+    _draw_trials(above, result)
+    _draw_sets(below, result, space)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw_trials(panel: Axes, result: SearchResult) -> None:
+    values = [trial.value for trial in result.trials]
+    numbers = range(1, len(values) + 1)
+    dots = panel.scatter(numbers, values, c=[len(trial.layer_set) for trial in result.trials], s=16, cmap="viridis")
+    panel.step(numbers, list(accumulate(values, min)), where="post", color="#c0562f", linewidth=1.2)
+    panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
+    panel.set_xlabel("trial")
+    panel.set_ylabel("time per token, plain = 1")
+    figure = panel.figure
+    figure.colorbar(dots, ax=panel, label="sublayers left out")
+
+
+def _draw_sets(panel: Axes, result: SearchResult, space: Space, count: int = 10) -> None:
+    """One row per sublayer kind and layer: in how many of the best sets it is left out."""
+    best = result.ranking(count)
+    shares = [
+        [
+            sum(layer in getattr(trial.layer_set, kind) for trial in best) / len(best)
+            for layer in range(space.num_layers)
+        ]
+        for kind in ("attention", "mlp")
+    ]
+    panel.imshow(shares, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0)
+    panel.set_yticks([0, 1], ["attention", "MLP"])
+    panel.set_xticks(range(space.num_layers))
+    panel.set_xlabel(f"layer; share of the best {len(best)} sets that leave it out")
