@@ -126,7 +126,8 @@ class SpeculativeConfig:
       pool_from_prompt: whether n-grams of prompt and output enter the pool of ``lookahead``.
       num_candidates: successors that ``token_recycling`` keeps per token.
       shared: whether requests learn from each other; otherwise what a request taught is gone with it.
-      initial_state: of ``token_recycling``: "prompt" or "empty".
+      initial_state: of ``token_recycling``: "vocabulary" (what the target says behind every token alone, at the cost
+        of a prompt as long as the vocabulary), "prompt", "empty", or "auto": "prompt", and what a zoo model brings.
       layer_set: file with the sublayers that ``layer_skip`` leaves out, from ``foretoken tune layer-skip``.
       skipped_attention, skipped_mlp: the same, as layer indices; exit_layer: everything from this layer on.
       quantization_group_size: inputs that share a scale in the 4-bit weights of ``quantized_self``.
