@@ -35,7 +35,8 @@ class BeamSearch:
     """Keeps the ``num_beams`` likeliest running outputs, and as many that have ended.
 
     An output ends with an end-of-sequence token or at the limit, and counts only if it is among the best
-    ``num_beams`` of its step, as in transformers. The search is over when no running output can still enter.
+    ``num_beams`` of its step, as in transformers. The search is over when no running output can beat the
+    best of them any more.
 
     Args:
       top_k: continuations of every beam that are looked at, at most V.
@@ -115,10 +116,8 @@ class BeamSearch:
         self.running = going_on[: self._num_beams]
 
     def _can_improve(self) -> bool:
-        """Whether the best running beam, at its best length, would still enter the finished ones."""
-        if not self.running:
-            return False
-        if len(self.finished) < self._num_beams:
-            return True
+        """Whether the best running beam, at its best length, could still beat the best that has ended."""
+        if not self.running or not self.finished:
+            return bool(self.running)
         penalty = max(self.penalty(max(self.length, 1)), self.penalty(self._longest))
-        return self.running[0].score / penalty > self.finished[-1].score
+        return self.running[0].score / penalty > self.finished[0].score
