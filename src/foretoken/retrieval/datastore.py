@@ -145,13 +145,15 @@ class Datastore:
                     rows.append(shard.continuations(after, how.depth))
                     places.append(after + number * _SHARD_STRIDE)
                     weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
-        is_single = len(rows) == 1
+        separator = self._shards[0].separator
+        if len(rows) == 1:
+            return ContinuationTrie(rows[0], places[0], separator=separator, escape=how.escape)
         return ContinuationTrie(
             np.concatenate(rows),
             np.concatenate(places),
-            None if is_single else np.concatenate(weights),
-            separator=self._shards[0].separator,
-            is_sorted=is_single,
+            np.concatenate(weights),
+            separator=separator,
+            is_sorted=False,
             escape=how.escape,
         )
 

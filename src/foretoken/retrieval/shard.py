@@ -75,6 +75,7 @@ class Shard:
         self._order = memoryview(self._index_map).cast("I")
         self._positions = np.frombuffer(self._index_map, dtype="<u4")
         self._separator_bytes = encode([self.separator], width)
+        self._windows_of: dict[int, npt.NDArray[np.void]] = {}
         self._range_of: dict[bytes, Interval] = {}
 
     def _suffix(self, size: int) -> Callable[[int], bytes]:
@@ -148,19 +149,21 @@ class Shard:
 
     def continuations(self, positions: Ids, depth: int) -> Ids:
         """The ``depth`` ids from each position on: (num_positions, depth)."""
-        size = depth * self.width
-        windows = np.ndarray(
-            (self.num_tokens + PADDING - depth + 1,),
-            dtype=f"V{size}",
-            buffer=self._text,
-            strides=(self.width,),
-        )
-        rows = windows[positions].view(np.uint8).reshape(len(positions), size)
+        windows = self._windows_of.get(depth)
+        if windows is None:
+            windows = self._windows_of[depth] = np.ndarray(
+                (self.num_tokens + PADDING - depth + 1,),
+                dtype=f"V{depth * self.width}",
+                buffer=self._text,
+                strides=(self.width,),
+            )
+        rows = windows[positions].view(np.uint8).reshape(len(positions), depth * self.width)
         return decode(rows, self.width)
 
     def close(self) -> None:
         """Give the files back."""
         self._order.release()
+        self._windows_of.clear()
         del self._positions
 
 

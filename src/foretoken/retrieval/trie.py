@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +10,11 @@ import numpy.typing as npt
 
 from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.growth import Candidate, Shape
+from foretoken.retrieval.shard import PADDING
 
 Ids = npt.NDArray[np.int64]
 
+_UNIT = 64
 _SURPLUS = 8  # candidates per wanted node where a limit of branches will drop some
 
 
@@ -57,9 +58,9 @@ class ContinuationTrie:
         if max_branches < wanted:
             wanted *= _SURPLUS
         tokens, parents, scores, branches = [pending], [-1], [1.0], [0]
-        node_of = {(0, -1): 0}  # (first row, depth of the last token) -> node
+        node_of: dict[tuple[int, int], int] = {}  # (first row, depth of its token below the root) -> node
         for row, depth, parent_row, weight in self._heaviest(wanted, max_depth):
-            parent = node_of.get((parent_row, depth - 1))
+            parent = node_of.get((parent_row, depth - 1)) if depth else 0
             score = weight / self._total
             if len(tokens) == max_nodes or score < min_score:
                 break
@@ -73,7 +74,7 @@ class ContinuationTrie:
             scores.append(score)
         return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
 
-    @cached_property
+    @property
     def _common(self) -> Ids:
         """How many tokens each row shares with the one before; -1 for the first."""
         differs = self._rows[1:] != self._rows[:-1]
@@ -86,28 +87,50 @@ class ContinuationTrie:
         num_rows, depth = len(self._rows), min(max_depth, self._rows.shape[1])
         if depth == 0:
             return []
-        levels = np.arange(depth)[:, None]
-        is_start = self._common <= levels  # (depth, M): a node begins here
+        everywhere = np.arange(depth * num_rows).reshape(depth, num_rows)
+        is_start = self._common <= everywhere[:, :1] // num_rows  # (depth, M): a node begins here
         starts = np.flatnonzero(is_start)
-        ranks = np.empty(num_rows, np.int64)
-        ranks[np.argsort(self._positions)] = np.arange(num_rows)
-        recency = np.maximum.reduceat(np.tile(ranks, depth), starts)
-        if self._weights is None:
-            weights = np.diff(starts, append=depth * num_rows).astype(np.float64)
-        else:
-            weights = np.add.reduceat(np.tile(self._weights, depth), starts)
-        level, row = np.divmod(starts, num_rows)
-        ends = self._rows[:, :depth] == self._separator
-        length = np.where(ends.any(axis=1), ends.argmax(axis=1), depth)
-        key = (weights * (64 * num_rows)).astype(np.int64) // num_rows * num_rows + recency
-        key = np.where(length[row] > level, key * 64 + (63 - level), -1)
-        best = np.argpartition(key, -count)[-count:] if count < len(key) else np.arange(len(key))
-        best = best[np.argsort(-key[best])]
+        level = starts // num_rows
+        row = starts - level * num_rows
+        weights = self._weights_from(starts, depth)
+        key = weights * num_rows + np.maximum.reduceat(self._recency[None].repeat(depth, 0).ravel(), starts)
+        key = key * PADDING + (PADDING - 1 - level)
+        key[level >= self._lengths[row]] = -1
+        best = key.argpartition(-count)[-count:] if count < len(key) else everywhere.ravel()[: len(key)]
+        best = best[key[best].argsort()[::-1]]
         best = best[key[best] >= 0]
-        above = np.maximum.accumulate(np.where(is_start, np.arange(num_rows), 0), axis=1)
-        rows, depths = row[best], level[best]
-        parent_rows = np.where(depths > 0, above[depths - 1, rows], 0)
-        return list(zip(rows.tolist(), depths.tolist(), parent_rows.tolist(), weights[best].tolist(), strict=True))
+        above = np.maximum.accumulate(np.where(is_start, everywhere, -1), axis=1)  # where the node of a row began
+        rows, levels = row[best], level[best]
+        parents = above[levels - 1, rows] % num_rows  # of the first level: any
+        return list(
+            zip(rows.tolist(), levels.tolist(), parents.tolist(), (weights[best] / _UNIT).tolist(), strict=True)
+        )
+
+    def _weights_from(self, starts: Ids, depth: int) -> Ids:
+        """Weights of the nodes that begin at flat places of (depth, M), in units of 1 / 64."""
+        if self._weights is None:
+            ends = np.empty_like(starts)
+            ends[:-1] = starts[1:]
+            ends[-1] = depth * len(self._rows)
+            return (ends - starts) * _UNIT
+        units = (self._weights * _UNIT).astype(np.int64)
+        sums: Ids = np.add.reduceat(units[None].repeat(depth, 0).ravel(), starts)
+        return sums
+
+    @property
+    def _recency(self) -> Ids:
+        """Rank of every row, the most recent has the highest."""
+        ranks = np.empty(len(self._rows), np.int64)
+        ranks[self._positions.argsort()] = np.arange(len(self._rows))
+        return ranks
+
+    @property
+    def _lengths(self) -> Ids:
+        """Tokens of every row before its document ends."""
+        ends = self._rows == self._separator
+        if not ends.any():
+            return np.full(len(ends), ends.shape[1])
+        return np.where(ends.any(axis=1), ends.argmax(axis=1), self._rows.shape[1])
 
 
 class Children(NamedTuple):
