@@ -112,7 +112,8 @@ class ContinuationTrie:
             ends = np.empty_like(starts)
             ends[:-1] = starts[1:]
             ends[-1] = depth * len(self._rows)
-            return (ends - starts) * _UNIT
+            counts: Ids = ends - starts
+            return counts * _UNIT
         units = (self._weights * _UNIT).astype(np.int64)
         sums: Ids = np.add.reduceat(units[None].repeat(depth, 0).ravel(), starts)
         return sums
@@ -129,8 +130,9 @@ class ContinuationTrie:
         """Tokens of every row before its document ends."""
         ends = self._rows == self._separator
         if not ends.any():
-            return np.full(len(ends), ends.shape[1])
-        return np.where(ends.any(axis=1), ends.argmax(axis=1), self._rows.shape[1])
+            return np.full(len(ends), ends.shape[1], np.int64)
+        lengths: Ids = np.where(ends.any(axis=1), ends.argmax(axis=1), self._rows.shape[1])
+        return lengths
 
 
 class Children(NamedTuple):
