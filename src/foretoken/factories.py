@@ -24,6 +24,7 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.quantized_self import QuantizedSelfDrafter
 from foretoken.drafters.rest import RestDrafter
 from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.swift import SwiftDrafter, SwiftSearch
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
@@ -199,11 +200,17 @@ def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter
 
 
 def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    if config.layer_search is not None:
+        start = _given_layer_set(config, materials)
+        if start is not None:
+            start.check(materials.target.num_layers, materials.target.name)
+        SwiftSearch(materials.target.num_layers, start)  # refuses now what it cannot begin with
+        return SwiftDrafter(start, **_growth(config, materials))
     layer_set = _layer_set(config, materials)
     if layer_set is None:
         raise ConfigError(
             "method 'layer_skip' needs to know what to leave out; give layer_set=FILE (from foretoken tune "
-            "layer-skip), skipped_attention and skipped_mlp, or exit_layer"
+            "layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
         )
     layer_set.check(materials.target.num_layers, materials.target.name)
     return LayerSkipDrafter(layer_set, **_growth(config, materials))

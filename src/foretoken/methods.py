@@ -178,7 +178,15 @@ METHODS: dict[str, Method] = {
     ),
     "layer_skip": Method(
         keys=COMMON_KEYS
-        | {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "draft_sample_method", "num_draft_branches"},
+        | {
+            "layer_set",
+            "skipped_attention",
+            "skipped_mlp",
+            "exit_layer",
+            "layer_search",
+            "draft_sample_method",
+            "num_draft_branches",
+        },
         num_speculative_tokens=8,
         defaults={"length_policy": "acceptance", "draft_sample_method": "probabilistic", "num_draft_branches": 1},
         looks=ANY_LOOK,

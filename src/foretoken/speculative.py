@@ -130,6 +130,7 @@ class SpeculativeConfig:
         of a prompt as long as the vocabulary), "prompt", "empty", or "auto": "prompt", and what a zoo model brings.
       layer_set: file with the sublayers that ``layer_skip`` leaves out, from ``foretoken tune layer-skip``.
       skipped_attention, skipped_mlp: the same, as layer indices; exit_layer: everything from this layer on.
+      layer_search: "swift" lets ``layer_skip`` look for a better set while it decodes, from the given one or its own.
       quantization_group_size: inputs that share a scale in the 4-bit weights of ``quantized_self``.
       quantize_head: whether ``quantized_self`` has the output embedding in 4 bits, too: cheaper, and less agreement.
       drafters: of ``union`` and ``first``: names, mappings or configs; "a+b" is the union of a and b, "a>b" takes b
@@ -195,6 +196,7 @@ class SpeculativeConfig:
     skipped_attention: tuple[int, ...] | None = key(whole_numbers())
     skipped_mlp: tuple[int, ...] | None = key(whole_numbers())
     exit_layer: int | None = key(whole(1))
+    layer_search: str | None = key(one_of({"swift": "swift"}))
     quantization_group_size: int | None = key(whole(1))
     quantize_head: bool | None = key(flag())
     drafters: Any = None

@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.drafters.self_draft import SelfDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.sublayers import skip_sublayers
+from foretoken.engine.sublayers import SkippableLayers
 
 FORMAT = "foretoken-layer-set"
 
@@ -127,7 +127,7 @@ def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
     layer_set.check(target.num_layers, target.name)
 
     def edit(variant: CausalLM, _: Any) -> None:
-        skip_sublayers(variant.layers, layer_set.attention, layer_set.mlp, lambda: run_once(variant))
+        SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
 
     return target.variant(f"without {len(layer_set)} sublayers", edit)
 

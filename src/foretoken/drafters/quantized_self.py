@@ -11,7 +11,7 @@ from foretoken.drafters.self_draft import SelfDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.quantize import quantize_linears
-from foretoken.engine.sublayers import skip_sublayers
+from foretoken.engine.sublayers import SkippableLayers
 
 
 class QuantizedSelfDrafter(SelfDrafter):
@@ -56,6 +56,6 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
                 "try a smaller quantization_group_size, or another method"
             )
         if len(layer_set):
-            skip_sublayers(variant.layers, layer_set.attention, layer_set.mlp, lambda: run_once(variant))
+            SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
 
     return target.variant("4-bit", edit)

@@ -5,7 +5,8 @@ This is the only file that owns lengths, commit and rollback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -198,6 +199,30 @@ class KVCache(Cache):  # type: ignore[misc]
             if not 0 <= length <= self.lengths[row]:
                 raise ShapeError(f"row {row} holds {self.lengths[row]} committed columns; cannot roll back to {length}")
         self.lengths[first_row : first_row + len(lengths)] = lengths
+
+    @contextmanager
+    def kept(self, row: int, first_column: int, last_column: int) -> Iterator[None]:
+        """Let the block write over columns ``first_column`` to ``last_column - 1`` of a row, and put them back.
+
+        Inside, the row ends at ``first_column``, so that a forward writes there; afterwards it is as long as before.
+
+        Raises: ShapeError for columns that are not all committed.
+        """
+        length = self.lengths[row]
+        if not 0 <= first_column <= last_column <= length:
+            raise ShapeError(
+                f"columns {first_column}..{last_column - 1} of row {row} cannot be kept: it holds {length} columns"
+            )
+        with torch.inference_mode():
+            saved = [buffer[row, :, first_column:last_column].clone() for buffer in self._buffers()]
+        self.lengths[row] = first_column
+        try:
+            yield
+        finally:
+            with torch.inference_mode():
+                for buffer, columns in zip(self._buffers(), saved, strict=True):
+                    buffer[row, :, first_column:last_column] = columns
+            self.lengths[row] = length
 
     # -- rows --------------------------------------------------------------------------------------------------
 

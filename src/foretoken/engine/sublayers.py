@@ -46,32 +46,42 @@ def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") or "attention" in type(module).__name__.lower()
 
 
-def skip_sublayers(
-    layers: Iterable[nn.Module], attention: Iterable[int], mlp: Iterable[int], run: Callable[[], Any]
-) -> None:
-    """Leave residual branches out: what a skipped module adds to the residual stream becomes zero.
+class SkippableLayers:
+    """Decoder layers whose residual branches can be left out, and put back: what a skipped module adds becomes zero.
 
     A layer without both branches passes its input on, norms included. Only instances are changed: use it on a shadow.
 
     Args:
       layers: decoder layers, in order.
-      attention, mlp: indices of the layers whose branch is left out.
       run: makes one forward through the layers, to learn the shape of what the modules return.
+
+    Raises: UnsupportedModelError for layers of another build.
     """
-    parts = [Sublayers.of(layer) for layer in layers]
-    without_attention, without_mlp = set(attention), set(mlp)
-    modules = [module for part in parts for module in (part.layer, part.attention, *part.mlp)]
-    outputs = _outputs_of(modules, run)
-    for index, part in enumerate(parts):
-        if index in without_attention and index in without_mlp:
-            _replace(part.layer, outputs, _same)
-            continue
-        if index in without_attention:
-            _replace(part.attention, outputs, torch.zeros_like)
-        if index in without_mlp:
-            for module in part.mlp[:-1]:
-                _replace(module, outputs, _same)  # so that the last one sees the width of the residual stream
-            _replace(part.mlp[-1], outputs, torch.zeros_like)
+
+    def __init__(self, layers: Iterable[nn.Module], run: Callable[[], Any]) -> None:
+        self._parts = [Sublayers.of(layer) for layer in layers]
+        modules = [module for part in self._parts for module in (part.layer, part.attention, *part.mlp)]
+        self._outputs = _outputs_of(modules, run)
+        self._forwards = {module: vars(module).get("forward") for module in modules}
+
+    def leave_out(self, attention: Iterable[int], mlp: Iterable[int]) -> None:
+        """Let exactly these branches, by the indices of their layers, be left out from now on."""
+        for module, forward in self._forwards.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward
+        without_attention, without_mlp = set(attention), set(mlp)
+        for index, part in enumerate(self._parts):
+            if index in without_attention and index in without_mlp:
+                _replace(part.layer, self._outputs, _same)
+                continue
+            if index in without_attention:
+                _replace(part.attention, self._outputs, torch.zeros_like)
+            if index in without_mlp:
+                for module in part.mlp[:-1]:
+                    _replace(module, self._outputs, _same)  # so that the last one sees the width of the stream
+                _replace(part.mlp[-1], self._outputs, torch.zeros_like)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

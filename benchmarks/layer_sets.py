@@ -1,0 +1,151 @@
+"""Searched against hand-picked layer sets, on zoo:tiny inflated to about 100 M parameters (width only).
+
+    python benchmarks/layer_sets.py costs  --out costs.json            # what forwards cost; quiet machine
+    python benchmarks/layer_sets.py search --costs costs.json --out DIR # no clock: acceptance, and these costs
+    python benchmarks/layer_sets.py race   --searched DIR --out race.json  # all sets in turns; quiet machine
+
+The inflated model computes what the small one does, so that sets are searched on the small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.measure import compare, interleave
+from foretoken.bench.models import load_pair, scaled
+from foretoken.bench.provenance import provenance
+from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.layer_skip import LayerSet
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.model import CausalLM
+from foretoken.factories import Materials, drafter_factory
+from foretoken.speculative import SpeculativeConfig
+from foretoken.tune.layer_sets import LayerSearch
+from foretoken.tune.objective import Costs, ExpectedTime, Task
+from foretoken.tune.space import Space
+
+HAND_PICKED = {
+    "by single losses": LayerSet((1, 2), (2,), 6),
+    "every other middle attention": LayerSet((1, 3), (), 6),
+    "all middle attention": LayerSet((1, 2, 3, 4), (), 6),
+    "SWIFT's start": LayerSet((1, 3), (1, 3), 6),
+    "middle layer": LayerSet((2,), (2,), 6),
+    "early exit at 4": LayerSet.exit_at(4, 6),
+}
+LENGTHS = (1, 2, 3, 4)
+
+
+def drafter_of(target: CausalLM, length: int) -> Callable[[LayerSet], Drafter]:
+    """Drafts of a fixed length: the sets are compared, not the policies."""
+
+    def make(layer_set: LayerSet) -> Drafter:
+        config = SpeculativeConfig(
+            method="layer_skip",
+            skipped_attention=layer_set.attention,
+            skipped_mlp=layer_set.mlp,
+            length_policy="fixed",
+            num_speculative_tokens=length,
+        )
+        return drafter_factory(config, Materials(target))()
+
+    return make
+
+
+def prompts_of(tokenizer: Any, first: int, count: int) -> tuple[Prompt, ...]:
+    """Built-in prompts; searched on the first ones, raced on the rest."""
+    return tuple(load_prompts(tokenizer, select(read_questions(), first + count)[first:]))
+
+
+def costs(arguments: argparse.Namespace) -> None:
+    pair = scaled(load_pair("zoo:tiny", None, "float32"), "100m")
+    measured = Costs.measured(CausalLM(pair.target), 8, repeats=15)
+    arguments.out.write_text(json.dumps(asdict(measured) | {"conditions": provenance()}, indent=1) + "\n")
+
+
+def search(arguments: argparse.Namespace) -> None:
+    """For every draft length the best set that is not empty."""
+    known = json.loads(arguments.costs.read_text())
+    known.pop("conditions")
+    cost = Costs(**{**known, "verify": tuple(known["verify"])})
+    pair = load_pair("zoo:tiny", None, "float32")
+    target = CausalLM(pair.target)
+    prompts = prompts_of(pair.tokenizer, 0, 16)
+    arguments.out.mkdir(exist_ok=True)
+    for length in arguments.lengths:
+        objective = ExpectedTime(Task(target, prompts, 32, drafter_of(target, length)), cost)
+        search = LayerSearch(
+            Space.of(target.num_layers), objective, journal=arguments.out / f"k{length}.trials", resume=True
+        )
+        result = search.run(arguments.trials)
+        best = result.best
+        details = {
+            "found_by": "benchmarks/layer_sets.py search: LayerSearch over ExpectedTime",
+            "num_trials": len(result.trials),
+            "num_speculative_tokens": length,
+            **asdict(best.score),
+            "costs": asdict(cost),
+            "prompts": "16 built-in, 32 tokens each, greedy",
+        }
+        replace(best.layer_set, details=details).save(arguments.out / f"k{length}.json")
+        print(length, best.layer_set.attention, best.layer_set.mlp, best.score, flush=True)
+        for name, one in HAND_PICKED.items():
+            print("   ", name, objective.score(one), flush=True)
+
+
+def race(arguments: argparse.Namespace) -> None:
+    """Time every set at one draft length, on prompts that no search saw."""
+    length = arguments.length
+    pair = scaled(load_pair("zoo:tiny", None, "float32"), "100m")
+    target = CausalLM(pair.target)
+    prompts = prompts_of(pair.tokenizer, 16, arguments.num_prompts)
+    make = drafter_of(target, length)
+    sets = {"searched": LayerSet.load(arguments.searched / f"k{length}.json"), **HAND_PICKED}
+    config = EngineConfig(max_num_seqs=1)
+    arms = [EngineArm("plain", target, EmptyDrafter(), (), config)]
+    arms += [EngineArm(name, target, make(one), (), config) for name, one in sets.items()]
+    trial = interleave(arms, prompts, Sampling(ignore_eos=True), 32)
+    rows = []
+    for name, one in sets.items():
+        stats = [run.stats for runs in trial.runs[name] for run in runs if run.stats is not None]
+        drafted = sum(stat.num_draft_tokens for stat in stats)
+        rows.append(
+            {
+                "set": name,
+                "attention": one.attention,
+                "mlp": one.mlp,
+                "acceptance_rate": sum(stat.num_accepted_draft_tokens for stat in stats) / drafted,
+                "over_plain": asdict(compare(trial, name, "plain")),
+                "searched_over_this": asdict(compare(trial, "searched", name)),
+            }
+        )
+        print(rows[-1], flush=True)
+    same = all(trial.outputs(name) == trial.outputs("plain") for name in sets)
+    result = {"length": length, "outputs_equal": same, "other_cpu_share": trial.other_cpu_share, "rows": rows}
+    arguments.out.write_text(json.dumps(result | {"conditions": provenance()}, indent=1) + "\n")
+    print("outputs equal", same, "other processes' share of the machine", trial.other_cpu_share)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("costs", "search", "race"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--costs", type=Path)
+    parser.add_argument("--searched", type=Path)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--length", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--num-prompts", type=int, default=4)
+    arguments = parser.parse_args()
+    {"costs": costs, "search": search, "race": race}[arguments.part](arguments)
+
+
+if __name__ == "__main__":
+    main()
