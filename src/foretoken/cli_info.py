@@ -1,4 +1,4 @@
-"""``foretoken info``: what a model is, whether it can be verified, and what drafting would cost."""
+"""``foretoken info``: what a model is, whether it can be verified, how it can draft, and what that costs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from foretoken.cli_options import (
     DEFAULT_MODEL,
@@ -49,7 +50,7 @@ def info(
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
     as_json: AsJson = False,
 ) -> None:
-    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, and the drafter."""
+    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
     with exit_codes():
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         llm = load_llm(model, config, dtype=dtype, device=device, execution=execution)
@@ -75,6 +76,9 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "step_seconds": {str(width): seconds[width] for width in seconds},
         "step_cost": {str(width): seconds[width] / seconds[1] for width in seconds},
         "peak_memory_bytes": peak_memory(target),
+        "methods": [
+            {"method": name, "applies": reason is None, "reason": reason} for name, reason in llm.applicable_methods()
+        ],
         "drafter": None,
     }
     drafting = llm.drafting
@@ -141,3 +145,16 @@ def show(report: dict[str, Any]) -> None:
     for width, cost in report["step_cost"].items():
         curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
     console.print(curve)
+    show_methods(console, report["methods"])
+
+
+def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:
+    """Which methods apply, and what the others lack."""
+    applying = [entry["method"] for entry in methods if entry["applies"]]
+    console.print(f"methods that apply: {', '.join(applying)}")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for entry in methods:
+        if not entry["applies"]:
+            table.add_row(f"not {entry['method']}", Text(entry["reason"]))
+    if table.row_count:
+        console.print(table)

@@ -28,6 +28,8 @@ from foretoken.drafters.swift import SwiftDrafter, SwiftSearch
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
+from foretoken.engine.quantize import quantizable
+from foretoken.engine.sublayers import Sublayers
 from foretoken.methods import LENGTH_POLICIES
 from foretoken.retrieval.datastore import MAX_DEPTH, Datastore, Lookup
 from foretoken.retrieval.history import OutputHistory
@@ -200,6 +202,8 @@ def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter
 
 
 def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    for layer in materials.target.layers:
+        Sublayers.of(layer)  # refuses layers of another build now
     if config.layer_search is not None:
         start = _given_layer_set(config, materials)
         if start is not None:
@@ -217,6 +221,8 @@ def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
 
 
 def _quantized_self(config: SpeculativeConfig, materials: Materials) -> Drafter:
+    model = materials.target.execution.model
+    quantizable(model, _set(config.quantization_group_size), with_head=bool(config.quantize_head))  # refuses now
     return QuantizedSelfDrafter(
         group_size=_set(config.quantization_group_size),
         with_head=bool(config.quantize_head),

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken.applicability import applicable
 from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.errors import ConfigError
@@ -122,6 +123,18 @@ class LLM:
         other = copy.copy(self)
         other._speculate(SpeculativeConfig.parse(speculative_config))
         return other
+
+    def applicable_methods(self) -> list[tuple[str, str | None]]:
+        """Every method with None, or with the reason why this model cannot draft by it as it stands.
+
+        The drafter that this LLM has loaded counts; a model of the zoo brings what its methods need.
+        """
+
+        def attempt(config: SpeculativeConfig) -> None:
+            if config.model_part is None or self.drafting.model is None:
+                self._pairing.drafting(config)
+
+        return applicable(attempt)
 
     def _speculate(self, config: SpeculativeConfig) -> None:
         """Draft this way from now on."""

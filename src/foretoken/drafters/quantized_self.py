@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from foretoken.drafters.layer_skip import LayerSet, run_once
 from foretoken.drafters.self_draft import SelfDrafter
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.quantize import quantize_linears
 from foretoken.engine.sublayers import SkippableLayers
@@ -50,11 +49,7 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
     layer_set.check(target.num_layers, target.name)
 
     def edit(variant: CausalLM, model: PreTrainedModel) -> None:
-        if quantize_linears(model, group_size, with_head=with_head) == 0:
-            raise ConfigError(
-                f"no linear of {target.name} has inputs in groups of {group_size} and outputs in blocks of 16; "
-                "try a smaller quantization_group_size, or another method"
-            )
+        quantize_linears(model, group_size, with_head=with_head)
         if len(layer_set):
             SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
 

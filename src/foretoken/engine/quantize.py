@@ -89,25 +89,39 @@ def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool
       group_size: inputs that share a scale and a zero point.
       with_head: quantise the output embedding too; it reads less where the vocabulary is most of the model.
 
-    Raises: ConfigError for a group size that the kernel does not know, or a model that is not on the CPU.
+    Raises: ConfigError as `quantizable`.
+    """
+    layers = quantizable(model, group_size, with_head=with_head)
+    for layer in layers:
+        layer.forward = Int4Linear(_weight_of(layer), layer.bias, group_size)  # type: ignore[arg-type]
+    return len(layers)
+
+
+def quantizable(model: PreTrainedModel, group_size: int, *, with_head: bool = False) -> list[nn.Module]:
+    """The linears that `quantize_linears` would change.
+
+    Raises: ConfigError for a group size that the kernel does not know, a model that is not on the CPU, or no linear of
+      a shape that the kernel takes.
     """
     if group_size not in GROUP_SIZES:
         raise ConfigError(f"quantization_group_size is {group_size}; choose one of {', '.join(map(str, GROUP_SIZES))}")
-    count = 0
+    device = model.get_input_embeddings().weight.device
+    if device.type != "cpu":
+        raise ConfigError(f"quantized_self has 4-bit kernels for CPUs, and the model is on {device}; use layer_skip")
     head = None if with_head else model.get_output_embeddings()
-    for layer in list(_linears(model)):
-        if layer is head:
-            continue
-        weight = _weight_of(layer)
-        if weight.device.type != "cpu":
-            raise ConfigError(
-                f"quantized_self has 4-bit kernels for CPUs, and the model is on {weight.device}; use layer_skip"
-            )
-        if weight.shape[1] % group_size or weight.shape[0] % ROWS_PER_BLOCK:
-            continue
-        layer.forward = Int4Linear(weight, layer.bias, group_size)  # type: ignore[arg-type]
-        count += 1
-    return count
+    layers = [layer for layer in _linears(model) if layer is not head and _fits(layer, group_size)]
+    if not layers:
+        raise ConfigError(
+            f"no linear of {type(model).__name__} has inputs in groups of {group_size} and outputs in blocks of "
+            f"{ROWS_PER_BLOCK}; try a smaller quantization_group_size, or another method"
+        )
+    return layers
+
+
+def _fits(layer: nn.Module, group_size: int) -> bool:
+    shape: torch.Size = layer.weight.shape  # type: ignore[assignment]
+    num_out, num_in = reversed(shape) if isinstance(layer, Conv1D) else shape
+    return num_in % group_size == 0 and num_out % ROWS_PER_BLOCK == 0
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
