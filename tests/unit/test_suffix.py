@@ -341,6 +341,18 @@ def test_a_shared_history_is_saved_and_helps_after_a_restart(tmp_path: Path) -> 
     assert steps[2] < steps[0]
 
 
+def test_a_history_that_cannot_be_saved_costs_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    config = {"method": "suffix", "shared": True, "state_file": str(folder / "history.npz")}
+    llm = LLM("zoo:tiny", speculative_config=config)
+    folder.rmdir()
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    with pytest.warns(RuntimeWarning, match="cannot be saved"):
+        outputs = llm.generate(["Once", "A dog"], params)
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

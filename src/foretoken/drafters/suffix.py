@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from foretoken.drafters.base import ContextDrafter, Features, StepResult
 from foretoken.drafters.lengths import Fixed, LengthPolicy
-from foretoken.engine.errors import ConfigError
+from foretoken.engine.errors import ConfigError, DatastoreError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -80,7 +81,7 @@ class SuffixDrafter(ContextDrafter):
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         for row in rows:
             text = self._text_of[row.id] = SuffixAutomaton(
-                self._max_tree_depth, escape=self._escape, min_match=self._min_match
+                self._max_tree_depth, escape=self._escape, min_match=self._min_match, floor=self._min_prob
             )
             text.extend(row.token_ids)
 
@@ -126,5 +127,8 @@ class SuffixDrafter(ContextDrafter):
         """Write the history where it has grown."""
         if self.history is None or self._history_file is None or self.history.num_added == self._num_saved:
             return
-        self.history.save(self._history_file)
         self._num_saved = self.history.num_added
+        try:
+            self.history.save(self._history_file)
+        except DatastoreError as error:  # what was generated is worth more than what was learned
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
