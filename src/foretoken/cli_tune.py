@@ -243,11 +243,11 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
 
     given: dict[str, Any] = {}
     if config is not None:
-        text = Path(config[1:]).expanduser().read_text(encoding="utf-8") if config.startswith("@") else config
         try:
+            text = Path(config[1:]).expanduser().read_text(encoding="utf-8") if config.startswith("@") else config
             given = dict(json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--speculative-config is no JSON object: {error}") from None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"--speculative-config is no JSON object: {error}; correct it") from None
     if num_speculative_tokens is not None:
         given["num_speculative_tokens"] = num_speculative_tokens
     method = given.pop("method", "layer_skip")

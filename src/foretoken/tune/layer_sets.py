@@ -102,25 +102,25 @@ class LayerSearch:
         self._random = random.Random(seed)
         self._result = SearchResult()
         self._seen: dict[tuple[bool, ...], Score] = {}
-        self._study = self._optuna.create_study(
-            study_name="layer-skip", storage=self._storage(journal, resume), load_if_exists=True
-        )
+        self._study = self._open(journal, resume)
         self._check_identity({"num_layers": space.num_layers, "kept": sorted(space.kept), **(identity or {})})
         self._recall()
         seed += len(self._result.trials)  # a resumed search draws from another stream than the one that made them
         self._study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
 
-    def _storage(self, journal: Path | None, resume: bool) -> Any:
+    def _open(self, journal: Path | None, resume: bool) -> Any:
+        """A study over the journal; Optuna's, which has no types of its own here."""
+        optuna: Any = self._optuna
         if journal is None:
-            return None
+            return optuna.create_study()
         if journal.exists() and not resume:
             raise ConfigError(f"{journal} holds the trials of an earlier search; go on with --resume, or remove it")
-        if not journal.parent.is_dir():
-            raise ConfigError(f"{journal} cannot be written: there is no folder {journal.parent}")
-        backend = self._optuna.storages.journal.JournalFileBackend
         try:
-            return self._optuna.storages.JournalStorage(backend(str(journal)))
-        except (OSError, ValueError, KeyError) as error:
+            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
+            return optuna.create_study(study_name="layer-skip", storage=storage, load_if_exists=True)
+        except OSError as error:
+            raise ConfigError(f"the trials cannot be kept in {journal}: {error.strerror or error}") from None
+        except (ValueError, KeyError) as error:
             raise ConfigError(f"{journal} is no journal of a search ({error}); remove it") from None
 
     def _check_identity(self, identity: dict[str, Any]) -> None:

@@ -1,0 +1,271 @@
+"""The search for layer sets: finds, resumes, can be interrupted, refuses; and what its scores mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foretoken.bench.workload import Prompt
+from foretoken.cli import app
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.model import CausalLM
+from foretoken.llm import LLM
+from foretoken.testing import toy_model
+from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
+from foretoken.tune.space import Space
+
+pytest.importorskip("optuna")
+
+from foretoken.tune.layer_sets import LayerSearch
+
+COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
+
+
+class Distance(Objective):
+    """How far a set is from a hidden one: quick, and its best is known."""
+
+    name = "distance"
+
+    def __init__(self, hidden: LayerSet, interrupt_at: int | None = None) -> None:
+        self.hidden = hidden
+        self.scored: list[LayerSet] = []
+        self._interrupt_at = interrupt_at
+
+    def score(self, layer_set: LayerSet) -> Score:
+        if len(self.scored) == self._interrupt_at:
+            raise KeyboardInterrupt
+        self.scored.append(layer_set)
+        wrong = len(set(layer_set.attention) ^ set(self.hidden.attention))
+        wrong += len(set(layer_set.mlp) ^ set(self.hidden.mlp))
+        return Score(float(wrong), 0.5, 2.0, len(layer_set), float(wrong), float(wrong))
+
+
+HIDDEN = LayerSet((1, 2, 4), (3,), 6)
+
+
+def test_the_search_finds_the_best_set_in_far_fewer_trials_than_there_are_sets() -> None:
+    """4,096 sets. Random choice finds the hidden one within 120 with probability 0.03."""
+    result = LayerSearch(Space.of(6), Distance(HIDDEN), seed=1).run(120)
+    assert result.best.layer_set == HIDDEN
+    assert len({(t.layer_set.attention, t.layer_set.mlp) for t in result.trials}) == 120
+
+
+def test_pinned_layers_are_never_left_out() -> None:
+    objective = Distance(HIDDEN)
+    LayerSearch(Space.of(6, [0, -1, 2]), objective).run(30)
+    touched = {layer for one in objective.scored for layer in (*one.attention, *one.mlp)}
+    assert touched == {1, 3, 4}
+
+
+def test_a_small_space_is_tried_out_and_then_the_search_ends() -> None:
+    objective = Distance(LayerSet((1,), (), 3))
+    result = LayerSearch(Space.of(3, [0, 2]), objective).run(50)
+    assert len(objective.scored) == 4
+    assert result.best.layer_set == LayerSet((1,), (), 3)
+
+
+def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> None:
+    journal = tmp_path / "set.trials"
+    first = LayerSearch(Space.of(6), Distance(HIDDEN, interrupt_at=9), journal=journal).run(30)
+    assert first.is_interrupted
+    assert len(first.trials) == 9
+    with pytest.raises(ConfigError, match="--resume"):
+        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal)
+    objective = Distance(HIDDEN)
+    second = LayerSearch(Space.of(6), objective, journal=journal, resume=True).run(30)
+    assert not second.is_interrupted
+    assert [trial.layer_set for trial in second.trials[:9]] == [trial.layer_set for trial in first.trials]
+    assert len(objective.scored) == 21
+    assert second.best.value <= first.best.value
+
+
+def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "set.trials"
+    LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, identity={"prompts": "a"}).run(2)
+    with pytest.raises(ConfigError, match="prompts is 'a', and now it is 'b'"):
+        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "b"})
+    with pytest.raises(ConfigError, match="num_layers is 6"):
+        LayerSearch(Space.of(4), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "a"})
+
+
+def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "set.trials"
+    journal.write_text("what is this\nand this\n")
+    with pytest.raises(ConfigError, match="no journal of a search"):
+        LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True)
+
+
+def test_a_journal_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be kept in"):
+        LayerSearch(Space.of(6), Distance(HIDDEN), journal=tmp_path / "no" / "folder" / "set.trials")
+
+
+@pytest.mark.parametrize(("kept", "message"), [([6], r"names \[6\]"), ([-7], "0..5"), (range(6), "nothing to search")])
+def test_wrong_pins_are_refused(kept: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Space.of(6, kept)
+
+
+def test_probes_leave_out_attention_first() -> None:
+    space = Space.of(8)
+    sets = [space.layer_set(choice) for choice in space.probes(20)]
+    assert sets[0] == LayerSet((1, 3, 5), (), 8)
+    assert sets[1] == LayerSet((1, 2, 3, 4, 5, 6), (), 8)
+    assert [len(one) for one in sets[4:]] == [1] * 16
+    assert all(one.attention for one in sets[4:12])
+    assert all(len(one) for one in sets)
+
+
+# -- scores ------------------------------------------------------------------------------------------------------
+
+
+def drafter_of(lm: CausalLM, length: int) -> Callable[[LayerSet], LayerSkipDrafter]:
+    return lambda layer_set: LayerSkipDrafter(layer_set, target_vocab_size=lm.vocab_size, policy=Fixed(length))
+
+
+def task(length: int = 3, max_new_tokens: int = 13, num_prompts: int = 2) -> Task:
+    lm = CausalLM(toy_model(64), execution="eager")
+    prompts = tuple(Prompt(str(i), "toy", (i + 1, 5, 9, 2)) for i in range(num_prompts))
+    return Task(lm, prompts, max_new_tokens, drafter_of(lm, length))
+
+
+def test_expected_time_of_a_perfect_draft_is_what_arithmetic_says() -> None:
+    """Nothing left out: 13 tokens are 3 steps of 3 drafts and a bonus, and one plain step for the last token."""
+    score = ExpectedTime(task(), COSTS).score(LayerSet((), (), 2))
+    assert score.value == pytest.approx((3 * (3 * 1.0 + 1.3) + 1.0) / 13)
+    assert (score.acceptance_rate, score.acceptance_length, score.num_sublayers) == (1.0, 4.0, 0)
+
+
+def test_expected_time_counts_drafts_by_what_they_cost() -> None:
+    layer_set = LayerSet((0, 1), (0, 1), 2)
+    assert COSTS.draft(layer_set) == pytest.approx(0.4)
+    first, second = (ExpectedTime(task(), COSTS).score(layer_set) for _ in range(2))
+    assert first == second
+    assert first.acceptance_rate < 1.0
+    dearer = ExpectedTime(task(), Costs(0.0, 0.0, COSTS.verify)).score(layer_set)
+    assert dearer.value > first.value
+    assert dearer.acceptance_rate == first.acceptance_rate
+
+
+def test_measured_costs_are_shares_of_a_forward() -> None:
+    costs = Costs.measured(CausalLM(toy_model(64), execution="eager"), 2, repeats=3)
+    assert 0.0 <= costs.attention < 0.5
+    assert 0.0 <= costs.mlp < 0.5
+    assert len(costs.verify) == 3
+    assert costs.verify[0] == 1.0
+
+
+def test_time_is_measured_against_plain_decoding_in_turns() -> None:
+    score = MeasuredTime(task(length=2, max_new_tokens=8, num_prompts=1)).score(LayerSet((1,), (), 2))
+    assert score.low <= score.value <= score.high
+    assert score.value > 0.0
+    assert 0.0 <= score.acceptance_rate <= 1.0
+
+
+@pytest.mark.parametrize(("prompts", "message"), [(0, "no prompts"), (1, "context of 256")])
+def test_impossible_tasks_are_refused(prompts: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task(num_prompts=prompts, max_new_tokens=300)
+
+
+# -- the verb ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    toy_model(64, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt_token_ids": [i, 5, 9]}) for i in range(1, 4)))
+    return str(path)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["tune", "layer-skip", *arguments])
+
+
+def options(model: str, prompts: str, out: Path, *more: str) -> list[str]:
+    short = ["--num-prompts", "2", "--max-new-tokens", "6", "--dtype", "float32", "-k", "2"]
+    return [model, "--prompts", prompts, "--out", str(out), *short, *more]
+
+
+@pytest.mark.parametrize("objective", ["time", "acceptance"])
+def test_the_verb_writes_a_set_that_the_method_loads(objective: str, model: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "set.json"
+    result = run(*options(model, prompts, out, "--trials", "5", "--objective", objective, "--json"))
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    loaded = LayerSet.load(out)
+    assert list(loaded.attention) == report["skipped_attention"]
+    assert loaded.num_layers == 2
+    assert loaded.details["num_trials"] == 5
+    assert loaded.details["search"]["objective"] == objective
+    assert loaded.details["conditions"]["versions"]["torch"]
+    assert LLM(model, {"method": "layer_skip", "layer_set": str(out)}).drafting is not None
+    again = run(*options(model, prompts, out, "--trials", "7", "--objective", objective, "--resume"))
+    assert again.exit_code == 0, again.output
+    assert "best of 7 sets" in again.stdout
+
+
+def test_the_search_is_drawn(model: str, prompts: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "search.png"
+    arguments = options(model, prompts, tmp_path / "set.json", "--trials", "3", "--objective", "acceptance")
+    result = run(*arguments, "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_keeps_the_best_set_and_says_so(
+    model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score, count = ExpectedTime.score, iter(range(9))
+
+    def interrupted(self: ExpectedTime, layer_set: LayerSet) -> Score:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return score(self, layer_set)
+
+    monkeypatch.setattr(ExpectedTime, "score", interrupted)
+    out = tmp_path / "set.json"
+    result = run(*options(model, prompts, out, "--trials", "8", "--objective", "acceptance"))
+    assert result.exit_code == 130
+    assert "interrupted after 2 sets" in result.stdout
+    assert "--resume" in result.stdout.replace("\n", " ")
+    assert LayerSet.load(out).details["is_interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--objective", "speed"], "choose one of time, acceptance"),
+        (["--keep-layers", "0,x"], "whole numbers by comma"),
+        (["--keep-layers", "0,1"], "nothing to search"),
+        (["--keep-layers", "5"], "names [5]"),
+        (["--speculative-config", '{"method": "ngram"}'], "leave out ngram"),
+        (["--speculative-config", '{"exit_layer": 1}'], "leave out ['exit_layer']"),
+        (["--speculative-config", "[1"], "no JSON object"),
+        (["--speculative-config", "@/nowhere.json"], "no JSON object"),
+        (["--speculative-config", '{"num_draft_branches": 2}'], "decodes chains"),
+        (["--out", "/nowhere/set.json"], "a folder that exists"),
+        (["--prompts", "/nowhere.jsonl"], "cannot be read"),
+        (["--prompts", "built-in"], "no tokenizer"),
+    ],
+)
+def test_wrong_options_are_refused(more: list[str], message: str, model: str, prompts: str, tmp_path: Path) -> None:
+    result = run(*options(model, prompts, tmp_path / "set.json", *more))
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
