@@ -122,6 +122,15 @@ def test_work_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> No
         assert steps < 2500
 
 
+def test_a_token_that_anything_may_follow_costs_no_more() -> None:
+    """One token before each of 3,000 others: a proposal once weighed them all, 4.4 ms at 128,000 tokens of text."""
+    automaton = SuffixAutomaton(24)
+    automaton.extend([token for other in range(1, 3001) for token in (0, other)] + [0])
+    place = automaton.match()
+    assert place is not None
+    assert {c.token for c in automaton.candidates(place)} == {*range(1, 17), *range(2985, 3001)}
+
+
 # -- growth ------------------------------------------------------------------------------------------------------------
 
 

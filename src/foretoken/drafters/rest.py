@@ -14,6 +14,9 @@ from foretoken.retrieval.datastore import Datastore, Lookup
 from foretoken.retrieval.growth import Root, Shape, grow
 from foretoken.retrieval.trie import Children
 
+_OWN_FLOOR = 0.02
+"""Of the row's own text, what is less likely than this is not proposed; the datastore always has something."""
+
 
 class RestDrafter(ContextDrafter):
     """Drafts the most frequent continuations of the longest end of the text that the datastore knows.
@@ -64,7 +67,7 @@ class RestDrafter(ContextDrafter):
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         if self._dynamic:
             for row in rows:
-                self._text_of[row.id] = SuffixAutomaton(min_match=self.lookup.match_min)
+                self._text_of[row.id] = SuffixAutomaton(min_match=self.lookup.match_min, floor=_OWN_FLOOR)
                 self._text_of[row.id].extend(row.token_ids)
 
     def propose_row(self, row: Sequence, budget: int) -> DraftTree:

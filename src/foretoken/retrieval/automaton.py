@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import NamedTuple
 
 from foretoken.retrieval.growth import Candidate
+
+_MAX_SUCCESSORS = 32
+"""Looked at after one context: the oldest, mostly the most frequent, and the newest; a long text has thousands."""
 
 
 class Place(NamedTuple):
@@ -27,15 +31,21 @@ class SuffixAutomaton:
       max_length: longest string (context and next token together) whose occurrences are counted; 2 or more.
       escape: how much an observation weighs against what shorter contexts say: after a context of length l, seen n
         times, the shorter contexts have a say of escape / (n * l + escape).
+      min_match: shortest context, in tokens.
+      max_orders: most contexts, the longest first, that have a say.
+      floor: candidates with a smaller score are left out.
 
     Cost: amortised O(1) operations per token for the automaton and at most ``max_length`` for the counts (a run of one
     token; usually a handful), whatever the length of the text. At most two states per token.
     """
 
-    def __init__(self, max_length: int = 24, *, escape: float = 1.0, min_match: int = 1, max_orders: int = 4) -> None:
+    def __init__(
+        self, max_length: int = 24, *, escape: float = 1.0, min_match: int = 1, max_orders: int = 4, floor: float = 0.0
+    ) -> None:
         self.max_length = max_length
         self._escape = escape
         self._min_match = min_match
+        self._floor = floor
         self._max_orders = max_orders
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
@@ -130,11 +140,12 @@ class SuffixAutomaton:
             rest = self._add_shares(shares, state, length, rest)
             state = self._link[state]
             length = self._length[state] if state > 0 else 0
-            if length < self._min_match:
+            if length < self._min_match or rest < self._floor / 4:
                 break
         return [
             Candidate(share, int(recent), token, Place(int(after), int(reach), share))
             for token, (share, recent, after, reach) in shares.items()
+            if share >= self._floor
         ]
 
     def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float) -> float:
@@ -142,11 +153,14 @@ class SuffixAutomaton:
         following, count = self._next[state], self._count
         if not following:
             return rest
-        total = 0
-        for after in following.values():
-            total += count[after]
+        total, some = count[state], following.items()
+        if len(following) > _MAX_SUCCESSORS:
+            oldest, newest = islice(some, _MAX_SUCCESSORS // 2), islice(reversed(some), _MAX_SUCCESSORS // 2)
+            some = dict([*oldest, *newest]).items()
+        else:
+            total = sum(count[after] for after in following.values())
         weight = rest * length / (total * length + self._escape)
-        for token, after in following.items():
+        for token, after in some:
             known = shares.get(token)
             if known is None:
                 reach = length + 1
