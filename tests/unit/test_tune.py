@@ -58,6 +58,12 @@ def test_the_search_finds_the_best_set_in_far_fewer_trials_than_there_are_sets()
     assert len({(t.layer_set.attention, t.layer_set.mlp) for t in result.trials}) == 120
 
 
+def test_leaving_out_nothing_is_no_result() -> None:
+    result = LayerSearch(Space.of(2), Distance(LayerSet((), (), 2))).run(16)
+    assert len(result.trials) == 16
+    assert len(result.best.layer_set) == 1
+
+
 def test_pinned_layers_are_never_left_out() -> None:
     objective = Distance(HIDDEN)
     LayerSearch(Space.of(6, [0, -1, 2]), objective).run(30)
