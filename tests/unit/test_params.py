@@ -134,7 +134,7 @@ class TestSpeculativeConfig:
         longest = max((part.num_speculative_tokens for part in config.drafters or ()), default=0)
         assert config.num_speculative_tokens == (longest or METHODS[method].num_speculative_tokens)
         optional = {"model", "revision", "dtype", "max_draft_nodes", "state_file"} | POLICY_KEYS
-        optional |= {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "datastore"}
+        optional |= {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "layer_search", "datastore"}
         assert all(getattr(config, key) is not None for key in METHODS[method].keys - optional)
 
     def test_keys_of_the_table_exist(self) -> None:
