@@ -44,15 +44,15 @@ LENGTHS = (1, 2, 3, 4)
 
 
 def drafter_of(target: CausalLM, length: int) -> Callable[[LayerSet], Drafter]:
-    """Drafts of a fixed length: the sets are compared, not the policies."""
+    """Drafts of a fixed length, so that sets are compared, not policies; 0 for the method's own policy and length."""
+    keys: dict[str, Any] = {"length_policy": "fixed", "num_speculative_tokens": length} if length else {}
 
     def make(layer_set: LayerSet) -> Drafter:
         config = SpeculativeConfig(
             method="layer_skip",
             skipped_attention=layer_set.attention,
             skipped_mlp=layer_set.mlp,
-            length_policy="fixed",
-            num_speculative_tokens=length,
+            **keys,
         )
         return drafter_factory(config, Materials(target))()
 
@@ -105,7 +105,7 @@ def race(arguments: argparse.Namespace) -> None:
     length = arguments.length
     pair = scaled(load_pair("zoo:tiny", None, "float32"), "100m")
     target = CausalLM(pair.target)
-    prompts = prompts_of(pair.tokenizer, 16, arguments.num_prompts)
+    prompts = prompts_of(pair.tokenizer, 16 + arguments.first, arguments.num_prompts)
     make = drafter_of(target, length)
     sets = {"searched": LayerSet.load(arguments.searched / f"k{length}.json"), **HAND_PICKED}
     config = EngineConfig(max_num_seqs=1)
@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--length", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--first", type=int, default=0, help="of the prompts that no search saw")
     parser.add_argument("--num-prompts", type=int, default=4)
     arguments = parser.parse_args()
     {"costs": costs, "search": search, "race": race}[arguments.part](arguments)

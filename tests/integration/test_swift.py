@@ -67,7 +67,7 @@ def test_searching_changes_no_token(num_scored: int) -> None:
     assert drafter.num_scoring_passes > 3
 
 
-def test_a_step_makes_one_target_forward_and_at_most_one_scoring_pass() -> None:
+def test_a_step_makes_one_target_forward_and_at_most_two_scoring_passes() -> None:
     lm, drafter = target(), swift(3)
     engine = Engine(lm, drafter)
     for prompt, params in REQUESTS[:3]:
@@ -78,12 +78,12 @@ def test_a_step_makes_one_target_forward_and_at_most_one_scoring_pass() -> None:
         engine.step()
         passes = drafter.num_scoring_passes - before[2]
         assert lm.num_forwards - before[0] == 1
-        assert passes <= 1
+        assert passes <= 2, "the candidate, and the set that it would replace"
         assert drafter.model.num_forwards - before[1] <= 3 + passes
         most = max(most, passes)
-    assert most == 1
+    assert most == 2
     assert drafter.search is not None
-    assert drafter.search.num_trials == drafter.num_scoring_passes
+    assert 0 < drafter.search.num_trials < drafter.num_scoring_passes < 2 * drafter.search.num_trials
 
 
 def test_the_score_is_the_share_of_tokens_that_the_set_would_have_drafted() -> None:
@@ -172,6 +172,22 @@ def test_better_candidates_become_the_best() -> None:
         search.tell(0.4 * len(found))
     assert set(search.best.attention) >= {2, 5}
     assert search.best_score == 0.8
+
+
+def test_a_candidate_has_to_beat_the_best_set_on_the_same_tokens() -> None:
+    """A text that repeats itself gives any set a high score, and must not bring in a worse one."""
+    search = SwiftSearch(6)
+    search.candidate()
+    search.tell(0.5)
+    start = search.best
+    lucky = search.candidate()
+    search.tell(0.8, lambda best: 0.9 if best == start else 0.0)
+    assert search.best == start != lucky
+    assert search.best_score == 0.9
+    better = search.candidate()
+    search.tell(0.92, lambda _: 0.7)
+    assert search.best == better
+    assert search.best_score == 0.92
 
 
 def test_without_optuna_all_candidates_are_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
