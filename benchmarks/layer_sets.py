@@ -107,7 +107,8 @@ def race(arguments: argparse.Namespace) -> None:
     target = CausalLM(pair.target)
     prompts = prompts_of(pair.tokenizer, 16 + arguments.first, arguments.num_prompts)
     make = drafter_of(target, length)
-    sets = {"searched": LayerSet.load(arguments.searched / f"k{length}.json"), **HAND_PICKED}
+    rivals = {name: HAND_PICKED[name] for name in arguments.rivals}
+    sets = {"searched": LayerSet.load(arguments.searched / f"k{length}.json"), **rivals}
     config = EngineConfig(max_num_seqs=1)
     arms = [EngineArm("plain", target, EmptyDrafter(), (), config)]
     arms += [EngineArm(name, target, make(one), (), config) for name, one in sets.items()]
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--length", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--rivals", nargs="+", choices=HAND_PICKED, default=list(HAND_PICKED))
     parser.add_argument("--first", type=int, default=0, help="of the prompts that no search saw")
     parser.add_argument("--num-prompts", type=int, default=4)
     arguments = parser.parse_args()
