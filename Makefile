@@ -5,7 +5,7 @@ OLDEST_TRANSFORMERS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n 2
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-full test-oldest check format bench clean
+.PHONY: setup demo test test-full test-oldest check lint format bench clean
 
 setup: .venv/.ready
 	@.venv/bin/foretoken --version
@@ -38,11 +38,13 @@ test-oldest: .venvs/oldest/.ready
 test-full: .venv/.ready
 	$(call PYTEST,.venv) -m ""
 
-check: .venv/.ready
+check: lint
+	$(call PYTEST,.venv)
+
+lint: .venv/.ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
-	$(call PYTEST,.venv)
 
 format: .venv/.ready
 	.venv/bin/ruff format .

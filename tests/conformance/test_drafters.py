@@ -125,6 +125,15 @@ DRAFTERS: dict[str, MakeDrafter] = {
 
 SLOW = frozenset(
     {
+        "draft-model-greedy",
+        "draft-model-greedy-tree",
+        "draft-model-heuristic",
+        "draft-model-is-target-tree",
+        "draft-model-is-hopeless",
+        "ngram-tree",
+        "nasd-without-filler",
+        "suffix-shared",
+        "always-wrong-tree",
         "jacobi-from-prompt",
         "lookahead-without-pool",
         "lookahead-narrow",

@@ -63,7 +63,7 @@ def test_self_drafting_changes_no_token_under_processors(drafter: str, mode: str
 
 
 @pytest.mark.parametrize("make", [layer_skip, quantized_self])
-@pytest.mark.parametrize("num_branches", [1, 3])
+@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: int) -> None:
     target = CausalLM(toy_model(64), execution="eager")
     check_drafter(lambda depth: make(depth, 64, num_branches=num_branches), target)

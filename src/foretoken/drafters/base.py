@@ -109,7 +109,8 @@ class Drafter(ABC):
     def retain(self, rows: Seq[Sequence], limit: int) -> None:
         """Keep what is known of rows that are about to be forgotten, for prompts that begin like them.
 
-        Called by engines that do so themselves; ``limit`` is how many rows they keep. Only drafters with a cache of their own have something to keep.
+        Called by engines that do so themselves; ``limit`` is how many rows they keep. Only drafters with a cache of
+        their own have something to keep.
         """
 
     def forget(self, rows: Seq[Sequence]) -> None:

@@ -86,8 +86,8 @@ class Engine:
         self.max_model_len = min(self.config.max_model_len or context, context)
         if prefixes is not None and self.config.is_strict:
             raise ConfigError(
-                "exactness='strict' decodes bit for bit alike, and keys and values of earlier rows were rounded at other "
-                "shapes; keep no prefixes, or use exactness='default'"
+                "exactness='strict' decodes bit for bit alike, and keys and values of earlier rows were rounded at "
+                "other shapes; keep no prefixes, or use exactness='default'"
             )
         self._prefixes = prefixes
         self.cache = target.new_cache()
