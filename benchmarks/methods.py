@@ -4,7 +4,8 @@
         [--temperatures 0 1] [--scale 100m] [--out methods.json]
 
 The target is zoo:tiny inflated in width to 98.6 M parameters, which says the same; all arms run interleaved (A B B A)
-per prompt, outputs are compared first, and a method whose text differs from plain decoding gets no figure.
+per prompt, ends of text are passed over, outputs are compared first, and a method whose text differs from plain
+decoding gets no figure.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def main() -> None:
     for temperature in options.temperatures:
         report: dict[str, Any] = {}
         for kind in options.kinds:
-            sampling = Sampling(temperature=temperature, seed=1)
+            sampling = Sampling(temperature=temperature, seed=1, ignore_eos=True)
             prompts = prompts_of(suite, kind, options.num_prompts)
             for arm in everyone:
                 arm.engine.profile = type(arm.engine.profile)()
