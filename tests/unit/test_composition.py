@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.drafters.base import Drafter, Requirements, StepResult
+from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
 from foretoken.drafters.calibration import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.composition import FirstDrafter, UnionDrafter, merged
 from foretoken.drafters.draft_model import DraftModelDrafter
@@ -47,6 +47,12 @@ class Fixedly(Drafter):
         self.num_asked += sum(budget > 0 for budget in budgets)
         trees = [DraftTree.from_paths(row.pending, self._paths, source=self.name) for row in rows]
         return [tree.cut(budget) for tree, budget in zip(trees, budgets, strict=True)]
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        self.started_with = list(features)
+
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        self.retained = [row.id for row in rows]
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         self.told += results
@@ -123,6 +129,34 @@ def test_every_part_is_told_about_its_own_nodes() -> None:
     assert told[2].features.choices is None
     assert told[2].features.top_ids is not None
     assert told[2].features.top_ids[:, 0].tolist() == list(plain)
+
+
+def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
+    asking = [
+        Requirements(last_hidden=True),
+        Requirements(layer_inputs=(1,), top_k=2),
+        Requirements(layer_inputs=(0,), top_k=3, prompt_top_k=True, choices=True, all_nodes=True),
+    ]
+    together = UnionDrafter([Fixedly(str(i), [[1]], requires) for i, requires in enumerate(asking)]).requires
+    for name in (field.name for field in fields(Requirements)):
+        assert getattr(together, name), name
+    assert (together.layer_inputs, together.top_k) == ((0, 1), 3)
+
+
+def test_parts_learn_of_the_prompt_what_they_asked_for_and_are_told_what_to_retain() -> None:
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    curious = Fixedly("curious", [[1]], Requirements(top_k=2, prompt_top_k=True))
+    plain = Fixedly("plain", [[2]], Requirements(top_k=3))
+    union = UnionDrafter([curious, plain])
+    engine = Engine(target, union)
+    (row,) = engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=2))
+    engine.step()
+    (found,) = curious.started_with
+    assert found.top_ids is not None
+    assert found.top_ids.shape == (2, 2)
+    assert plain.started_with[0].top_ids is None
+    union.retain([row], 1)
+    assert curious.retained == plain.retained == [row.id]
 
 
 def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:

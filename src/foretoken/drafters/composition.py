@@ -42,7 +42,8 @@ class CompositeDrafter(Drafter):
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         for part in self.parts:
-            part.start(rows, [_restricted(part.requires, found) for found in features])
+            wanted = part.requires if part.requires.prompt_top_k else replace(part.requires, top_k=0)
+            part.start(rows, [_restricted(wanted, found) for found in features])
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
         proposed = self._ask(rows, budgets)
@@ -67,6 +68,10 @@ class CompositeDrafter(Drafter):
             for result in own:
                 self._calibrations[place].observe(result.tree, result.path)
             part.observe(rows, own)
+
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        for part in self.parts:
+            part.retain(rows, limit)
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for part in self.parts:
@@ -249,6 +254,7 @@ def _all_of(requirements: Seq[Requirements]) -> Requirements:
         last_hidden=any(requires.last_hidden for requires in requirements),
         layer_inputs=tuple(sorted({layer for requires in requirements for layer in requires.layer_inputs})),
         top_k=max(requires.top_k for requires in requirements),
+        prompt_top_k=any(requires.prompt_top_k for requires in requirements),
         choices=any(requires.choices for requires in requirements),
         all_nodes=any(requires.all_nodes for requires in requirements),
     )
