@@ -21,6 +21,8 @@ from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
@@ -186,6 +188,9 @@ def compositions() -> dict[str, Any]:
         "ngram+draft-model": lambda k: UnionDrafter([NGramDrafter(k, prompt_lookup_min=1), draft_model(k)], 6),
         "jacobi+nasd+lookahead": lambda k: UnionDrafter(
             [JacobiDrafter(k), NasdDrafter(k, num_branches=2), LookaheadDrafter(2, window_size=2)], 12
+        ),
+        "suffix+token-recycling": lambda k: UnionDrafter(
+            [SuffixDrafter(k), TokenRecyclingDrafter(VOCAB_SIZE, k, num_candidates=3, max_nodes=8)], 10
         ),
         "ngram>layer-skip": lambda k: FirstDrafter([NGramDrafter(k, prompt_lookup_min=1), layer_skip(k)]),
         "nasd>jacobi+draft-model": lambda k: FirstDrafter(
