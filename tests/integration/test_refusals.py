@@ -30,6 +30,23 @@ def test_unsupported_models_are_refused_by_name(name: str) -> None:
     assert isinstance(refusal.value, ForetokenError)
 
 
+class Wrapped(torch.nn.Module):
+    """As adapters wrap a model: everything is passed on, and the signature says nothing."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def test_a_wrapped_model_is_told_to_come_unwrapped() -> None:
+    with pytest.raises(UnsupportedModelError, match="Wrapped wraps another model.*merge_and_unload"):
+        CausalLM(Wrapped(toy_model(64)))  # type: ignore[arg-type]
+
+
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Everything about a model that a user could notice, tensors by value and by address."""
     modules = dict(model.named_modules())

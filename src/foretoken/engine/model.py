@@ -262,6 +262,12 @@ def check_supported(model: PreTrainedModel) -> None:
     if len(devices) > 1:
         raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
     parameters = inspect.signature(model.forward).parameters
+    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if "past_key_values" not in parameters and len(named) < 2:
+        raise UnsupportedModelError(
+            f"{name} wraps another model (its forward takes anything), so what it needs cannot be told. Hand over the "
+            "model inside; of an adapter (PEFT), what merge_and_unload() returns."
+        )
     if "past_key_values" not in parameters:
         raise UnsupportedStateError(
             f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
