@@ -43,7 +43,7 @@ class Wrapped(torch.nn.Module):
 
 
 def test_a_wrapped_model_is_told_to_come_unwrapped() -> None:
-    with pytest.raises(UnsupportedModelError, match="Wrapped wraps another model.*merge_and_unload"):
+    with pytest.raises(UnsupportedModelError, match=r"Wrapped wraps another model.*merge_and_unload"):
         CausalLM(Wrapped(toy_model(64)))  # type: ignore[arg-type]
 
 
