@@ -114,7 +114,7 @@ class Conversation:
     def __post_init__(self) -> None:
         if self.params.n != 1:
             raise ConfigError(f"a conversation goes on with one answer, and n is {self.params.n}; leave n at 1")
-        self._llms = {str(self.llm.speculative_config.method): self.llm}
+        self._llms = {self.llm.speculative_config: self.llm}
         self.llm.chat_prompt([{"role": "user", "content": ""}])
         self.reset()
 
@@ -140,13 +140,11 @@ class Conversation:
     def _llm(self, config: SpeculativeLike) -> LLM:
         is_name = isinstance(config, str) and not config.lstrip().startswith(("{", "@"))
         parsed = SpeculativeConfig.parse({"method": config} if is_name else config)
-        name = str(parsed.method)
-        is_bare = parsed == SpeculativeConfig(method=name)
-        if is_bare and name in self._llms:
-            return self._llms[name]
-        llm = self.llm.with_speculative_config(parsed)
-        self._llms[name] = llm
-        return llm
+        if not is_name:
+            return self.llm.with_speculative_config(parsed)
+        if parsed not in self._llms:
+            self._llms[parsed] = self.llm.with_speculative_config(parsed)
+        return self._llms[parsed]
 
     def seed(self, seed: int | None) -> None:
         """Draw the next answers with this seed, or each with one of its own.

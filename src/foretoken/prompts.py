@@ -61,10 +61,22 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
         raise PromptError(
             f"prompt {place} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or give token ids"
         )
+    check_unicode(prompt, f"prompt {place}")
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise PromptError(f"prompt {place} is empty: {prompt!r} has no tokens; give some text, or the BOS token")
     return Prompt(tuple(ids), prompt)
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{name} is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair "
+            "or a byte that is not UTF-8; repair the text"
+        ) from None
 
 
 def _ids(value: Any, place: int) -> tuple[int, ...]:
@@ -134,6 +146,7 @@ def _resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None)
 
 def spellings(word: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
     """Token sequences of a word at the start of a text and after a space, without repeats."""
+    check_unicode(word, f"bad word {word!r}")
     found = []
     for text in (word, " " + word.lstrip()):
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

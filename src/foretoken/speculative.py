@@ -389,6 +389,8 @@ def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:
     if isinstance(value, SpeculativeConfig):
         return value
     given = {"method": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"drafters holds {value!r}; every one is a method's name, a mapping or a config")
     method = SpeculativeConfig.parse(given).method
     known = {name: item for name, item in handed_on.items() if name in METHODS[str(method)].keys}
     return SpeculativeConfig.parse({**known, **given})

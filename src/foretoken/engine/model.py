@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from foretoken.engine.cache import KVCache
-from foretoken.engine.errors import ProbeError, UnsupportedModelError, UnsupportedStateError
+from foretoken.engine.errors import ConfigError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.execution import Execution, apply_execution, shadow
 from foretoken.engine.nodes import Nodes
 from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
@@ -75,6 +75,7 @@ class CausalLM:
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.num_forwards = 0
         self.supports_trees = True
+        self._check_autocast()
         self._layer_types = layer_types(self.config)
         self._window: int | None = getattr(self.config, "sliding_window", None)
         self._shadow = shadow(model).eval()
@@ -137,6 +138,7 @@ class CausalLM:
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
+        self._check_autocast()
         self.num_forwards += 1
         num_rows, width = nodes.tokens.shape
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
@@ -163,6 +165,14 @@ class CausalLM:
         """
         with self._hooks.recording(last_hidden, tuple(layer_inputs)) as record:
             yield record
+
+    def _check_autocast(self) -> None:
+        """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise ConfigError(
+                "torch.autocast is on, and foretoken computes in the dtype of the model; leave the context, or load "
+                "the model in that dtype"
+            )
 
     # -- masks -------------------------------------------------------------------------------------------------
 

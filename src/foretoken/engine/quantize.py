@@ -125,9 +125,10 @@ def _fits(layer: nn.Module, group_size: int) -> bool:
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
-    """Linears whose forward is their class's own, or packed."""
+    """Linears, those of models' own classes too (Falcon's), whose forward is their class's, or packed."""
     for layer in model.modules():
-        if type(layer) in (nn.Linear, Conv1D) and isinstance(vars(layer).get("forward"), (PackedLinear, type(None))):
+        is_plain = isinstance(vars(layer).get("forward"), (PackedLinear, type(None)))
+        if is_plain and isinstance(layer, (nn.Linear, Conv1D)):
             yield layer
 
 

@@ -44,7 +44,8 @@ class Adapter:
         Raises: as `Pairing.drafting`.
         """
         key = (_key(config), None if tokenizer is None else weakref.ref(tokenizer))
-        drafter_signature = signature(config.model) if isinstance(config.model, PreTrainedModel) else 0
+        part = config.model_part
+        drafter_signature = signature(part.model) if part and isinstance(part.model, PreTrainedModel) else 0
         made, drafting = self._draftings.get(key, (None, None))
         if drafting is None or made != drafter_signature:
             loaded = Loaded.of(model, model_name(model), False)
@@ -97,4 +98,6 @@ def _key(config: SpeculativeConfig) -> Any:
     values = {name: value for name, value in vars(config).items() if value is not None}
     if isinstance(config.model, PreTrainedModel):
         values["model"] = weakref.ref(config.model)
+    if config.drafters is not None:
+        values["drafters"] = tuple(_key(part) for part in config.drafters)
     return tuple(values.items())

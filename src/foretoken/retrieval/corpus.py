@@ -146,6 +146,12 @@ class CorpusFile:
                 f"{self.path}, {place} has no text in {self.field!r} (it has: {keys}); name the field with --field"
             )
         self._check_text(text)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise CorpusError(
+                f"{self.path}, {place} holds {text[error.start]!r}, half of a surrogate pair; repair the text"
+            ) from None
         return text
 
     def _check_text(self, text: str) -> None:
