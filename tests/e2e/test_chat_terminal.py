@@ -97,13 +97,27 @@ class Terminal:
             os.execve(command[0], command, {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"})
         self.text = ""
 
+    def _read(self) -> None:
+        if select.select([self._fd], [], [], 0.2)[0]:
+            self.text += os.read(self._fd, 65536).decode(errors="replace")
+
+    def insist(self, keys: str, text: str) -> None:
+        """Send keys again until this text comes: one that falls between prompt and input is lost."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.text:
+            assert time.monotonic() < end, f"{text!r} never came:\n{self.text}"
+            self.send(keys)
+            pause = time.monotonic() + 3.0
+            while text not in self.text and time.monotonic() < pause:
+                self._read()
+        self.wait(text)
+
     def wait(self, text: str) -> str:
         """What came, up to and with this text; it is not looked at again."""
         end = time.monotonic() + PATIENCE
         while text not in self.text:
             assert time.monotonic() < end, f"{text!r} never came:\n{self.text}"
-            if select.select([self._fd], [], [], 0.2)[0]:
-                self.text += os.read(self._fd, 65536).decode(errors="replace")
+            self._read()
         found, _, self.text = self.text.partition(text)
         return found + text
 
@@ -136,14 +150,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.send("/seed 3\n")
     terminal.wait("seed 3")
     terminal.wait("> ")
-    terminal.send("\x03")  # at the prompt
-    terminal.wait("(Ctrl-D or /quit ends the chat)")
+    terminal.insist("\x03", "(Ctrl-D or /quit ends the chat)")  # at the prompt
     terminal.wait("> ")
     terminal.send("Tell me a long story about a lion, a mouse, a dog and a cat.\n")
     terminal.wait("cat.")
     terminal.wait(" ")  # of the answer
-    terminal.send("\x03")
-    terminal.wait("(stopped")
+    terminal.insist("\x03", "(stopped")
     terminal.wait("> ")
     terminal.send("/stats\n")
     terminal.wait("num turns              1")
