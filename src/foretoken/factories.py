@@ -298,10 +298,7 @@ def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
             "method 'draft_model' needs a drafter; add model (a directory, a hub id, zoo:NAME or a loaded model), or "
             "use a target of the zoo, which brings its own"
         )
-    return DraftModelDrafter(
-        materials.draft_model,
-        **_growth(config, materials),
-    )
+    return DraftModelDrafter(materials.draft_model, **_growth(config, materials))
 
 
 def _depth(config: SpeculativeConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,11 @@ class Requirements:
 
     def __bool__(self) -> bool:
         return self.last_hidden or bool(self.layer_inputs) or self.top_k > 0 or self.choices
+
+    @property
+    def of_prompt(self) -> Requirements:
+        """What of them concerns the prompt."""
+        return replace(self, top_k=self.top_k if self.prompt_top_k else 0, choices=False)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ class CompositeDrafter(Drafter):
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         for part in self.parts:
-            wanted = part.requires if part.requires.prompt_top_k else replace(part.requires, top_k=0)
-            part.start(rows, [_restricted(wanted, found) for found in features])
+            part.start(rows, [_restricted(part.requires.of_prompt, found) for found in features])
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
         proposed = self._ask(rows, budgets)
@@ -142,9 +141,7 @@ class FirstDrafter(CompositeDrafter):
         return sum(calibration.scores(tree)[1:]) >= self._min_expected
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
-        for tree, calibration in zip(trees, self._calibrations, strict=True):
-            if tree.num_draft_tokens and self._is_enough(tree, calibration):
-                return tree
+        """The last draft there is: behind one that promised enough nobody was asked."""
         return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
 
 
@@ -196,25 +193,11 @@ def _own_result(requires: Requirements, tree: DraftTree, result: StepResult, has
         place = None if above is None else result.tree.child(above, tree.tokens[node])
         if place is not None:
             places[node] = place
-    own = _kept(tree, list(places))
+    own = tree.restricted(list(places))
     verified = list(places.values())  # of node i of ``own``
     accepted = set(result.path)
     path = tuple(node for node, place in enumerate(verified) if place in accepted)
     return StepResult(own, path, result.emitted, _own_features(requires, result, verified, has_all_nodes))
-
-
-def _kept(tree: DraftTree, nodes: Seq[int]) -> DraftTree:
-    """The tree of some nodes, ascending, with every node's parent among them."""
-    if len(nodes) == len(tree):
-        return tree
-    index_of = {node: index for index, node in enumerate(nodes)} | {-1: -1}
-    return replace(
-        tree,
-        tokens=tuple(tree.tokens[node] for node in nodes),
-        parents=tuple(index_of[tree.parents[node]] for node in nodes),
-        probs=None,
-        scores=None if tree.scores is None else tuple(tree.scores[node] for node in nodes),
-    )
 
 
 def _own_features(requires: Requirements, result: StepResult, verified: Seq[int], has_all_nodes: bool) -> Features:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -297,18 +296,17 @@ class Engine:
         ends = [min(run.num_prefilled + size, run.num_to_prefill) for run in runs]
         chunks = [run.row.token_ids[run.num_prefilled : end] for run, end in zip(runs, ends, strict=True)]
         nodes = Nodes.from_chains(chunks, size if self.config.is_strict else None)
-        requires = self.drafter.requires
+        requires = self.drafter.requires.of_prompt
         with recording(self.target, requires) as record:
-            keep = None if requires.last_hidden or requires.prompt_top_k else slice(0, 0)
+            keep = None if requires.last_hidden or requires.top_k else slice(0, 0)
             logits = self.target.forward(
                 nodes, self.cache, first_row=first_row, keep=keep, view_length=self._view_length
             )
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_row)
         for i, (run, chunk) in enumerate(zip(runs, chunks, strict=True)):
             run.num_prefilled += len(chunk)
-            wanted = requires if requires.prompt_top_k else replace(requires, top_k=0)
-            if wanted.last_hidden or wanted.layer_inputs or wanted.top_k:
-                run.features.append(gather(wanted, record, logits, i, range(len(chunk))))
+            if requires:
+                run.features.append(gather(requires, record, logits, i, range(len(chunk))))
         self.profile.num_prefill_tokens += sum(map(len, chunks))
         for run in runs:
             if run.is_prefilled:

@@ -165,16 +165,19 @@ class DraftTree:
 
     def cut(self, max_depth: int) -> DraftTree:
         """The tree without the nodes deeper than ``max_depth``."""
-        if self.depth <= max_depth:
+        return self.restricted([node for node, depth in enumerate(self.depths) if depth <= max_depth])
+
+    def restricted(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of some of its nodes, ascending, with every node's parent among them."""
+        if len(nodes) == len(self):
             return self
-        keep = [node for node, depth in enumerate(self.depths) if depth <= max_depth]
-        new_index = {node: i for i, node in enumerate(keep)} | {-1: -1}
+        new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         return replace(
             self,
-            tokens=tuple(self.tokens[node] for node in keep),
-            parents=tuple(new_index[self.parents[node]] for node in keep),
-            probs=None if self.probs is None else self.probs[[n for n in keep if n < len(self.probs)]],
-            scores=None if self.scores is None else tuple(self.scores[node] for node in keep),
+            tokens=tuple(self.tokens[node] for node in nodes),
+            parents=tuple(new_index[self.parents[node]] for node in nodes),
+            probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
+            scores=None if self.scores is None else tuple(self.scores[node] for node in nodes),
         )
 
     def main_chain(self) -> DraftTree:
