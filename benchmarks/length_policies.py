@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,27 +101,12 @@ def curves(plot: str | None) -> None:
 # -- measurements ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Count:
-    """Of one arm over some prompts."""
-
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-    def add(self, stats: SequenceStats) -> None:
-        self.num_tokens += stats.num_emitted_tokens
-        self.num_steps += stats.num_steps
-        self.num_drafted += stats.num_draft_tokens
-        self.num_accepted += stats.num_accepted_draft_tokens
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "tau": self.num_tokens / self.num_steps,
-            "drafted_per_step": self.num_drafted / self.num_steps,
-            "acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
-        }
+def figures(stats: SequenceStats) -> dict[str, float]:
+    return {
+        "tau": stats.tokens_per_step,
+        "drafted_per_step": stats.num_draft_tokens / stats.num_steps,
+        "acceptance_rate": stats.draft_acceptance_rate,
+    }
 
 
 def arms(suite: Suite, lengths: Sequence[int], num_rows: int = 1) -> list[EngineArm]:
@@ -163,7 +148,7 @@ def tau(options: argparse.Namespace) -> dict[str, Any]:
     for sampling in (suite.greedy, suite.sampled()):
         for kind in options.kinds:
             prompts = prompts_of(suite, kind, options.num_prompts)
-            counts = {arm.name: Count() for arm in everyone}
+            counts = {arm.name: SequenceStats() for arm in everyone}
             plain: list[list[int]] = []
             for arm in everyone:
                 rows = decoded(arm, prompts, sampling, options.max_new_tokens)
@@ -171,7 +156,7 @@ def tau(options: argparse.Namespace) -> dict[str, Any]:
                 for row, expected in zip(rows, plain, strict=True):
                     check_equal(arm.name, row.output_ids, expected)
                     counts[arm.name].add(row.stats)
-            report[f"{sampling.label}, {kind}"] = {name: count.as_dict() for name, count in counts.items()}
+            report[f"{sampling.label}, {kind}"] = {name: figures(count) for name, count in counts.items()}
     return report
 
 

@@ -25,6 +25,7 @@ from foretoken.bench.models import load_pair
 from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.bench.workload import Prompt, load_prompts
 from foretoken.engine.config import EngineConfig
+from foretoken.engine.stats import SequenceStats
 
 ASKED_AGAIN = "asked again"
 KINDS = ("chat", "maths", "code", "summary", "copy", ASKED_AGAIN)
@@ -66,15 +67,15 @@ def rows(trial: Trial, everyone: list[EngineArm]) -> dict[str, Any]:
         if any(run.token_ids != plain for run, plain in zip(_firsts(trial, arm), trial.outputs(PLAIN), strict=True)):
             table[arm.name] = "differs"
             continue
-        stats = [run.stats for run in runs if run.stats is not None]
-        steps = sum(one.num_steps for one in stats)
+        stats = SequenceStats()
+        for run in runs:
+            stats.add(run.stats or SequenceStats())
         profile = arm.engine.profile
         ratio = compare(trial, arm.name, PLAIN)
         table[arm.name] = {
-            "tau": sum(one.num_emitted_tokens for one in stats) / steps,
-            "nodes_per_step": sum(one.num_draft_tokens for one in stats) / steps + 1,
-            "acceptance": sum(one.num_accepted_draft_tokens for one in stats)
-            / max(1, sum(one.num_draft_tokens for one in stats)),
+            "tau": stats.tokens_per_step,
+            "nodes_per_step": stats.num_draft_tokens / stats.num_steps + 1,
+            "acceptance": stats.draft_acceptance_rate,
             "draft_us": 1e6 * (profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
             "speed": ratio.ratio,
             "worst": ratio.worst,
