@@ -30,6 +30,11 @@ class Trial:
     runs: dict[str, list[list[Run]]] = field(default_factory=dict)
     other_cpu_share: float = 0.0
 
+    def first(self, count: int) -> Trial:
+        """The trial over its first prompts alone."""
+        runs = {arm: found[:count] for arm, found in self.runs.items()}
+        return Trial(self.prompts[:count], self.sampling, self.max_new_tokens, runs, self.other_cpu_share)
+
     def outputs(self, arm: str) -> list[tuple[int, ...]]:
         """The output of an arm's first run of every prompt."""
         return [runs[0].token_ids for runs in self.runs[arm]]
@@ -70,21 +75,27 @@ def interleave(
     sampling: Sampling,
     max_new_tokens: int,
     repeats: int = 1,
-    on_run: Callable[[], None] = lambda: None,
+    on_prompt: Callable[[Trial], None] = lambda _: None,
+    own_cpu_seconds: Callable[[], float] = time.process_time,
 ) -> Trial:
     """Run every prompt through every arm, forwards and backwards (A B B A), ``repeats`` times.
 
     A short warm-up of every arm comes first. Garbage is collected between the runs, never in one.
+
+    Args:
+      on_prompt: told of the trial over the prompts done so far, after each of them: for progress and partial results.
+      own_cpu_seconds: processor seconds of what is measured, so that those of others can be told apart.
     """
     trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
     for arm in arms:
         arm.run(prompts[0].token_ids, min(max_new_tokens, 16), sampling)
-    with _watch_others(trial):
-        for place, prompt in enumerate(prompts):
-            for arm in [*arms, *reversed(arms)] * repeats:
-                with no_garbage_collection():
-                    trial.runs[arm.name][place].append(arm.run(prompt.token_ids, max_new_tokens, sampling))
-                on_run()
+    others = _OtherLoad(own_cpu_seconds)
+    for place, prompt in enumerate(prompts):
+        for arm in [*arms, *reversed(arms)] * repeats:
+            with no_garbage_collection():
+                trial.runs[arm.name][place].append(arm.run(prompt.token_ids, max_new_tokens, sampling))
+        trial.other_cpu_share = others.share
+        on_prompt(trial.first(place + 1))
     return trial
 
 
@@ -120,25 +131,29 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _watch_others(trial: Trial) -> Iterator[None]:
-    """Note the share of the machine's processors that other processes used meanwhile."""
-    before = _cpu_seconds()
-    started = time.perf_counter()
-    yield
-    after = _cpu_seconds()
-    if before is not None and after is not None:
-        total, own = after[0] - before[0], after[1] - before[1]
-        capacity = (time.perf_counter() - started) * (os.cpu_count() or 1)
-        trial.other_cpu_share = max(0.0, total - own) / capacity
+class _OtherLoad:
+    """The share of the machine's processors that other processes used since this was made."""
+
+    def __init__(self, own_cpu_seconds: Callable[[], float]) -> None:
+        self._own_cpu_seconds = own_cpu_seconds
+        self._started, self._total, self._own = time.perf_counter(), _cpu_seconds(), own_cpu_seconds()
+
+    @property
+    def share(self) -> float:
+        """0 where /proc/stat is not there."""
+        total = _cpu_seconds()
+        if total is None or self._total is None:
+            return 0.0
+        others = total - self._total - (self._own_cpu_seconds() - self._own)
+        return max(0.0, others) / ((time.perf_counter() - self._started) * (os.cpu_count() or 1))
 
 
-def _cpu_seconds() -> tuple[float, float] | None:
-    """Processor seconds of the machine and of this process so far; None where /proc/stat is not there."""
+def _cpu_seconds() -> float | None:
+    """Processor seconds of the machine so far; None where /proc/stat is not there."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:
         return None
     user, nice, system, _idle, _wait, irq, softirq, steal = map(int, first)
     ticks = user + nice + system + irq + softirq + steal
-    return ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
+    return ticks / os.sysconf("SC_CLK_TCK")
