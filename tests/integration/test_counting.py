@@ -5,28 +5,40 @@ Counted from outside: by hooks on every module that torch runs, not by the libra
 
 from __future__ import annotations
 
+from atexit import register
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.composition import FirstDrafter, UnionDrafter
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.rest import RestDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.params import SamplingParams
+from foretoken.retrieval.build import from_tokens
+from foretoken.retrieval.datastore import Datastore
 from foretoken.testing import PROMPTS, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -58,6 +70,16 @@ def counted() -> Iterator[Counter[int]]:
         handle.remove()
 
 
+@cache
+def datastore() -> Datastore:
+    folder = mkdtemp()
+    register(rmtree, folder)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, VOCAB_SIZE, (40, 30), generator=generator).tolist()
+    from_tokens([*PROMPTS, *texts], folder, vocab_size=VOCAB_SIZE)
+    return Datastore.open(folder)
+
+
 def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
     if kind == "none":
         return EmptyDrafter()
@@ -73,6 +95,22 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
         return SuffixDrafter(depth, min_token_prob=0.0)
     if kind == "token_recycling":
         return TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=16)
+    if kind == "rest":
+        return RestDrafter(datastore(), depth)
+    if kind == "ngram>token_recycling":
+        parts = [NGramDrafter(depth, prompt_lookup_min=1), TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=8)]
+        return FirstDrafter(parts)
+    if kind in ("suffix+chain", "suffix>chain"):
+        composed = UnionDrafter if "+" in kind else FirstDrafter
+        return composed([SuffixDrafter(depth, min_token_prob=0.0), drafter_of("chain", model, depth)])
+    if kind == "rest+layer_skip":
+        return UnionDrafter([RestDrafter(datastore(), depth), drafter_of("layer_skip", model, depth)])
+    if kind == "layer_skip":
+        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
+    if kind == "layer_skip_tree":
+        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth), num_branches=2)
+    if kind == "quantized_self":
+        return QuantizedSelfDrafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
     return DraftModelDrafter(
         CausalLM(model),
         target_vocab_size=VOCAB_SIZE,
@@ -93,6 +131,7 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
         ("lookahead", 3),
         ("suffix", 4),
         ("token_recycling", 4),
+        ("rest", 4),
         ("chain", 1),
         ("chain", 5),
         ("tree", 3),
@@ -116,4 +155,44 @@ def test_a_step_makes_one_target_forward_and_few_draft_forwards(
         if is_decoding:
             assert counts[DRAFTER_LAYERS] <= depth + 1
         most = max(most, counts[DRAFTER_LAYERS])
-    assert (most > 0) == (kind in ("chain", "tree"))  # the hooks do see the drafter
+    assert (most > 0) == ("chain" in kind or kind == "tree")  # the hooks do see the drafter
+
+
+@pytest.mark.parametrize("kind", ["ngram>token_recycling", "suffix+chain", "suffix>chain"])
+def test_compositions_make_the_forwards_of_their_parts(kind: str) -> None:
+    test_a_step_makes_one_target_forward_and_few_draft_forwards(kind, depth=3, batch_size=5, temperature=0.9)
+
+
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.0), (5, 0.9)])
+@pytest.mark.parametrize("kind", ["layer_skip", "layer_skip_tree", "quantized_self", "rest+layer_skip"])
+def test_a_step_runs_every_layer_of_the_target_once_when_it_drafts_for_itself(
+    kind: str, batch_size: int, temperature: float
+) -> None:
+    """Target and variant are told apart by their modules: one shadow runs once, the other at most K times."""
+    depth = 3
+    target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+    engine = Engine(target, drafter_of(kind, models()[1], depth))
+    for i in range(batch_size):
+        engine.add_request(PROMPTS[i % len(PROMPTS)], SamplingParams(max_tokens=12, temperature=temperature, seed=3))
+    counts: Counter[int] = Counter()
+
+    def count(module: Any, _: Any) -> None:
+        if isinstance(module, PreTrainedModel) and hasattr(module, "lm_head"):
+            counts[id(module)] += 1
+
+    handle = register_module_forward_pre_hook(count)
+    own, seen, num_draft_forwards = id(target._shadow), set(), 0
+    try:
+        while engine.has_unfinished:
+            is_decoding = len(engine.decoding_rows) == engine.num_running > 0
+            counts.clear()
+            engine.step()
+            seen |= set(counts)
+            assert counts[own] == 1
+            if is_decoding:
+                assert counts.total() <= 1 + depth
+            num_draft_forwards += counts.total() - 1
+    finally:
+        handle.remove()
+    assert len(seen) == 2
+    assert num_draft_forwards > 0

@@ -1,0 +1,104 @@
+"""Compositions of drafters give the tokens of plain decoding, on every architecture.
+
+In float64, greedy and seeded rows side by side in one ragged batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from test_identity import MODES, PROMPTS
+
+from architectures import ARCHITECTURES, VOCAB_SIZE
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.composition import FirstDrafter, UnionDrafter
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lookahead import LookaheadDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
+from foretoken.testing import Trace, compare, decode
+from harness import adapter, draft_adapter
+
+NAMES = list(ARCHITECTURES)
+SHORT_PROMPTS = PROMPTS[:3:2]
+
+
+def draft_model(name: str, num_branches: int = 1) -> Drafter:
+    return DraftModelDrafter(
+        draft_adapter(name), target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3, num_branches=num_branches
+    )
+
+
+def layer_skip() -> Drafter:
+    return LayerSkipDrafter(LayerSet((1,), (0,)), target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
+
+
+def quantized_self() -> Drafter:
+    return QuantizedSelfDrafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+
+
+def recycling() -> Drafter:
+    return TokenRecyclingDrafter(VOCAB_SIZE, 4, num_candidates=4, max_nodes=12)
+
+
+COMPOSITIONS: dict[str, Callable[[str], Drafter]] = {
+    "suffix+draft-model": lambda name: UnionDrafter([SuffixDrafter(4, min_token_prob=0.0), draft_model(name)], 8),
+    "ngram>token-recycling": lambda _: FirstDrafter([NGramDrafter(4, prompt_lookup_min=1), recycling()]),
+    "layer-skip+nasd": lambda _: UnionDrafter([layer_skip(), NasdDrafter(3, num_branches=2)], 8),
+    "jacobi+lookahead": lambda _: UnionDrafter([JacobiDrafter(4), LookaheadDrafter(3, window_size=3)], 14),
+    "nasd>quantized-self": lambda _: FirstDrafter([NasdDrafter(3), quantized_self()]),
+    "suffix>draft-model-tree+layer-skip": lambda name: FirstDrafter(
+        [SuffixDrafter(4, min_token_prob=0.0), UnionDrafter([draft_model(name, 2), layer_skip()], 10)]
+    ),
+}
+
+
+def run(name: str, drafter: Drafter, modes: tuple[str, ...], num_tokens: int = 20) -> Trace:
+    """Every prompt in every mode, one batch."""
+    prompts = SHORT_PROMPTS if num_tokens < 20 else PROMPTS
+    requests = [(prompt, replace(MODES[mode], max_tokens=num_tokens)) for mode in modes for prompt in prompts]
+    return decode(adapter(name), drafter, requests)
+
+
+@cache
+def plain(name: str, modes: tuple[str, ...], num_tokens: int = 20) -> Trace:
+    return run(name, EmptyDrafter(), modes, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "composition"),
+    [(name, list(COMPOSITIONS)[number % len(COMPOSITIONS)]) for number, name in enumerate(NAMES)],
+)
+def test_every_architecture_keeps_its_tokens_under_some_composition(architecture: str, composition: str) -> None:
+    """The covering part: greedy and seeded rows of one batch."""
+    modes = ("greedy", "sampled")
+    trace = run(architecture, COMPOSITIONS[composition](architecture), modes, 7)
+    compare(trace, plain(architecture, modes, 7), f"{architecture}, {composition}")
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_compositions_are_both_right_and_wrong(composition: str) -> None:
+    """Often enough to exercise both ways."""
+    trace = decode(adapter("llama"), COMPOSITIONS[composition]("llama"), [(PROMPTS[1], MODES["greedy"])])
+    num_tokens = MODES["greedy"].max_tokens
+    assert 2 + num_tokens // 5 < trace.num_steps < 1 + num_tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+@pytest.mark.parametrize("architecture", NAMES)
+def test_compositions_change_no_token(architecture: str, composition: str, mode: str) -> None:
+    """The whole product; five ragged rows, with and without processors."""
+    trace = run(architecture, COMPOSITIONS[composition](architecture), (mode,))
+    compare(trace, plain(architecture, (mode,)), f"{architecture}, {composition}, {mode}")
