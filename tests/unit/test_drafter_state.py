@@ -1,0 +1,252 @@
+"""What a drafter knows of a row: nobody else's, as new as its text, and gone with it; unless requests share it."""
+
+from __future__ import annotations
+
+from atexit import register
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from shutil import rmtree
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.drafters.composition import FirstDrafter, UnionDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lookahead import LookaheadDrafter
+from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.rest import RestDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.token_recycling import TokenRecyclingDrafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence as Row
+from foretoken.engine.tree import DraftTree
+from foretoken.retrieval.build import from_tokens
+from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.history import OutputHistory
+from foretoken.testing import PROMPTS, toy_model
+
+VOCAB_SIZE = 64
+STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@cache
+def datastore() -> Datastore:
+    folder = mkdtemp()
+    register(rmtree, folder)
+    from_tokens([*STORED, *PROMPTS], folder, vocab_size=VOCAB_SIZE)
+    return Datastore.open(folder)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": lambda: NGramDrafter(3, prompt_lookup_min=1, num_candidates=2),
+    "nasd": lambda: NasdDrafter(3, num_branches=2),
+    "jacobi": lambda: JacobiDrafter(4),
+    "jacobi-from-prompt": lambda: JacobiDrafter(4, initial_guess="prompt"),
+    "lookahead": lambda: LookaheadDrafter(3, window_size=3, guess_set_size=2),
+    "suffix": lambda: SuffixDrafter(4, min_token_prob=0.0),
+    "rest": lambda: RestDrafter(datastore(), 3),
+    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10),
+}
+OTHERS: dict[str, Callable[[], Drafter]] = {
+    "layer-skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "union": lambda: UnionDrafter([DRAFTERS["suffix"](), DRAFTERS["lookahead"](), DRAFTERS["token-recycling"]()], 12),
+    "first": lambda: FirstDrafter([DRAFTERS["ngram"](), DRAFTERS["jacobi"]()]),
+}
+REQUESTS = tuple(
+    (PROMPTS[i], SamplingParams(max_tokens=12, temperature=temperature, seed=5))
+    for i, temperature in ((0, 0.0), (4, 0.9), (3, 0.0))
+)
+
+
+def run(drafter: Drafter, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Row]:
+    engine = Engine(target(), drafter)
+    rows = [engine.add_request(prompt, params)[0] for prompt, params in requests]
+    while engine.has_unfinished:
+        engine.step()
+    return rows
+
+
+def counts(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
+    return [
+        (tuple(row.output_ids), row.stats.num_steps, row.stats.num_draft_tokens, row.stats.num_accepted_draft_tokens)
+        for row in rows
+    ]
+
+
+@cache
+def alone(name: str) -> list[tuple[Any, ...]]:
+    """Every request by itself, each with a new drafter."""
+    return [counts(run(DRAFTERS[name](), [request]))[0] for request in REQUESTS]
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_neighbours_and_predecessors_change_no_draft(method: str) -> None:
+    """A row drafts the same number of tokens alone, in a batch, and with a drafter that has had the batch before."""
+    drafter = DRAFTERS[method]()
+    assert counts(run(drafter, REQUESTS)) == alone(method)
+    assert counts(run(drafter, REQUESTS[::-1])) == alone(method)[::-1]
+
+
+@pytest.mark.parametrize("method", [*DRAFTERS, *OTHERS])
+def test_nothing_is_left_of_rows_that_have_ended(method: str) -> None:
+    """No entry under any row, in the drafter, its parts and their policies, after rows that finish and one aborted."""
+    drafter = {**DRAFTERS, **OTHERS}[method]()
+    engine = Engine(target(), drafter)
+    for number, (prompt, params) in enumerate(REQUESTS):
+        engine.add_request(prompt, params, str(number))
+    engine.step()
+    engine.step()
+    engine.abort("1")
+    while engine.has_unfinished:
+        engine.step()
+    for part in (drafter, *getattr(drafter, "parts", ())):
+        owners = [part, *(getattr(part, name, None) for name in ("policy", "length_policy"))]
+        left = {name: value for one in owners if one for name, value in vars(one).items() if isinstance(value, dict)}
+        assert left
+        assert not any(left.values()), left
+
+
+# -- as new as the text --------------------------------------------------------------------------------------------
+
+
+def row_of(row_id: int, tokens: Sequence[int], num_output_tokens: int = 0) -> Any:
+    first = len(tokens) - num_output_tokens
+    return SimpleNamespace(id=row_id, token_ids=list(tokens), output_ids=list(tokens[first:]), num_prompt_tokens=first)
+
+
+def proposal(drafter: Drafter, row: Any, budget: int = 8) -> DraftTree:
+    return drafter.propose([row], [budget])[0]
+
+
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    return {tree.path_tokens(node) for node in range(1, len(tree))}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "rest"])
+def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) -> None:
+    drafter = DRAFTERS[method]()
+    row = row_of(0, PROMPTS[0])
+    drafter.start([row], [Features()])
+    for emitted in ((8, 3, 1), (4,), (1, 5, 9, 2), (6, 8), (3,)):
+        tree = proposal(drafter, row)
+        row.token_ids += emitted
+        drafter.observe([row], [StepResult(tree, (0,), emitted)])
+        fresh, whole = DRAFTERS[method](), row_of(1, row.token_ids)
+        fresh.start([whole], [Features()])
+        grown, given = proposal(drafter, row), proposal(fresh, whole)
+        assert (grown.tokens, grown.parents, grown.scores) == (given.tokens, given.parents, given.scores)
+    assert len(proposal(drafter, row)) > 1
+
+
+def test_rest_reads_what_followed_the_end_of_the_text() -> None:
+    """The pending token is part of the context, and the budget is the depth."""
+    drafter = RestDrafter(datastore(), 9, dynamic_index=False)
+    assert paths(proposal(drafter, row_of(0, [60, 0, 1]))) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
+    assert paths(proposal(drafter, row_of(0, [60, 0, 1]), 2)) == {(2,), (2, 3)}
+    assert paths(proposal(drafter, row_of(0, [60, 61]))) == set()
+
+
+def test_rest_merges_the_datastore_with_the_text() -> None:
+    drafter = RestDrafter(datastore(), 1)
+    row = row_of(0, [5, 6, 50, 5, 6])
+    drafter.start([row], [Features()])
+    assert paths(proposal(drafter, row)) == {(8,), (50,)}
+
+
+def test_a_place_in_the_history_outlives_what_is_added_meanwhile() -> None:
+    history = OutputHistory(8)
+    history.add([1, 2, 3, 4])
+    spot = history.match([1, 2])
+    assert spot is not None
+    history.add([1, 2, 9])
+    assert {candidate.token: candidate.score for candidate in history.candidates(spot)} == {
+        candidate.token: candidate.score for candidate in history.candidates(history.match([1, 2]))  # type: ignore[arg-type]
+    }
+
+
+def test_an_output_that_was_right_is_forgotten_later() -> None:
+    history = OutputHistory(6, max_outputs=2)
+    for start in (10, 20):
+        history.add(range(start, start + 4))
+    drafter, row = SuffixDrafter(history=history), row_of(0, [1, 10, 11])
+    drafter.start([row], [Features()])
+    tree = proposal(drafter, row)
+    assert tree.tokens[1] == 12
+    drafter.observe([row], [StepResult(tree, (0, 1), (12, 5))])
+    history.add(range(30, 34))
+    assert history.match([10, 11]) is not None
+    assert history.match([20, 21]) is None
+
+
+class Fixedly(Drafter):
+    """One token below every pending token."""
+
+    def __init__(self, name: str, guess: Callable[[Any], int]) -> None:
+        self.name, self._guess = name, guess
+
+    def propose(self, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
+        pairs = zip(rows, budgets, strict=True)
+        return [DraftTree.chain(row.pending, [self._guess(row)][:budget], source=self.name) for row, budget in pairs]
+
+
+def test_a_composition_learns_whom_to_believe() -> None:
+    """A part that is always wrong is worth ever less, also where the room is for one node."""
+    (plain,) = run(NGramDrafter(0), [REQUESTS[0]])
+    text = plain.token_ids
+
+    def right(row: Any) -> int:
+        return text[len(row.token_ids)]
+
+    for composed in (
+        UnionDrafter([Fixedly("wrong", lambda row: right(row) ^ 1), Fixedly("right", right)], max_nodes=2),
+        FirstDrafter([Fixedly("wrong", lambda row: right(row) ^ 1), Fixedly("right", right)], min_expected=0.4),
+    ):
+        (row,) = run(composed, [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=12))])
+        assert tuple(row.output_ids) == tuple(text[len(REQUESTS[0][0]) :])
+        assert row.stats.num_accepted_draft_tokens >= 3
+
+
+# -- through the public face ---------------------------------------------------------------------------------------
+
+
+def drafted(llm: LLM, prompt: Sequence[int]) -> tuple[tuple[int, ...], int, int]:
+    params = SamplingParams(max_tokens=30, temperature=0.0, seed=1)  # lookahead draws its first window by the seed
+    (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+    metrics = output.metrics.speculative_decoding
+    return tuple(output.outputs[0].token_ids), metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]
+
+
+@pytest.mark.parametrize("method", ["suffix", "token_recycling", "nasd", "ngram", "lookahead", "jacobi"])
+def test_nothing_passes_from_one_call_to_the_next(method: str) -> None:
+    llm = LLM(toy_model(VOCAB_SIZE), speculative_config={"method": method})
+    first = drafted(llm, PROMPTS[0])
+    drafted(llm, [*PROMPTS[0], *first[0][:20]])  # a request that knows how the other went on
+    assert drafted(llm, PROMPTS[0]) == first
+
+
+@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+def test_what_requests_share_helps_the_next_call_and_changes_no_token(method: str) -> None:
+    plain = drafted_by_nobody()
+    llm = LLM(toy_model(VOCAB_SIZE), speculative_config={"method": method, "shared": True})
+    first, second = drafted(llm, PROMPTS[0]), drafted(llm, PROMPTS[0])
+    assert first[0] == second[0] == plain
+    assert second[2] > first[2]
+
+
+def drafted_by_nobody() -> tuple[int, ...]:
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    return tuple(run(NGramDrafter(0), [(PROMPTS[0], params)])[0].output_ids)
