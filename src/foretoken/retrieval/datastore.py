@@ -145,14 +145,14 @@ class Datastore:
                     rows.append(shard.continuations(after, how.depth))
                     places.append(after + number * _SHARD_STRIDE)
                     weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
-        separator = self._shards[0].separator
+        width = self.manifest.width
         if len(rows) == 1:
-            return ContinuationTrie(rows[0], places[0], separator=separator, escape=how.escape)
+            return ContinuationTrie(rows[0], places[0], width=width, escape=how.escape)
         return ContinuationTrie(
             np.concatenate(rows),
             np.concatenate(places),
             np.concatenate(weights),
-            separator=separator,
+            width=width,
             is_sorted=False,
             escape=how.escape,
         )

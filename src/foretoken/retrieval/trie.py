@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.growth import Candidate, Shape
-from foretoken.retrieval.shard import PADDING
+from foretoken.retrieval.shard import PADDING, decode
 
 Ids = npt.NDArray[np.int64]
 
 _UNIT = 64
 _SURPLUS = 8  # candidates per wanted node where a limit of branches will drop some
+
+
+class _Node(NamedTuple):
+    """A node of the trie: ``key`` is its place in the flattened (depth, rows), ``parent`` that of the node above."""
+
+    key: int
+    parent: int
+    level: int
+    token: int
+    weight: float
 
 
 class ContinuationTrie:
@@ -25,30 +36,32 @@ class ContinuationTrie:
     of the trie are a tree, and best-first expansion is one selection over all nodes.
 
     Args:
-      rows: (M, D) token ids.
+      rows: (M,) records of the bytes of D tokens, big-endian.
       positions: (M,) where the rows stand in the datastore: larger is more recent.
       weights: (M,) how much a row counts, a multiple of 1 / 64; None for 1 each.
-      separator: the id that ends a document; it and what follows is no continuation.
+      width: bytes per token. The largest id ends a document; it and what follows is no continuation.
       is_sorted: the rows are in lexicographic order.
       escape: weight of the unknown: a token that followed n of m times scores n / (m + escape).
     """
 
     def __init__(
         self,
-        rows: Ids,
+        rows: npt.NDArray[np.void],
         positions: Ids,
         weights: npt.NDArray[np.float64] | None = None,
         *,
-        separator: int,
+        width: int,
         is_sorted: bool = True,
         escape: float = 0.0,
     ) -> None:
         if not is_sorted:
-            order = np.lexsort(rows.T[::-1])
+            order = rows.view(f"S{rows.itemsize}").argsort(kind="stable")  # merges what is sorted in pieces
             rows, positions = rows[order], positions[order]
             weights = None if weights is None else weights[order]
-        self._rows, self._positions, self._weights = rows, positions, weights
-        self._separator = separator
+        self._columns = _columns(rows, width)
+        self._positions, self._weights = positions, weights
+        self._separator = 256**width - 1
+        self._is_swapped = width == 2 and sys.byteorder == "little"
         self._total = (len(rows) if weights is None else float(weights.sum())) + escape
 
     def tree(self, pending: int, shape: Shape, name: str = "") -> DraftTree:
@@ -58,81 +71,96 @@ class ContinuationTrie:
         if max_branches < wanted:
             wanted *= _SURPLUS
         tokens, parents, scores, branches = [pending], [-1], [1.0], [0]
-        node_of: dict[tuple[int, int], int] = {}  # (first row, depth of its token below the root) -> node
-        for row, depth, parent_row, weight in self._heaviest(wanted, max_depth):
-            parent = node_of.get((parent_row, depth - 1)) if depth else 0
+        node_of: dict[int, int] = {}
+        for key, above, level, token, weight in self._heaviest(wanted, max_depth):
+            parent = node_of.get(above) if level else 0
             score = weight / self._total
             if len(tokens) == max_nodes or score < min_score:
                 break
             if parent is None or branches[parent] == max_branches:
                 continue
-            node_of[row, depth] = len(tokens)
+            node_of[key] = len(tokens)
             branches[parent] += 1
             branches.append(0)
-            tokens.append(int(self._rows[row, depth]))
+            tokens.append(token)
             parents.append(parent)
             scores.append(score)
         return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
 
-    @property
-    def _common(self) -> Ids:
-        """How many tokens each row shares with the one before; -1 for the first."""
-        differs = self._rows[1:] != self._rows[:-1]
-        common = np.full(len(self._rows), -1)
-        np.copyto(common[1:], np.where(differs.any(axis=1), differs.argmax(axis=1), self._rows.shape[1]))
-        return common
-
-    def _heaviest(self, count: int, max_depth: int) -> Seq[tuple[int, int, int, float]]:
-        """(first row, depth, first row of the parent, weight) of the ``count`` best nodes, best first."""
-        num_rows, depth = len(self._rows), min(max_depth, self._rows.shape[1])
+    def _heaviest(self, count: int, max_depth: int) -> Iterable[_Node]:
+        """The ``count`` best nodes, best first."""
+        columns = self._columns[:max_depth]
+        depth, num_rows = columns.shape
         if depth == 0:
             return []
-        everywhere = np.arange(depth * num_rows).reshape(depth, num_rows)
-        is_start = self._common <= everywhere[:, :1] // num_rows  # (depth, M): a node begins here
-        starts = np.flatnonzero(is_start)
-        level = starts // num_rows
-        row = starts - level * num_rows
-        weights = self._weights_from(starts, depth)
-        key = weights * num_rows + np.maximum.reduceat(self._recency[None].repeat(depth, 0).ravel(), starts)
-        key = key * PADDING + (PADDING - 1 - level)
-        key[level >= self._lengths[row]] = -1
-        best = key.argpartition(-count)[-count:] if count < len(key) else everywhere.ravel()[: len(key)]
-        best = best[key[best].argsort()[::-1]]
-        best = best[key[best] >= 0]
-        above = np.maximum.accumulate(np.where(is_start, everywhere, -1), axis=1)  # where the node of a row began
-        rows, levels = row[best], level[best]
-        parents = above[levels - 1, rows] % num_rows  # of the first level: any
-        return list(
-            zip(rows.tolist(), levels.tolist(), parents.tolist(), (weights[best] / _UNIT).tolist(), strict=True)
-        )
+        starts = np.flatnonzero(_is_start(columns))
+        ends = np.empty_like(starts)
+        ends[:-1], ends[-1] = starts[1:], depth * num_rows
+        weights = self._weights_from(starts, ends, depth)
+        is_over = columns == self._separator
+        if is_over.any():
+            weights[np.logical_or.accumulate(is_over, axis=0).ravel()[starts]] = 0
+        best = _largest(weights, count)
+        keys, weights = starts[best], weights[best]
+        levels = keys // num_rows
+        recency = self._most_recent(keys - levels * num_rows, ends[best] - levels * num_rows)
+        order = _best(weights, recency * PADDING - levels, count)  # parents before their children
+        keys, weights, levels = keys[order], weights[order], levels[order]
+        above = starts[starts.searchsorted(keys - num_rows, "right") - 1]  # of the first level: any
+        tokens = columns.ravel()[keys]
+        if self._is_swapped:
+            tokens = tokens.byteswap()
+        found = (keys, above, levels, tokens, weights / _UNIT)
+        return zip(*(column.tolist() for column in found), strict=True)  # type: ignore[return-value]
 
-    def _weights_from(self, starts: Ids, depth: int) -> Ids:
-        """Weights of the nodes that begin at flat places of (depth, M), in units of 1 / 64."""
+    def _weights_from(self, starts: Ids, ends: Ids, depth: int) -> Ids:
+        """Weights of the runs of flat places of (depth, M), in units of 1 / 64; together they are all places."""
         if self._weights is None:
-            ends = np.empty_like(starts)
-            ends[:-1] = starts[1:]
-            ends[-1] = depth * len(self._rows)
-            counts: Ids = ends - starts
-            return counts * _UNIT
+            counts: Ids = (ends - starts) * _UNIT
+            return counts
         units = (self._weights * _UNIT).astype(np.int64)
         sums: Ids = np.add.reduceat(units[None].repeat(depth, 0).ravel(), starts)
         return sums
 
-    @property
-    def _recency(self) -> Ids:
-        """Rank of every row, the most recent has the highest."""
-        ranks = np.empty(len(self._rows), np.int64)
-        ranks[self._positions.argsort()] = np.arange(len(self._rows))
-        return ranks
+    def _most_recent(self, starts: Ids, ends: Ids) -> Ids:
+        """The latest position in every run of rows."""
+        bounds = np.empty(2 * len(starts), np.int64)
+        bounds[::2], bounds[1::2] = starts, ends
+        latest: Ids = np.maximum.reduceat(np.append(self._positions, 0), bounds)[::2]
+        return latest
 
-    @property
-    def _lengths(self) -> Ids:
-        """Tokens of every row before its document ends."""
-        ends = self._rows == self._separator
-        if not ends.any():
-            return np.full(len(ends), ends.shape[1], np.int64)
-        lengths: Ids = np.where(ends.any(axis=1), ends.argmax(axis=1), self._rows.shape[1])
-        return lengths
+
+def _is_start(columns: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+    """Where a node begins, (D, M): rows that differ from the one before in this token or an earlier one."""
+    is_start = np.ones(columns.shape, np.bool_)
+    np.logical_or.accumulate(columns[:, 1:] != columns[:, :-1], axis=0, out=is_start[:, 1:])
+    return is_start
+
+
+def _largest(weights: Ids, count: int) -> Ids:
+    """Indices of the positive weights that are no smaller than the ``count``-th largest one."""
+    least = max(1, int(np.sort(weights)[-count])) if count < len(weights) else 1
+    return np.flatnonzero(weights >= least)
+
+
+def _best(weights: Ids, recency: Ids, count: int) -> Ids:
+    """Indices of the ``count`` heaviest, equal ones by recency, best first.
+
+    No two recencies are equal, and weights are as `_largest` leaves them: what is too much is of the smallest weight.
+    """
+    surplus = len(weights) - count
+    if surplus <= 0:
+        return np.lexsort((recency, weights))[::-1]
+    is_least = weights == weights.min()
+    kept = np.flatnonzero(~is_least | (recency >= np.sort(recency[is_least])[surplus]))
+    return kept[np.lexsort((recency[kept], weights[kept]))[::-1]]
+
+
+def _columns(rows: npt.NDArray[np.void], width: int) -> npt.NDArray[np.integer[Any]]:
+    """(M,) records as (D, M) ids to be compared for equality; of two bytes in the order of the file."""
+    data = rows.view(np.uint8).reshape(len(rows), -1)
+    ids = data if width == 1 else data.view(np.uint16) if width == 2 else decode(data, width)
+    return np.ascontiguousarray(ids.T)
 
 
 class Children(NamedTuple):
