@@ -179,6 +179,14 @@ def test_a_batch_counts_all_its_tokens(target: CausalLM) -> None:
     assert seconds > 0
 
 
+def test_a_batch_whose_first_rows_end_before_the_last_enters_is_timed(target: CausalLM) -> None:
+    """Prompts enter between decode steps, so short rows are done early; the wait for all of them used to be endless."""
+    arm = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=3, prefill_chunk_size=2))
+    rows, tokens, _ = arm.decode_batch([PROMPT[:3], PROMPT, PROMPT], 2, GREEDY)
+    assert [len(row.output_ids) for row in rows] == [2, 2, 2]
+    assert tokens < 3 * 2 - 1
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 

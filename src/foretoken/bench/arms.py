@@ -18,6 +18,7 @@ from transformers.utils import logging
 from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.params import SamplingParams
 
@@ -146,14 +147,29 @@ class EngineArm(Arm):
 
         Needs ``max_num_seqs`` of as many rows. Every row has entered before the time starts.
         """
+        _, num_tokens, seconds = self.decode_batch(prompts, max_new_tokens, sampling)
+        return num_tokens, seconds
+
+    def decode_batch(
+        self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling
+    ) -> tuple[list[Sequence], int, float]:
+        """The same, with the finished rows in front.
+
+        Raises: what a row ended with, if that is an error.
+        """
         rows = [self.engine.add_request(prompt, sampling.params(max_new_tokens))[0] for prompt in prompts]
-        while len(self.engine.decoding_rows) < len(rows):
-            self.engine.step()
+        while any(not row.is_finished and row not in self.engine.decoding_rows for row in rows):
+            self._step()  # rows that entered first may end before the last one enters
         num_before = sum(row.num_output_tokens for row in rows)
         start = perf_counter()
-        for _ in self.engine.run():
-            pass
-        return sum(row.num_output_tokens for row in rows) - num_before, perf_counter() - start
+        while not all(row.is_finished for row in rows):
+            self._step()
+        return rows, sum(row.num_output_tokens for row in rows) - num_before, perf_counter() - start
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.error is not None:
+                raise output.error
 
 
 class _Clock:
