@@ -1,6 +1,6 @@
-"""Convert a Llama checkpoint of transformers to GGUF: run where the wheels gguf and safetensors are.
+"""Convert a Llama checkpoint of transformers (float32) to GGUF: run where the wheels gguf and safetensors are.
 
-    python benchmarks/to_gguf.py CHECKPOINT OUT.gguf [--type f32|f16|bf16]
+    python benchmarks/peers/to_gguf.py CHECKPOINT OUT.gguf [--type f32|f16|bf16]
 
 Matrices get the wanted type, norms stay float32. The byte-level tokenizer is carried over, though the benchmark feeds
 token ids. llama.cpp rotates neighbouring pairs of channels where transformers rotates halves, so the rows of the
@@ -88,9 +88,9 @@ def convert(folder: Path, out: Path, kind: str) -> None:
     data_type, file_type = TYPES[kind]
     writer.add_file_type(file_type)
     add_tokenizer(writer, folder, config["vocab_size"], eos[0] if isinstance(eos, list) else eos)
-    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
         for name in tensors.keys():  # noqa: SIM118
-            weight = tensors.get_tensor(name).float().numpy()
+            weight = tensors.get_tensor(name).astype(np.float32)
             if name.endswith("q_proj.weight"):
                 weight = in_pairs(weight, config["num_attention_heads"])
             if name.endswith("k_proj.weight"):
