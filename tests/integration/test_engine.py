@@ -19,10 +19,12 @@ from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.nasd import NasdDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine import engine as engine_module
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.errors import ConfigError, NumericsError, TreeError
 from foretoken.engine.model import CausalLM
+from foretoken.engine.outputs import Emitted
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.tree import DraftTree
 from foretoken.params import SamplingParams
@@ -100,9 +102,9 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
     found: list[tuple[Any, str]] = [
         (engine, "_propose"),
         (engine, "_verify"),
-        (engine, "_accept"),
+        (engine_module, "accept_rows"),
         (engine, "_emit"),
-        (engine, "_logprobs"),
+        (Emitted, "logprobs"),
         (engine, "_observe"),
         (engine, "_enter"),
         (engine, "_retire"),
@@ -129,20 +131,21 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(("kind", "parity"), [("nasd", 0), ("tree", 1)])
-def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(kind: str, parity: int) -> None:
+def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(
+    kind: str, parity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cut off at every place of a step: its rows end, nothing of them stays, and all later tokens are right."""
     config = EngineConfig(max_num_seqs=4, prefill_chunk_size=8)
     engine = Engine(target(), drafter_of(kind), config)
     for place in range(len(places(engine))):
         owner, name = places(engine)[place]
         is_after = place % 2 == parity
-        setting = f"{kind}, {type(owner).__name__}.{name}, {'after' if is_after else 'before'} its work"
+        setting = f"{kind}, {owner}, {name}, {'after' if is_after else 'before'} its work"
         rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
-        setattr(owner, name, breaking(getattr(owner, name), [2], after=is_after))
-        with contextlib.suppress(Interrupt):
+        with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
+            patch.setattr(owner, name, breaking(getattr(owner, name), [2], after=is_after))
             for _ in engine.run():
                 pass
-        delattr(owner, name)
         assert engine.num_running == engine.cache.num_rows == 0, setting
         waiting = [row for row in rows if not row.is_finished]
         assert bool(waiting) == engine.has_unfinished, setting
