@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-EXAMPLES = settings(phases=[Phase.generate], database=None, derandomize=True, deadline=None, max_examples=60)
+EXAMPLES = settings(phases=[Phase.generate], database=None, derandomize=True, deadline=None, max_examples=200)
 """For a property test that is meant to fail: no shrinking, and nothing remembered."""
 
 
@@ -28,6 +28,7 @@ class Slip:
       arguments: of that test; "tmp_path" and "monkeypatch" stand for the fixtures.
       keeps_tokens: a method under which the fault changes no token, since verification protects them; "" where the
         tokens do change, or the fault breaks the run.
+      raises: how the test fails.
     """
 
     function: Any
@@ -36,6 +37,7 @@ class Slip:
     caught_by: Callable[..., None]
     arguments: tuple[Any, ...] = ()
     keeps_tokens: str = field(default="", kw_only=True)
+    raises: type[Exception] = field(default=AssertionError, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ class Slip:
 
 def plain(function: Any) -> FunctionType:
     """The function behind a property or a wrapper."""
-    function = getattr(function, "fget", None) or getattr(function, "func", None) or function
+    function = getattr(function, "fget", None) or getattr(function, "__func__", None) or function
     return inspect.unwrap(function)  # type: ignore[no-any-return]
 
 

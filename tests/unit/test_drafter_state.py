@@ -12,19 +12,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
 from foretoken.drafters.composition import FirstDrafter, UnionDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.nasd import NasdDrafter, NGramStorage
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.rest import RestDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.trie import Trie
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence as Row
@@ -74,7 +76,7 @@ REQUESTS = tuple(
 
 def run(drafter: Drafter, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Row]:
     engine = Engine(target(), drafter)
-    rows = [engine.add_request(prompt, params)[0] for prompt, params in requests]
+    rows = [row for prompt, params in requests for row in engine.add_request(prompt, params)]
     while engine.has_unfinished:
         engine.step()
     return rows
@@ -99,6 +101,31 @@ def test_neighbours_and_predecessors_change_no_draft(method: str) -> None:
     drafter = DRAFTERS[method]()
     assert counts(run(drafter, REQUESTS)) == alone(method)
     assert counts(run(drafter, REQUESTS[::-1])) == alone(method)[::-1]
+
+
+class OneByOne(Drafter):
+    """Hands rows on one at a time."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.name, self.requires = drafter, drafter.name, drafter.requires
+
+    def start(self, rows: Sequence[Row], features: Sequence[Features]) -> None:
+        for row, found in zip(rows, features, strict=True):
+            self.drafter.start([row], [found])
+
+    def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
+        return [self.drafter.propose([row], [budget])[0] for row, budget in zip(rows, budgets, strict=True)]
+
+    def observe(self, rows: Sequence[Row], results: Sequence[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self.drafter.observe([row], [result])
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_rows_that_start_together_are_told_apart(method: str) -> None:
+    """Samples of one prompt."""
+    samples = (PROMPTS[0], SamplingParams(max_tokens=10, temperature=0.9, seed=5, n=3))
+    assert counts(run(DRAFTERS[method](), [samples])) == counts(run(OneByOne(DRAFTERS[method]()), [samples]))
 
 
 @pytest.mark.parametrize("method", [*DRAFTERS, *OTHERS])
@@ -174,7 +201,8 @@ def test_a_place_in_the_history_outlives_what_is_added_meanwhile() -> None:
     assert spot is not None
     history.add([1, 2, 9])
     assert {candidate.token: candidate.score for candidate in history.candidates(spot)} == {
-        candidate.token: candidate.score for candidate in history.candidates(history.match([1, 2]))  # type: ignore[arg-type]
+        candidate.token: candidate.score
+        for candidate in history.candidates(history.match([1, 2]))  # type: ignore[arg-type]
     }
 
 
@@ -192,11 +220,52 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
     assert history.match([20, 21]) is None
 
 
+def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
+    drafter = TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10, initial_state="vocabulary")
+    drafter.bind(target(), target().new_cache(1))
+    before = drafter._start.candidates
+    run(drafter, REQUESTS[:1])
+    assert (drafter._start.candidates == before).all()
+
+
+def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
+    """The text's own successors first, then what the target ranked high in the same place."""
+    drafter, row = TokenRecyclingDrafter(9, 3, num_candidates=3, max_nodes=4), row_of(0, [4, 5, 6])
+    drafter.start([row], [Features(top_ids=torch.tensor([[1, 2, 3], [3, 1, 7]]))])
+    assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
+
+
+def test_runners_up_are_learned_in_their_places() -> None:
+    storage = NGramStorage(2, 4)
+    storage.extend([1, 2, 3], [[5], [6]], first=1)
+    assert [[token for token, _ in storage.successors([last])] for last in (1, 2, 3)] == [[2, 5], [3, 6], []]
+
+
+def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:
+    """Trigrams: what follows 1 7 is not what follows 2 7."""
+    storage = NGramStorage(3, 2)
+    storage.extend([0, 1, 7, 8, 0, 2, 7, 9, 0, 1, 7, 8, 0, 2, 7, 9, 0], [], first=1)
+    tree = storage.draft([7, 50, 0], 3)
+    assert paths(tree) == {(1,), (1, 7), (1, 7, 8), (2,), (2, 7), (2, 7, 9)}
+
+
+def test_a_path_ends_where_the_nodes_do() -> None:
+    trie = Trie(9, 99)
+    trie.add_path([1, 2, 3, 4], 3)
+    assert trie.tree().tokens == (9, 1, 2)
+    trie.add_path([1, 5], 3)
+    assert len(trie) == 3
+
+
 class Fixedly(Drafter):
     """One token below every pending token."""
 
-    def __init__(self, name: str, guess: Callable[[Any], int]) -> None:
-        self.name, self._guess = name, guess
+    def __init__(self, name: str, guess: Callable[[Any], int], requires: Requirements | None = None) -> None:
+        self.name, self._guess, self.requires = name, guess, requires or Requirements()
+        self.told: list[StepResult] = []
+
+    def observe(self, rows: Sequence[Any], results: Sequence[StepResult]) -> None:
+        self.told += results
 
     def propose(self, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
         pairs = zip(rows, budgets, strict=True)
@@ -218,6 +287,21 @@ def test_a_composition_learns_whom_to_believe() -> None:
         (row,) = run(composed, [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=12))])
         assert tuple(row.output_ids) == tuple(text[len(REQUESTS[0][0]) :])
         assert row.stats.num_accepted_draft_tokens >= 3
+
+
+def test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it() -> None:
+    """Unless it asks for its own nodes: one token was accepted here, and this part drafted another."""
+    text = run(NGramDrafter(0), [REQUESTS[0]])[0].token_ids
+    nodes = Requirements(top_k=1, all_nodes=True)
+    right = Fixedly("right", lambda row: text[len(row.token_ids)], nodes)
+    wrong = Fixedly("wrong", lambda row: text[len(row.token_ids)] ^ 1, Requirements(top_k=1))
+    run(UnionDrafter([right, wrong]), [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=3))])
+    first = len(REQUESTS[0][0])
+    for part in (right, wrong):
+        found = part.told[0].features.top_ids
+        assert found is not None
+        assert found[:, 0].tolist() == text[first : first + 2]
+    assert (wrong.told[0].path, right.told[0].path) == ((0,), (0, 1))
 
 
 # -- through the public face ---------------------------------------------------------------------------------------

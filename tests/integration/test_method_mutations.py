@@ -1,0 +1,87 @@
+"""Faults particular to one method: each makes a named test of the suite fail, and none of them changes a token.
+
+The second half is what verification promises: a drafter may be as wrong as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from test_swift import swift
+from test_swift import target as deep_target
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.model import CausalLM
+from foretoken.retrieval.history import OutputHistory
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, Trace, compare, decode
+from method_slips import SLIPS
+from slips import Slip
+from unit.test_drafter_state import DRAFTERS, OTHERS, VOCAB_SIZE, target
+
+METHODS: dict[str, Callable[[], Drafter]] = {
+    **DRAFTERS,
+    **OTHERS,
+    "suffix-shared": lambda: SuffixDrafter(4, min_token_prob=0.0, history=OutputHistory(6, max_outputs=2)),
+    "layer-skip-tree": lambda: LayerSkipDrafter(
+        LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3), num_branches=2
+    ),
+    "quantized": lambda: QuantizedSelfDrafter(
+        target_vocab_size=VOCAB_SIZE, policy=Fixed(3), layer_set=LayerSet((1,), ())
+    ),
+    "swift": lambda: swift(num_scored=2),
+}
+REQUESTS = [(prompt, replace(params, max_tokens=9)) for prompt in PROMPTS[:3] for params in (GREEDY, SAMPLED)]
+TWO_AT_A_TIME = EngineConfig(max_num_seqs=4)
+
+
+@cache
+def deep() -> CausalLM:
+    return deep_target(4)
+
+
+def target_of(method: str) -> CausalLM:
+    return deep() if method == "swift" else target()
+
+
+@cache
+def plain(lm: CausalLM) -> Trace:
+    return decode(lm, EmptyDrafter(), REQUESTS)
+
+
+CELLS = [
+    pytest.param(slip, id=f"{method}-{number:02d}")
+    for method, slips in SLIPS.items()
+    for number, slip in enumerate(slips, 1)
+]
+
+
+@pytest.mark.parametrize("slip", CELLS)
+def test_a_fault_of_a_method_is_caught(slip: Slip, tmp_path: Path) -> None:
+    """By an assertion of the test that the table names, and of no other kind of error."""
+    with pytest.MonkeyPatch.context() as patch:
+        slip.apply(patch)
+        try:
+            slip.test(patch, tmp_path)
+        except slip.raises:
+            return
+    pytest.fail(f"{slip.caught_by.__name__} does not catch the slip in {slip.name}")
+
+
+@pytest.mark.parametrize("slip", [cell for cell in CELLS if cell.values[0].keeps_tokens])
+def test_a_fault_of_a_method_changes_no_token(slip: Slip) -> None:
+    """Rows come and go, greedy and sampled ones in one batch."""
+    lm, drafter = target_of(slip.keeps_tokens), METHODS[slip.keeps_tokens]()
+    want = plain(lm)
+    with pytest.MonkeyPatch.context() as patch:
+        slip.apply(patch)
+        compare(decode(lm, drafter, REQUESTS, config=TWO_AT_A_TIME), want, slip.name)
