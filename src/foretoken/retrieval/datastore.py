@@ -135,7 +135,14 @@ class Datastore:
         return Match(length, num_hits, self._trie(groups, how))
 
     def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
-        """One trie of all hits; a hit of two groups stands in it twice, with the weights of both."""
+        """One trie of all hits; a hit of two groups counts with the weights of both."""
+        if (
+            len(groups) == 2
+            and len(self._shards) == 1
+            and groups[0].num_hits <= _FEW
+            and groups[1].num_hits <= how.max_hits
+        ):
+            return self._nested(*groups, how)
         rows, places, weights = [], [], []
         for hits, length, weight in groups:
             limit = -(-how.max_hits // sum(interval.num_hits > 0 for interval in hits))
@@ -157,6 +164,15 @@ class Datastore:
             escape=how.escape,
         )
 
+    def _nested(self, longer: _Group, shorter: _Group, how: Lookup) -> ContinuationTrie:
+        """The same where all hits of the shorter context are read: in order, and the longer one's are among them."""
+        (shard,) = self._shards
+        after = shard.positions(shorter.hits[0], how.max_hits) + shorter.length
+        among = shard.positions(longer.hits[0], how.max_hits) + longer.length
+        weights = shorter.weight + longer.weight * (after == among[:, None]).any(axis=0)
+        rows = shard.continuations(after, how.depth)
+        return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=how.escape)
+
     def close(self) -> None:
         """Give the files back; the datastore cannot be used any more."""
         for shard in self._shards:
@@ -176,6 +192,7 @@ class _Group(NamedTuple):
 
 
 _NONE = Interval(0, 0)
+_FEW = 64  # hits that are looked for among others
 
 
 def known_end(tokens: Seq[int], vocab_size: int) -> Seq[int]:

@@ -61,6 +61,7 @@ class ContinuationTrie:
         self._columns = _columns(rows, width)
         self._positions, self._weights = positions, weights
         self._separator = 256**width - 1
+        self._has_ends = b"\xff" * width in rows.tobytes()  # or two ids look like it together
         self._is_swapped = width == 2 and sys.byteorder == "little"
         self._total = (len(rows) if weights is None else float(weights.sum())) + escape
 
@@ -97,9 +98,9 @@ class ContinuationTrie:
         ends = np.empty_like(starts)
         ends[:-1], ends[-1] = starts[1:], depth * num_rows
         weights = self._weights_from(starts, ends, depth)
-        is_over = columns == self._separator
-        if is_over.any():
-            weights[np.logical_or.accumulate(is_over, axis=0).ravel()[starts]] = 0
+        if self._has_ends:
+            is_over = np.logical_or.accumulate(columns == self._separator, axis=0)
+            weights[is_over.ravel()[starts]] = 0
         best = _largest(weights, count)
         keys, weights = starts[best], weights[best]
         levels = keys // num_rows
