@@ -201,7 +201,7 @@ class Conversation:
             raise ConfigError("there is no answer yet to give again; ask something first")
         last = self.turns[-1]
         params = replace(self.params, seed=last.seed, max_tokens=len(last.token_ids))
-        prompt = {"prompt_token_ids": list(last.output.prompt_token_ids)}
+        prompt = {"prompt": last.output.prompt, "prompt_token_ids": list(last.output.prompt_token_ids)}
         return self._answer(self._llm(method), prompt, params, put, stop)
 
     def _check_room(self, num_tokens: int) -> None:

@@ -29,6 +29,7 @@ from foretoken.cli_options import (
     Model,
     NumSpeculativeTokens,
     SpeculativeOption,
+    Temperature,
     exit_codes,
     load_llm,
     sampling,
@@ -72,7 +73,7 @@ def demo(
     num_speculative_tokens: NumSpeculativeTokens = None,
     speculative_config: SpeculativeOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 96,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = DEFAULTS.temperature,
+    temperature: Temperature = DEFAULTS.temperature,
     seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
     num_prompts: Annotated[int, typer.Option(help="How many of the questions.", min=1, max=len(QUESTIONS))] = 4,
     inflate: Annotated[

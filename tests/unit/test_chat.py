@@ -211,6 +211,8 @@ def test_json_is_one_object_per_answer() -> None:
     assert result.exit_code == 0
     answer, again, stats = [json.loads(line) for line in result.stdout.splitlines()]
     assert answer["token_ids"] == again["token_ids"]
+    assert answer["prompt"] == again["prompt"] != ""
+    assert isinstance(answer["prompt"], str)
     assert (answer["method"], again["method"], again["identical"]) == ("draft_model", "none", True)
     assert (answer["num_cached_tokens"], again["num_cached_tokens"]) == (0, answer["num_prompt_tokens"] - 1)
     assert stats["stats"]["num_turns"] == 1
