@@ -145,7 +145,7 @@ def test_equal_proposals_of_two_sources_are_one_node() -> None:
 
 def test_equal_scores_go_to_the_most_recent() -> None:
     class Two:
-        def candidates(self, place: int) -> list[Candidate]:
+        def candidates(self, place: int, floor: float = 0.0) -> list[Candidate]:
             return [Candidate(0.5, 1, 7, 1), Candidate(0.5, 2, 8, 1)] if place == 0 else []
 
     assert grow(0, [Root(Two(), 0)], Shape(2, 3)).tokens == (0, 8)

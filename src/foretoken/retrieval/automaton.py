@@ -131,25 +131,29 @@ class SuffixAutomaton:
             state = self._shortened(self._tail, length)  # from here it is one link or two, from the match any number
         return None if length < self._min_match else Place(state, length, 1.0)
 
-    def candidates(self, place: Place) -> list[Candidate]:
+    def candidates(self, place: Place, floor: float = 0.0) -> list[Candidate]:
         """What has followed, by counts after this context and, for the rest, after shorter ones."""
+        floor = max(floor, self._floor)
         shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
         state, length, score = place
         rest = score
         for _ in range(self._max_orders):
-            rest = self._add_shares(shares, state, length, rest)
+            rest = self._add_shares(shares, state, length, rest, floor)
             state = self._link[state]
             length = self._length[state] if state > 0 else 0
-            if length < self._min_match or rest < self._floor / 4:
+            if length < self._min_match or rest <= self._floor / 4:
                 break
         return [
             Candidate(share, int(recent), token, Place(int(after), int(reach), share))
             for token, (share, recent, after, reach) in shares.items()
-            if share >= self._floor
+            if share >= floor
         ]
 
-    def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float) -> float:
-        """Distribute ``rest`` over the successors of one state; what is left for shorter contexts."""
+    def _add_shares(self, shares: dict[int, list[float]], state: int, length: int, rest: float, floor: float) -> float:
+        """Distribute ``rest`` over the successors of one state; what is left for shorter contexts.
+
+        A new token that cannot come to ``floor``, whatever the shorter contexts say of it, gets nothing.
+        """
         following, count = self._next[state], self._count
         if not following:
             return rest
@@ -160,9 +164,13 @@ class SuffixAutomaton:
         else:
             total = sum(count[after] for after in following.values())
         weight = rest * length / (total * length + self._escape)
+        rest -= weight * total
+        least = (floor - rest) / weight
         for token, after in some:
             known = shares.get(token)
             if known is None:
+                if count[after] < least:
+                    continue
                 reach = length + 1
                 stand = after
                 if reach >= self.max_length:
@@ -171,4 +179,4 @@ class SuffixAutomaton:
                 shares[token] = [weight * count[after], self._recent[after], stand, reach]
             else:
                 known[0] += weight * count[after]
-        return rest - weight * total
+        return rest

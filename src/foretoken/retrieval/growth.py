@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heappushpop
 from typing import Any, NamedTuple, Protocol
 
 from foretoken.engine.tree import DraftTree
@@ -29,8 +29,11 @@ class Candidate(NamedTuple):
 class Source(Protocol):
     """Knows continuations of one text: a place has candidates, each of which is a place again."""
 
-    def candidates(self, place: Any) -> Iterable[Candidate]:
-        """What may follow, each token once. Scores are products along the path, so they never grow on the way."""
+    def candidates(self, place: Any, floor: float = 0.0) -> Iterable[Candidate]:
+        """What may follow with a score of ``floor`` or more, each token once.
+
+        Scores are products along the path, so they never grow on the way.
+        """
 
 
 class Root(NamedTuple):
@@ -66,49 +69,57 @@ def grow(pending: int, roots: Seq[Root], shape: Shape, name: str = "") -> DraftT
     Returns: a tree with scores. Exactness: lossless for any rule that takes deterministic drafts. Randomness: none.
     """
     max_nodes, max_depth, max_branches, min_score = shape
-    tokens, parents, depths, scores, branches = [pending], [-1], [0], [1.0], [0]
+    tokens, parents, depths, scores = [pending], [-1], [0], [1.0]
     places: list[tuple[Root, ...]] = [tuple(roots)]
-    heap: list[tuple[float, int, int, int, int, tuple[Root, ...]]] = []
+    heap: list[tuple[float, int, int, int, _Found]] = []
+    best: list[float] = []  # scores of the best candidates so far, as many as there may be nodes: a heap
     newest = age = 0
     while True:
         if depths[newest] < max_depth:
-            for candidate, stands in _merged(places[newest], scores[newest]):
-                if candidate.score >= min_score:
-                    age += 1
-                    heappush(heap, (-candidate.score, -candidate.recency, age, newest, candidate.token, stands))
-        while heap and branches[heap[0][3]] == max_branches:
-            heappop(heap)
+            floor = max(min_score, best[0]) if len(best) == max_nodes - 1 else min_score
+            found = _merged(places[newest], scores[newest], floor)
+            if len(found) > max_branches:
+                found = sorted(found, key=lambda one: (-one.score, -one.recency))[:max_branches]
+            for one in found:
+                age += 1
+                heappush(heap, (-one.score, -one.recency, age, newest, one))
+                (heappush if len(best) < max_nodes - 1 else heappushpop)(best, one.score)
         if not heap or len(tokens) >= max_nodes:
             return DraftTree(tuple(tokens), tuple(parents), scores=tuple(scores), source=name)
-        score, _, _, parent, token, stands = heappop(heap)
+        _, _, _, parent, one = heappop(heap)
         newest = len(tokens)
-        tokens.append(token)
+        tokens.append(one.token)
         parents.append(parent)
         depths.append(depths[parent] + 1)
-        scores.append(-score)
-        branches.append(0)
-        branches[parent] += 1
-        places.append(stands)
+        scores.append(one.score)
+        places.append(one.stands)
 
 
-def _merged(roots: Seq[Root], score: float) -> Iterable[tuple[Candidate, tuple[Root, ...]]]:
-    """Candidates of all sources, equal tokens as one, with where every source stands after them."""
-    if len(roots) == 1:
-        source, place, own = roots[0]
-        factor = score / own
-        return [
-            (Candidate(c.score * factor, c.recency, c.token, None), (Root(source, c.place, c.score),))
-            for c in source.candidates(place)
-        ]
-    merged: dict[int, tuple[Candidate, tuple[Root, ...]]] = {}
+class _Found(NamedTuple):
+    """A candidate of a node: ``score`` is that of the whole path, ``stands`` where every source stands after it."""
+
+    score: float
+    recency: int
+    token: int
+    stands: tuple[Root, ...]
+
+
+_ROUNDING = 1 - 1e-9
+"""Sources get a floor that is lower by this: scaling there and back must not lose what lies on it."""
+
+
+def _merged(roots: Seq[Root], score: float, floor: float) -> Seq[_Found]:
+    """Candidates of all sources with a score of ``floor`` or more, equal tokens as one."""
+    merged: dict[int, _Found] = {}
     for source, place, own in roots:
         factor = score / own
-        for found in source.candidates(place):
-            candidate = Candidate(found.score * factor, found.recency, found.token, None)
-            known = merged.get(found.token)
-            stands: tuple[Root, ...] = (Root(source, found.place, found.score),)
-            if known is not None:
-                stands = (*known[1], *stands)
-                candidate = max(candidate, known[0], key=lambda one: one.score)
-            merged[found.token] = (candidate, stands)
-    return merged.values()
+        for reached, recency, token, after in source.candidates(place, floor / factor * _ROUNDING):
+            stands: tuple[Root, ...] = (Root(source, after, reached),)
+            known = merged.get(token)
+            if known is None:
+                merged[token] = _Found(reached * factor, recency, token, stands)
+            elif reached * factor > known.score:
+                merged[token] = _Found(reached * factor, recency, token, (*known.stands, *stands))
+            else:
+                merged[token] = known._replace(stands=(*known.stands, *stands))
+    return [found for found in merged.values() if found.score >= floor]

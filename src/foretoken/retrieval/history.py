@@ -183,13 +183,11 @@ class OutputHistory:
         with self._lock:
             return self._longest(data, shortest, 1.0)
 
-    def candidates(self, spot: Spot) -> list[Candidate]:
+    def candidates(self, spot: Spot, floor: float = 0.0) -> list[Candidate]:
         """What has followed, by counts."""
         with self._lock:
-            if spot.version != self._version:
-                found = self._walk(spot.string, spot.score)
-                return [] if found is None else self._candidates(found)
-            return self._candidates(spot)
+            found = spot if spot.version == self._version else self._walk(spot.string, spot.score)
+            return [] if found is None else [one for one in self._candidates(found) if one.score >= floor]
 
     def _candidates(self, spot: Spot) -> list[Candidate]:
         node, offset, string, score, version = spot

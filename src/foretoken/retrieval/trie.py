@@ -180,5 +180,5 @@ class Children(NamedTuple):
             )
         )
 
-    def candidates(self, node: int) -> tuple[Candidate, ...]:
-        return self.of[node]
+    def candidates(self, node: int, floor: float = 0.0) -> list[Candidate]:
+        return [candidate for candidate in self.of[node] if candidate.score >= floor]
