@@ -65,10 +65,17 @@ def test_greedy_equals_transformers(seed: int, use_cache: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("seed", range(50))
-def test_greedy_equals_transformers_on_fifty_pairs(seed: int, use_cache: bool) -> None:
-    check_pair(seed, use_cache)
+def test_greedy_equals_transformers_on_fifty_pairs(seed: int) -> None:
+    """Half of them with a cache, independently of what else varies with the parity of the seed."""
+    check_pair(seed, use_cache=bool(seed // 2 % 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(50))
+def test_greedy_equals_transformers_on_fifty_pairs_the_other_way(seed: int) -> None:
+    """With a cache where the test above has none, and without where it has one."""
+    check_pair(seed, use_cache=not seed // 2 % 2)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

@@ -1,15 +1,18 @@
 """Speculative decoding gives the tokens of plain decoding, and plain decoding those of transformers.
 
 In float64, so that a tie that rounding could decide never comes up: for every architecture, drafter, way of
-choosing tokens, batch and draft shape.
+choosing tokens, batch and draft shape. What always runs puts rows of all ways into one ragged batch, which covers
+every architecture with every drafter and every mode; the whole product, each mode in a batch of its own, is marked
+full.
 """
 
 from __future__ import annotations
 
 from atexit import register
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from shutil import rmtree
 from tempfile import mkdtemp
 
@@ -45,8 +48,8 @@ PROMPTS = (
 EOS = (11, 29)
 
 MODES = {
-    "greedy": SamplingParams(max_tokens=20, temperature=0.0),
-    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=17),
+    "greedy": SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=17, ignore_eos=True),
     "greedy-processed": SamplingParams(
         max_tokens=20,
         temperature=0.0,
@@ -67,8 +70,9 @@ MODES = {
         seed=23,
     ),
 }
-COVERING_MODES = ("greedy", "sampled")
-PROCESSED_MODES = ("greedy-processed", "sampled-processed")
+UNPROCESSED_MODES = ("greedy", "sampled")
+COVERING_TOKENS = 14
+"""Tokens of every row in what always runs: enough for drafts to be accepted, cut and refused."""
 
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "draft-model-chain": lambda name: _draft_model(name, 1),
@@ -107,10 +111,8 @@ def _draft_model(name: str, num_branches: int, depth: int = 4, sample_method: st
 
 
 def run(name: str, drafter: Drafter, mode: str, prompts: tuple[tuple[int, ...], ...] = PROMPTS) -> Trace:
-    params = MODES[mode]
-    return decode(
-        adapter(name), drafter, [(prompt, params) for prompt in prompts], eos_token_ids=EOS if params.min_tokens else ()
-    )
+    """All prompts in one mode."""
+    return decode(adapter(name), drafter, [(prompt, MODES[mode]) for prompt in prompts], eos_token_ids=EOS)
 
 
 @cache
@@ -119,33 +121,79 @@ def plain(name: str, mode: str) -> Trace:
     return run(name, EmptyDrafter(), mode)
 
 
-def matrix(modes: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    return [(name, drafter, mode) for name in NAMES for drafter in DRAFTERS for mode in modes]
+def row_modes(name: str) -> tuple[str, ...]:
+    """A mode for every prompt: all modes on each architecture, and each prompt in every mode on some."""
+    shift = NAMES.index(name)
+    return tuple(list(MODES)[(row + shift) % len(MODES)] for row in range(len(PROMPTS)))
 
 
-@pytest.mark.parametrize(("name", "drafter", "mode"), matrix(COVERING_MODES))
-def test_drafting_changes_no_token(name: str, drafter: str, mode: str) -> None:
-    """Five ragged rows in one batch."""
-    compare(run(name, DRAFTERS[drafter](name), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+def run_mixed(name: str, drafter: Drafter, rows: Iterable[int] = range(len(PROMPTS))) -> Trace:
+    """Every prompt, or the given ones, in its own mode, one batch."""
+    modes = row_modes(name)
+    requests = [(PROMPTS[row], replace(MODES[modes[row]], max_tokens=COVERING_TOKENS)) for row in rows]
+    return decode(adapter(name), drafter, requests, eos_token_ids=EOS)
+
+
+@cache
+def plain_mixed(name: str) -> Trace:
+    return run_mixed(name, EmptyDrafter())
+
+
+# -- what always runs ------------------------------------------------------------------------------------------------
+
+BATCHED = [(name, drafter) for name in NAMES for drafter in DRAFTERS]
+ALONE = [
+    (name, list(DRAFTERS)[(number + 3 * row) % len(DRAFTERS)], row)
+    for number, name in enumerate(NAMES)
+    for row in range(len(MODES))
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter", "mode"),
-    [
-        pytest.param(*case, marks=() if i % 7 == 0 else pytest.mark.full)
-        for i, case in enumerate(matrix(PROCESSED_MODES))
-    ],
+    ("name", "drafter"),
+    [pytest.param(*pair, marks=[pytest.mark.every_version] * (pair[1] == "draft-model-tree")) for pair in BATCHED],
 )
-def test_drafting_changes_no_token_under_processors(name: str, drafter: str, mode: str) -> None:
-    """Penalties, bans, minimum lengths and EOS see every node's own path."""
+def test_drafting_changes_no_token(name: str, drafter: str) -> None:
+    """Five ragged rows in one batch: greedy and seeded, with and without processors, with and without EOS."""
+    compare(run_mixed(name, DRAFTERS[drafter](name)), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
+
+
+@pytest.mark.parametrize(("name", "drafter", "row"), ALONE)
+def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: str, row: int) -> None:
+    """Batch 1; every mode on each architecture, every drafter in each mode."""
+    alone = run_mixed(name, DRAFTERS[drafter](name), [row])
+    assert alone.outputs["0.0"] == plain_mixed(name).outputs[f"{row}.0"]
+    assert alone.reasons["0.0"] == plain_mixed(name).reasons[f"{row}.0"]
+
+
+def test_what_always_runs_covers_every_pair() -> None:
+    """Architectures with drafters and modes, drafters with modes, prompts with modes; in batches and alone."""
+    modes = set(MODES)
+    assert {(name, drafter) for name, drafter in BATCHED} == set(product(NAMES, DRAFTERS))
+    assert all(set(row_modes(name)) == modes for name in NAMES)  # hence every drafter in every mode, too
+    assert {pair for name in NAMES for pair in enumerate(row_modes(name))} == set(product(range(len(PROMPTS)), modes))
+    alone = [(name, drafter, row_modes(name)[row]) for name, drafter, row in ALONE]
+    assert {(name, mode) for name, _, mode in alone} == set(product(NAMES, modes))
+    assert {(drafter, mode) for _, drafter, mode in alone} == set(product(DRAFTERS, modes))
+
+
+# -- the whole product -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mode: str) -> None:
+    """Five ragged rows of one mode; penalties, bans, minimum lengths and EOS see every node's own path."""
     compare(run(name, DRAFTERS[drafter](name), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter", "mode"),
-    [pytest.param(*case, marks=() if i % 11 == 0 else pytest.mark.full) for i, case in enumerate(matrix(tuple(MODES)))],
-)
-def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: str, mode: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: str, mode: str) -> None:
     for row, prompt in enumerate(PROMPTS):
         alone = run(name, DRAFTERS[drafter](name), mode, (prompt,))
         assert alone.outputs["0.0"] == plain(name, mode).outputs[f"{row}.0"]
@@ -156,9 +204,12 @@ def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: st
 @pytest.mark.parametrize("num_branches", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, depth: int) -> None:
-    for mode in COVERING_MODES:
+    for mode in UNPROCESSED_MODES:
         trace = run(name, _draft_model(name, num_branches, depth), mode)
         compare(trace, plain(name, mode), f"{name}, K={depth}, {num_branches} branches, {mode}")
+
+
+# -- the controls, and plain decoding itself --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_branches", [1, 3])
@@ -168,11 +219,13 @@ def test_a_greedy_drafter_of_a_sampling_target_changes_no_token(name: str, num_b
     compare(run(name, drafter, "sampled"), plain(name, "sampled"), f"{name}, greedy drafts")
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("mode", ["greedy", "greedy-processed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
     """Greedy, and with repetition penalty, minimum length and bad words."""
-    model, params = target_model(name, first_attention(name)), MODES[mode]
+    model, params = target_model(name, first_attention(name)), replace(MODES[mode], max_tokens=COVERING_TOKENS)
+    ours = decode(adapter(name), EmptyDrafter(), [(prompt, params) for prompt in PROMPTS], eos_token_ids=EOS)
     options = {}
     if mode == "greedy-processed":
         options = {
@@ -191,7 +244,7 @@ def test_plain_decoding_equals_generate(name: str, mode: str) -> None:
             pad_token_id=0,
             **options,
         )
-        assert plain(name, mode).outputs[f"{row}.0"] == tuple(text[0, len(prompt) :].tolist())
+        assert ours.outputs[f"{row}.0"] == tuple(text[0, len(prompt) :].tolist())
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

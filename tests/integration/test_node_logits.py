@@ -16,6 +16,7 @@ from harness import adapter, node_logit_error, tolerance
 CASES = [(name, attention) for name, arch in ARCHITECTURES.items() for attention in arch.attention]
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tree: bool) -> None:
@@ -23,6 +24,7 @@ def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tre
     assert node_logit_error(name, attention, is_tree) < tolerance(name, attention)
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_trees_are_supported(name: str, attention: str) -> None:
     """The probe at load time found every supported architecture fit for trees."""

@@ -59,56 +59,88 @@ def drafter(name: str, dtype: torch.dtype, num_branches: int) -> Drafter:
     )
 
 
-def requests(mode: str) -> list[tuple[tuple[int, ...], SamplingParams]]:
+Request = tuple[tuple[int, ...], SamplingParams]
+
+
+def requests(mode: str) -> list[Request]:
     return [(prompt, MODES[mode]) for prompt in PROMPTS]
 
 
-def differences(name: str, dtype: torch.dtype, mode: str) -> list[Divergence]:
-    """Of a tree drafter in a batch, and of every row alone, from the plain loop in one batch."""
-    lm, asked = adapter(name, dtype), requests(mode)
+def mixed(name: str) -> list[Request]:
+    """Greedy and sampled rows in turn; which prompts are greedy changes from one architecture to the next."""
+    modes, shift = list(MODES.values()), list(ARCHITECTURES).index(name)
+    return [(prompt, modes[(row + shift) % 2]) for row, prompt in enumerate(PROMPTS)]
+
+
+def differences(name: str, dtype: torch.dtype, asked: list[Request], alone: tuple[int, ...]) -> list[Divergence]:
+    """Of a tree drafter in a batch, and of these rows alone, from the plain loop in one batch."""
+    lm = adapter(name, dtype)
     plain = decode(lm, EmptyDrafter(), asked)
     found = divergences(lm, asked, decode(lm, drafter(name, dtype, 3), asked), plain)
-    for row, request in enumerate(asked):
-        alone = decode(lm, drafter(name, dtype, 1), [request])
-        want = Trace({"0.0": plain.outputs[f"{row}.0"]}, {}, 0)
-        found += divergences(lm, [request], alone, want)
+    for row in alone:
+        trace = decode(lm, drafter(name, dtype, 1), [asked[row]])
+        found += divergences(lm, [asked[row]], trace, Trace({"0.0": plain.outputs[f"{row}.0"]}, {}, 0))
     return found
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_single_precision_differs_at_ties_only(name: str, mode: str) -> None:
-    for divergence in differences(name, torch.float32, mode):
+def check_single_precision(name: str, asked: list[Request], alone: tuple[int, ...]) -> None:
+    for divergence in differences(name, torch.float32, asked, alone):
         assert divergence.gap < FLOAT32_GAP, divergence
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_half_precision_differs_at_near_ties_only(name: str, mode: str, record_property: pytest.FixtureRequest) -> None:
-    found = differences(name, torch.bfloat16, mode)
-    record_property("divergences", [str(divergence) for divergence in found])
+def check_half_precision(name: str, asked: list[Request], alone: tuple[int, ...]) -> list[str]:
+    found = differences(name, torch.bfloat16, asked, alone)
     for divergence in found:
         assert divergence.gap < (ROUTED_GAP if name in ROUTED else BFLOAT16_GAP), divergence
+    return [str(divergence) for divergence in found]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_strict_half_precision_differs_nowhere(name: str, mode: str) -> None:
-    """Chains, and trees reduced to chains; rows in a batch and alone; all tokens, in bfloat16."""
-    lm, asked = adapter(name, torch.bfloat16), requests(mode)
+def check_strict(name: str, asked: list[Request], alone: tuple[int, ...]) -> None:
+    lm = adapter(name, torch.bfloat16)
     plain = decode(lm, EmptyDrafter(), asked, config=STRICT)
     for num_branches in (1, 3):
         trace = decode(lm, drafter(name, torch.bfloat16, num_branches), asked, config=STRICT)
         compare(trace, plain, f"{name}, strict, {num_branches} branches")
-    for row, request in enumerate(asked):
-        alone = decode(lm, drafter(name, torch.bfloat16, 1), [request], config=STRICT)
-        assert alone.outputs["0.0"] == plain.outputs[f"{row}.0"]
+    for row in alone:
+        trace = decode(lm, drafter(name, torch.bfloat16, 1), [asked[row]], config=STRICT)
+        assert trace.outputs["0.0"] == plain.outputs[f"{row}.0"]
+
+
+ALONE = (0, 1)
+"""Neighbours, hence one greedy row and one sampled."""
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_single_precision_differs_at_ties_only(name: str) -> None:
+    check_single_precision(name, mixed(name), ALONE)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_half_precision_differs_at_near_ties_only(name: str, record_property: pytest.FixtureRequest) -> None:
+    record_property("divergences", check_half_precision(name, mixed(name), ALONE))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_strict_half_precision_differs_nowhere(name: str) -> None:
+    """Chains, and trees reduced to chains; rows in a batch and alone; all tokens, in bfloat16."""
+    check_strict(name, mixed(name), ALONE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_prompt_in_every_precision(name: str, mode: str, record_property: pytest.FixtureRequest) -> None:
+    """The three tests above with every prompt in every mode, in a batch and alone."""
+    every_row = tuple(range(len(PROMPTS)))
+    check_single_precision(name, requests(mode), every_row)
+    record_property("divergences", check_half_precision(name, requests(mode), every_row))
+    check_strict(name, requests(mode), every_row)
 
 
 def test_half_precision_does_differ_without_strict_mode() -> None:
     """The control of the test above: at free shapes some of these texts part."""
     names = ("qwen2-sliding", "qwen3", "gemma3", "gpt2", "falcon", "stablelm", "mistral-filled")
-    assert any(differences(name, torch.bfloat16, mode) for name in names for mode in MODES)
+    assert any(differences(name, torch.bfloat16, requests(mode), ALONE) for name in names for mode in MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,11 @@ def run_schedule(seed: int, lm: CausalLM, config: EngineConfig | None = None) ->
     return requests
 
 
-SEEDS = [pytest.param(seed, marks=() if seed < 8 else pytest.mark.slow) for seed in range(60)]
+def _marks(seed: int) -> Any:
+    return () if seed < 8 else pytest.mark.slow if seed < 24 else pytest.mark.full
+
+
+SEEDS = [pytest.param(seed, marks=_marks(seed)) for seed in range(60)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
