@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -13,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from foretoken.cli_options import DEFAULT_MODEL, AsJson, exit_codes
+from foretoken.progress import build_bar
 
 if TYPE_CHECKING:
-    from foretoken.retrieval.build import Progress as Report
     from foretoken.retrieval.datastore import Match
     from foretoken.retrieval.manifest import Manifest
 
@@ -53,7 +50,7 @@ def build_(
     """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""
     from foretoken.retrieval.build import Limits, build
 
-    with exit_codes(), _bar() as report:
+    with exit_codes(), build_bar() as report:
         manifest = build(
             corpora,
             _tokenizer(tokenizer),
@@ -79,7 +76,7 @@ def append_(
     """Add corpora to a datastore; what is added counts as more recent."""
     from foretoken.retrieval.build import Limits, append
 
-    with exit_codes(), _bar() as report:
+    with exit_codes(), build_bar() as report:
         manifest = append(
             folder, corpora, _tokenizer(tokenizer), field=field, limits=Limits(int(memory * 1e9)), progress=report
         )
@@ -184,29 +181,3 @@ def _tokenizer(name: str) -> Any:
     from foretoken.loading import load_tokenizer
 
     return load_tokenizer(name)
-
-
-@contextmanager
-def _bar() -> Iterator[Report | None]:
-    """Progress on standard error, where it is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("reading", total=None)
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage == "sorting":
-                progress.update(task, description=f"sorting {done:,} tokens")
-            else:
-                progress.update(task, description=stage, completed=done, total=total)
-
-        yield report

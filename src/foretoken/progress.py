@@ -1,12 +1,22 @@
-"""A progress bar for many prompts, on standard error."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 class Bar:
@@ -40,3 +50,29 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Bar
     )
     with Progress(*columns, console=console, transient=shown is None) as progress:
         yield Bar(progress, progress.add_task("prompts", total=num_prompts, tokens=0))
+
+
+@contextmanager
+def build_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar for building a datastore, on standard error, where that is a terminal; None elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("reading", total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage == "sorting":
+                progress.update(task, description=f"sorting {done:,} tokens")
+            else:
+                progress.update(task, description=stage, completed=done, total=total)
+
+        yield report

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foretoken.bench.suite import Settings, SpeedTable, Suite
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
+EXTRA_PARTS = ("profile", "drafting")
 EXIT_REFUSED, EXIT_DIFFERS = 2, 3
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
@@ -27,6 +28,9 @@ _QUICK: dict[str, Any] = {
     "batch_size": 3,
     "vocab_sizes": (4096,),
     "profile_contexts": (64,),
+    "draft_contexts": (1000,),
+    "datastore_sizes": (10_000,),
+    "draft_steps": 20,
     "assisted_lengths": (2,),
     "lookup_lengths": (3,),
 }
@@ -44,7 +48,9 @@ def run(
     dtype: Annotated[str, typer.Option(help="auto is bfloat16 where the CPU computes in it, else float32.")] = "auto",
     execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None,
-    parts: Annotated[str, typer.Option(help=f"Which of {', '.join(PARTS)}, by comma.")] = ",".join(PARTS),
+    parts: Annotated[
+        str, typer.Option(help=f"Which of {', '.join(PARTS)}, {', '.join(EXTRA_PARTS)}, by comma; see below.")
+    ] = ",".join(PARTS),
     contexts: Annotated[str, typer.Option(help="Tokens of context, by comma.")] = "256,1500",
     num_prompts: Annotated[int, typer.Option(help="Prompts per table.", min=1)] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48,
@@ -65,9 +71,17 @@ def run(
     stop_at_eos: Annotated[bool, typer.Option(help="End where the model ends; otherwise at the budget.")] = False,
     prompts_file: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl; own prompts else.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.", min=0)] = 0,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also where a step goes, by vocabulary and context.")
-    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {' and '.join(EXTRA_PARTS)}.")] = False,
+    draft_contexts: Annotated[
+        str, typer.Option(help="Tokens of context at which the host time of drafting is measured.")
+    ] = "1000,16000,128000",
+    datastore_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of the datastores that are built for it, such as 1e5,1e7,1e8: 1e7 takes about 10 seconds, 1e8 "
+            "two minutes and 1.1 GB of memory."
+        ),
+    ] = "1e5",
     quick: Annotated[
         bool, typer.Option("--quick", help="Everything once and small, in seconds; no figures to quote.")
     ] = False,
@@ -76,13 +90,18 @@ def run(
 ) -> None:
     """Measure drafted decoding against plain decoding, transformers' generate, assisted generation and prompt lookup.
 
+    Parts. speed: greedy, prompts of all kinds, at every context. copying: lookup where the output repeats the prompt.
+    sampling: temperature 1. efficiency, lookup-efficiency: speed-up against what tau and the forwards allow. batch:
+    ragged rows together against one by one. profile: where a step goes, by vocabulary and context. drafting:
+    microseconds per proposal of the drafters that make no forward, by context and size of the datastore.
+
     Exit codes: 0 done, 2 refused, 3 outputs differ (then no speed is shown).
     """
     from foretoken.bench.suite import Settings, UnequalOutputsError
     from foretoken.engine.errors import ForetokenError
 
     try:
-        chosen = _chosen(parts)
+        chosen = _chosen(parts) + [part for part in EXTRA_PARTS if profile]
         settings = Settings(
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
@@ -93,6 +112,8 @@ def run(
             assisted_lengths=_integers(assisted_lengths, "assisted-lengths"),
             lookup_lengths=_integers(lookup_lengths, "lookup-lengths"),
             batch_size=batch_size,
+            draft_contexts=_integers(draft_contexts, "draft-contexts"),
+            datastore_sizes=_integers(datastore_sizes, "datastore-sizes"),
             ignore_eos=not stop_at_eos,
             seed=seed,
             execution=execution,
@@ -105,7 +126,7 @@ def run(
 
             torch.set_num_threads(threads)
         suite = _suite(model, draft_model, dtype, scale or _default_scale(model, quick), settings)
-        results = _results(suite, chosen, profile, is_shown=not as_json)
+        results = _results(suite, chosen, is_shown=not as_json)
     except UnequalOutputsError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(EXIT_DIFFERS) from None
@@ -142,9 +163,9 @@ def _chosen(parts: str) -> list[str]:
     from foretoken.engine.errors import ConfigError
 
     chosen = [part.strip() for part in parts.split(",") if part.strip()]
-    unknown = [part for part in chosen if part not in PARTS]
+    unknown = [part for part in chosen if part not in (*PARTS, *EXTRA_PARTS)]
     if unknown:
-        raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join(PARTS)}")
+        raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join((*PARTS, *EXTRA_PARTS))}")
     return chosen
 
 
@@ -159,7 +180,7 @@ def _suite(model: str, draft_model: str | None, dtype: str, scale: str, settings
     return Suite(load_pair(model, draft_model, dtype), scale, settings, status.print)
 
 
-def _results(suite: Suite, parts: list[str], with_profile: bool, *, is_shown: bool) -> dict[str, Any]:
+def _results(suite: Suite, parts: list[str], *, is_shown: bool) -> dict[str, Any]:
     """Run the parts; tables appear as they are ready."""
     import torch
     from rich.console import Console
@@ -180,12 +201,13 @@ def _results(suite: Suite, parts: list[str], with_profile: bool, *, is_shown: bo
         "settings": {**report.plain_data(suite.settings), "prompts_file": str(suite.settings.prompts_file or "own")},
     }
     with torch.inference_mode():
-        results |= _parts(suite, parts, console, with_profile)
+        results |= _parts(suite, parts, console)
     return results
 
 
-def _parts(suite: Suite, parts: list[str], console: Console, with_profile: bool) -> dict[str, Any]:
+def _parts(suite: Suite, parts: list[str], console: Console) -> dict[str, Any]:
     from foretoken.bench import report
+    from foretoken.progress import build_bar
 
     results: dict[str, Any] = {}
     tables: list[Callable[[], SpeedTable]] = []
@@ -214,8 +236,13 @@ def _parts(suite: Suite, parts: list[str], console: Console, with_profile: bool)
         rows = suite.batch(suite.greedy)
         report.show_batch(console, rows)
         results["batch"] = report.plain_data(rows)
-    if with_profile:
+    if "profile" in parts:
         cells = list(suite.profiles([suite.greedy, suite.sampled(0.9)]))
         report.show_profiles(console, cells)
         results["profile"] = report.plain_data(cells)
+    if "drafting" in parts:
+        with build_bar() as bar:
+            costs = list(suite.drafting(bar))
+        report.show_drafting(console, costs)
+        results["drafting"] = report.plain_data(costs)
     return results

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.bench.costs import Efficiency
+from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
 from foretoken.bench.measure import Comparison
 from foretoken.bench.profile import VERBS
@@ -148,6 +149,24 @@ def show_profiles(console: Console, cells: Seq[ProfileCell]) -> None:
             f"{(found.target_seconds + found.drafter_seconds) * 1e3:.1f}",
             *(f"{found.verb_shares[verb] * 100:.1f}" for verb in VERBS),
             f"{found.outside_share * 100:.1f}",
+        )
+    console.print(shown)
+
+
+def show_drafting(console: Console, costs: Seq[DraftCost]) -> None:
+    """Microseconds per step."""
+    shown = Table(title="drafting without forwards: host time per step, medians", title_justify="left")
+    columns = ("drafter", "context", "store", "start\nms", "propose\nus", "p90\nus", "observe\nus", "nodes")
+    for column in columns:
+        shown.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for cost in costs:
+        shown.add_row(
+            cost.drafter,
+            f"{cost.context:,}",
+            "" if cost.datastore_tokens is None else f"{cost.datastore_tokens:,}",
+            f"{cost.start_ms:.1f}",
+            *(f"{micros:.0f}" for micros in (cost.propose_us, cost.propose_p90_us, cost.observe_us)),
+            f"{cost.nodes:.1f}",
         )
     console.print(shown)
 

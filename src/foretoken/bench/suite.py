@@ -13,6 +13,7 @@ from typing import Any
 
 from foretoken.bench import costs, equality
 from foretoken.bench.arms import Arm, EngineArm, Sampling, TransformersArm
+from foretoken.bench.drafting import DraftCost, draft_costs
 from foretoken.bench.equality import Equality
 from foretoken.bench.measure import Comparison, Trial, compare, interleave, no_garbage_collection
 from foretoken.bench.models import Pair, describe, drafter_of_cost, relative_cost, scaled
@@ -24,6 +25,7 @@ from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
 from foretoken.factories import Materials, drafter_factory
 from foretoken.params import SpeculativeConfig
+from foretoken.retrieval.build import Progress
 
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
@@ -43,6 +45,8 @@ class Settings:
       num_draft_tokens: of the own drafters; None for the defaults of their methods.
       num_branches: of the tree arm.
       assisted_lengths, lookup_lengths: numbers of draft tokens among which transformers' arms are tuned.
+      draft_contexts, datastore_sizes, draft_steps: tokens of context and of datastores, and steps, at which the host
+        time of drafting is measured.
       draft_costs: targets for the cost of a drafter's forward; 0 is the drafter as it is.
     """
 
@@ -56,6 +60,9 @@ class Settings:
     batch_size: int = 8
     vocab_sizes: tuple[int, ...] = (4096, 32000, 150000)
     profile_contexts: tuple[int, ...] = (100, 500, 1500)
+    draft_contexts: tuple[int, ...] = (1000, 16000, 128000)
+    datastore_sizes: tuple[int, ...] = (100_000,)
+    draft_steps: int = 200
     assisted_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
     lookup_lengths: tuple[int, ...] = (2, 3, 5, 8, 10, 15)
     ignore_eos: bool = True
@@ -426,6 +433,13 @@ class Suite:
                         self._say(f"profile at vocabulary {vocab_size}, context {context}, {sampling.label}")
                         found = profile(arm, prompts, self.settings.max_new_tokens, sampling)
                         yield ProfileCell(suite.target.vocab_size, context, sampling.label, found)
+
+    def drafting(self, progress: Progress | None = None) -> Iterator[DraftCost]:
+        """Host time of the drafters that need no forward, by context and size of the datastore."""
+        settings = self.settings
+        self._say(f"drafting at contexts {settings.draft_contexts}, datastores of {settings.datastore_sizes} tokens")
+        materials = Materials(self.target, None, self.pair.tokenizer, self.pair.zoo_name)
+        return draft_costs(materials, settings.draft_contexts, settings.datastore_sizes, settings.draft_steps, progress)
 
     @contextmanager
     def _padded(self, vocab_size: int) -> Iterator[Suite]:

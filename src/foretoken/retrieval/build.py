@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.engine.errors import ConfigError, CorpusError, DatastoreError
@@ -319,31 +320,47 @@ class _Builder:
 
 
 def from_tokens(
-    documents: Iterable[Seq[int]], out: str | Path, *, vocab_size: int, max_shard_tokens: int = 1 << 24
+    documents: Iterable[Seq[int] | npt.NDArray[np.integer[Any]]],
+    out: str | Path,
+    *,
+    vocab_size: int,
+    max_shard_tokens: int | None = None,
+    num_tokens: int | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Write a datastore of documents that are token ids already, and fit into memory; it belongs to no tokenizer.
+    """Write a datastore of documents that are token ids already; it belongs to no tokenizer.
 
     Args:
-      max_shard_tokens: exceeded by one document at most.
+      documents: taken one at a time, so they need not fit into memory.
+      max_shard_tokens: exceeded by one document at most; by default what 2 GB of memory can sort.
+      num_tokens: how many there will be, where that is known; for ``progress`` only.
 
     Raises: CorpusError when there is no token; DatastoreError.
     """
     folder, width = Path(out), width_of(vocab_size)
-    groups: list[list[Seq[int]]] = [[]]
-    for document in filter(len, documents):
-        if sum(map(len, groups[-1])) >= max_shard_tokens:
-            groups.append([])
-        groups[-1].append(document)
-    if not groups[0]:
-        raise CorpusError("the corpus is empty: no document holds a token")
-    separator, shards = 256**width - 1, []
+    limit = max_shard_tokens or Limits().shard_tokens(width)
+    report = progress or (lambda *_: None)
+    shards: list[ShardRecord] = []
+    remaining = filter(len, documents)
+    done = 0
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for number, group in enumerate(groups):
-            tokens, index = (folder / f"shard-{number:05d}.{kind}" for kind in ("tokens", "index"))
-            ids = [token for document in group for token in (*document, separator)]
-            tokens.write_bytes(encode([*ids, *[separator] * PADDING], width))
-            shards.append(_indexed(tokens, index, len(ids), width, len(group)))
+        while (document := next(remaining, None)) is not None:
+            tokens, index = (folder / f"shard-{len(shards):05d}.{kind}" for kind in ("tokens", "index"))
+            size = count = 0
+            separator = b"\xff" * width
+            with tokens.open("wb") as file:
+                while document is not None:
+                    file.write(encode(document, width) + separator)
+                    size, count = size + len(document) + 1, count + 1
+                    report("reading", done + size, num_tokens or done + size)
+                    document = next(remaining, None) if size - count < limit else None
+                file.write(separator * PADDING)
+            report("sorting", size, size)
+            shards.append(_indexed(tokens, index, size, width, count))
+            done += size
+        if not shards:
+            raise CorpusError("the corpus is empty: no document holds a token")
         manifest = Manifest(vocab_size, width, "", "", tuple(shards), ())
         manifest.write(folder)
     return manifest

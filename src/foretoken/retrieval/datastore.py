@@ -136,13 +136,9 @@ class Datastore:
 
     def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
         """One trie of all hits; a hit of two groups counts with the weights of both."""
-        if (
-            len(groups) == 2
-            and len(self._shards) == 1
-            and groups[0].num_hits <= _FEW
-            and groups[1].num_hits <= how.max_hits
-        ):
-            return self._nested(*groups, how)
+        first, last = groups[0], groups[-1]
+        if len(self._shards) == 1 < len(groups) and first.num_hits <= _FEW and last.num_hits <= how.max_hits:
+            return self._nested(first, last, how)
         rows, places, weights = [], [], []
         for hits, length, weight in groups:
             limit = -(-how.max_hits // sum(interval.num_hits > 0 for interval in hits))

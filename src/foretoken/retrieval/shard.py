@@ -87,7 +87,8 @@ class Shard:
     def _landmarks(self) -> memoryview:
         """The first 8 bytes of every ``_stride``-th suffix as big-endian numbers, ascending."""
         places = self._positions[:: self._stride].astype(np.int64)
-        return memoryview(self._windows(_LANDMARK_BYTES)[places].view(">u8").astype(np.uint64))
+        numbers = self._windows(_LANDMARK_BYTES)[places].view(">u8").astype(np.uint64)
+        return memoryview(numbers.data)
 
     def _windows(self, num_bytes: int) -> npt.NDArray[np.void]:
         """The text from every token on, as records of ``num_bytes``; (num_tokens,) views of the file."""

@@ -112,7 +112,7 @@ class ContinuationTrie:
         if self._is_swapped:
             tokens = tokens.byteswap()
         found = (keys, above, levels, tokens, weights / _UNIT)
-        return zip(*(column.tolist() for column in found), strict=True)  # type: ignore[return-value]
+        return zip(*(column.tolist() for column in found), strict=True)
 
     def _weights_from(self, starts: Ids, ends: Ids, depth: int) -> Ids:
         """Weights of the runs of flat places of (depth, M), in units of 1 / 64; together they are all places."""
