@@ -23,14 +23,16 @@ from foretoken.drafters.swift import SwiftDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.treeshape import TreeShape
 from foretoken.drafters.trie import Trie
-from foretoken.engine.errors import TreeError
+from foretoken.engine.errors import ShapeError, TreeError
 from foretoken.engine.sublayers import SkippableLayers
+from foretoken.retrieval import build as building
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.history import OutputHistory
 from integration import test_self_draft, test_self_draft_state, test_swift
 from slips import Slip
 from unit import (
     test_composition,
+    test_datastore_resume,
     test_drafter_state,
     test_jacobi,
     test_lookahead,
@@ -137,8 +139,7 @@ LOOKAHEAD = (
         LookaheadDrafter.propose_row,
         ".continuations(row.pending)",
         ".continuations(row.token_ids[0])",
-        _NAIVE,
-        (*_WIDE, True),
+        test_drafter_state.test_lookahead_proposes_what_followed_the_pending_token,
         keeps_tokens="lookahead",
     ),
     Slip(
@@ -283,8 +284,8 @@ SUFFIX = (
     ),
     Slip(
         OutputHistory.candidates,
-        "spot.version != self._version",
-        "False",
+        "spot if spot.version == self._version else self._walk(spot.string, spot.score)",
+        "spot",
         test_drafter_state.test_a_place_in_the_history_outlives_what_is_added_meanwhile,
         keeps_tokens="suffix-shared",
     ),
@@ -551,6 +552,8 @@ SELF_DRAFTING = (
         _FAULTLESS,
         keeps_tokens="swift",
     ),
+    Slip(SwiftDrafter._score, "cache.kept(slot,", "cache.kept(0,", _FAULTLESS, raises=ShapeError),
+    Slip(SwiftDrafter._score, "first_row=slot", "first_row=0", _FAULTLESS, keeps_tokens="swift"),
     Slip(
         SwiftDrafter._try_one,
         "self._use(search.best)",
@@ -560,7 +563,25 @@ SELF_DRAFTING = (
     ),
 )
 
+BUILDING = (
+    Slip(
+        building._Builder._reopened,
+        "file.truncate(self._state.open_bytes)",
+        "pass",
+        test_datastore_resume.test_tokens_behind_the_last_checkpoint_are_cut_off,
+        (22, "tmp_path", "monkeypatch"),
+    ),
+    Slip(
+        building._Builder._take,
+        "self._state.piece += 1",
+        "pass",
+        test_datastore_resume.test_tokens_behind_the_last_checkpoint_are_cut_off,
+        (41, "tmp_path", "monkeypatch"),
+    ),
+)
+
 SLIPS = {
+    "building": BUILDING,
     "jacobi": JACOBI,
     "lookahead": LOOKAHEAD,
     "rest": REST,

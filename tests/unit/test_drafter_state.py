@@ -194,6 +194,14 @@ def test_rest_merges_the_datastore_with_the_text() -> None:
     assert paths(proposal(drafter, row)) == {(8,), (50,)}
 
 
+def test_lookahead_proposes_what_followed_the_pending_token() -> None:
+    drafter, row = LookaheadDrafter(3, window_size=1), row_of(0, [7, 1, 2, 3, 4, 1])
+    row.law, row.params = SimpleNamespace(eos_token_ids=()), SimpleNamespace(stop_token_ids=None)
+    row.seed, row.pending = 3, 1
+    drafter.start([row], [Features()])
+    assert (2, 3, 4) in paths(proposal(drafter, row))
+
+
 def test_a_place_in_the_history_outlives_what_is_added_meanwhile() -> None:
     history = OutputHistory(8)
     history.add([1, 2, 3, 4])

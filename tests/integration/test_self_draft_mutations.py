@@ -1,0 +1,170 @@
+"""Faults of drafters that share the target's cache: they reach tokens or logits, on architectures of every build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from test_identity import MODES, PROMPTS
+from test_mutations import MUTATIONS, Mutation, layer_kinds
+from test_self_draft_state import SELF_DRAFTED
+from test_swift import swift, target
+
+from architectures import VOCAB_SIZE
+from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.self_draft import SelfDrafter
+from foretoken.drafters.swift import SwiftDrafter
+from foretoken.engine.cache import KVCache
+from foretoken.engine.config import EngineConfig
+from foretoken.engine.engine import Engine
+from foretoken.engine.errors import ForetokenError
+from foretoken.engine.model import CausalLM
+from foretoken.params import SamplingParams
+from foretoken.testing import Trace, compare, decode
+from harness import adapter
+from slips import Slip
+
+VISIBLE = 1e-3
+NUM_TOKENS = 16
+PARAMS = replace(MODES["greedy"], max_tokens=NUM_TOKENS)
+REQUESTS = [(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3])]
+
+DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
+    "layer-skip-tree": lambda: LayerSkipDrafter(
+        LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3), num_branches=3
+    ),
+    "quantized-chain": lambda: QuantizedSelfDrafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+}
+
+
+def outcome(
+    lm: CausalLM, drafter: SelfDrafter | EmptyDrafter, fault: Callable[[], None] = lambda: None
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Tokens and raw logits (T, V) of every row; the fault begins when the prompts are in the cache."""
+    engine = Engine(lm, drafter, EngineConfig(output_logits=True))
+    rows = [engine.add_request(prompt, params)[0] for prompt, params in REQUESTS]
+    logits: dict[int, list[torch.Tensor]] = {row.id: [] for row in rows}
+    is_sound = True
+    while engine.has_unfinished:
+        if is_sound and len(engine.decoding_rows) == len(rows):
+            fault()
+            is_sound = False
+        for output in engine.step():
+            if output.logits is not None:
+                logits[output.row.id].append(output.logits)
+    return [(row.output_ids, torch.cat(logits[row.id])) for row in rows]
+
+
+@cache
+def faultless(name: str) -> list[tuple[list[int], torch.Tensor]]:
+    return outcome(adapter(name), EmptyDrafter())
+
+
+def shows(got: list[tuple[list[int], torch.Tensor]], want: list[tuple[list[int], torch.Tensor]]) -> bool:
+    """Whether a token differs, or a logit before the first one that does."""
+    for (tokens, logits), (true_tokens, true_logits) in zip(got, want, strict=True):
+        if tokens != true_tokens or not float((logits - true_logits).abs().max()) <= VISIBLE:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", SELF_DRAFTED)
+def test_without_a_fault_nothing_shows(name: str, drafter: str) -> None:
+    assert not shows(outcome(adapter(name), DRAFTERS[drafter]()), faultless(name))
+
+
+CELLS = [
+    pytest.param(
+        mutation,
+        name,
+        drafter,
+        marks=() if (name, is_tree) == ("llama", bool(number % 2)) else pytest.mark.slow,
+        id=f"{mutation.name}-{name}-{drafter}",
+    )
+    for number, mutation in enumerate(MUTATIONS)
+    for name in SELF_DRAFTED
+    for drafter, is_tree in (("layer-skip-tree", True), ("quantized-chain", False))
+    if (mutation.in_trees if is_tree else mutation.in_chains)
+    and (not mutation.needs_layer or mutation.needs_layer in layer_kinds(name))
+]
+
+
+@pytest.mark.parametrize(("mutation", "name", "drafter"), CELLS)
+def test_a_fault_in_state_positions_or_masks_shows_when_the_target_drafts_for_itself(
+    mutation: Mutation, name: str, drafter: str
+) -> None:
+    """In tokens or logits, or as a refusal by the cache."""
+    lm, want = adapter(name), faultless(name)
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            got = outcome(lm, DRAFTERS[drafter](), lambda: mutation.apply(patch))
+        except (ForetokenError, RuntimeError, IndexError):
+            return
+    assert shows(got, want)
+
+
+# -- what drafting itself may do to the cache ----------------------------------------------------------------------
+
+
+TOUCHING = {
+    "leaves-its-columns": Slip(SelfDrafter.propose, "self._cache.rollback(lengths)", "pass", shows),
+    "commits-its-first-column": Slip(
+        SelfDrafter.propose, "rollback(lengths)", "rollback([n + 1 for n in lengths])", shows
+    ),
+    "drops-a-column-of-the-target": Slip(
+        SelfDrafter.propose, "rollback(lengths)", "rollback([n - 1 for n in lengths])", shows
+    ),
+    "edits-the-target-itself": Slip(CausalLM.variant, "shadow(self._shadow)", "self._shadow", shows),
+}
+
+
+@pytest.mark.parametrize("fault", TOUCHING)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SELF_DRAFTED[1:])])
+def test_a_drafter_that_touches_the_target_shows(name: str, drafter: str, fault: str) -> None:
+    lm, want = adapter.__wrapped__(name), faultless(name)
+    with pytest.MonkeyPatch.context() as patch:
+        TOUCHING[fault].apply(patch)
+        try:
+            got = outcome(lm, DRAFTERS[drafter]())
+        except (ForetokenError, RuntimeError, IndexError):
+            return
+    assert shows(got, want)
+
+
+SWIFT_REQUESTS = [
+    ([3, 1, 4, 1 + i], SamplingParams(max_tokens=24, temperature=0.9 * (i % 2), seed=3)) for i in range(3)
+]
+
+
+@cache
+def swift_plain() -> Trace:
+    return decode(target(4), EmptyDrafter(), SWIFT_REQUESTS)
+
+
+SEARCHING = {
+    "keeps-too-little": Slip(SwiftDrafter._score, "first, cache.lengths[slot])", "first, first + 1)", shows),
+    "puts-nothing-back": Slip(KVCache.kept, "buffer[row, :, first_column:last_column] = columns", "pass", shows),
+    "leaves-the-row-short": Slip(KVCache.kept, "            self.lengths[row] = length\n", "            pass\n", shows),
+}
+
+
+@pytest.mark.parametrize("fault", SEARCHING)
+def test_a_search_that_touches_the_target_shows(fault: str) -> None:
+    """Scoring writes over columns of the target, so a slip there is a wrong token or a broken invariant."""
+    want = swift_plain()
+    with pytest.MonkeyPatch.context() as patch:
+        SEARCHING[fault].apply(patch)
+        with pytest.raises((AssertionError, ForetokenError)):
+            compare(decode(target(4), swift(num_scored=4), SWIFT_REQUESTS), want, fault)
+
+
+def test_the_search_without_a_fault_changes_no_token() -> None:
+    compare(decode(target(4), swift(num_scored=4), SWIFT_REQUESTS), swift_plain(), "swift")

@@ -1,0 +1,190 @@
+"""Builds that end anywhere: killed, out of disk, between any two writes. What goes on is what would have been."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foretoken.engine.errors import DatastoreError
+from foretoken.loading import load_tokenizer
+from foretoken.retrieval import build as building
+from foretoken.retrieval import manifest as manifests
+from foretoken.retrieval.build import Limits, build
+from foretoken.retrieval.datastore import Datastore
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "away", "from", "dog", "that"]
+LIMITS = Limits(max_shard_tokens=700)
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer("zoo:tiny")
+
+
+def write_corpus(path: Path, num_texts: int, num_words: int = 30) -> Path:
+    chooser = np.random.default_rng(0)
+    texts = [" ".join(chooser.choice(WORDS, size=chooser.integers(1, num_words))) for _ in range(num_texts)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything that readers see, the manifest included."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return small_corpus(tmp_path, monkeypatch)
+
+
+def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some shards, several checkpoints in each."""
+    monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
+    monkeypatch.setattr(building, "_BATCH_PIECES", 7)
+    return write_corpus(tmp_path / "corpus.jsonl", 120)
+
+
+class Killed(Exception):
+    """In the place of the end of the process: nothing is written after it."""
+
+
+def interrupted(corpus: Path, out: Path, patch: pytest.MonkeyPatch, moment: int) -> bool:
+    """Build until the n-th write to a token file has reached the disk; whether it came to that."""
+    count = 0
+    write = building._Builder._write
+
+    def killing(self: Any, data: bytes) -> None:
+        nonlocal count
+        write(self, data)
+        count += 1
+        if count == moment:
+            self._tokens.flush()  # as the operating system may have done
+            raise Killed
+
+    with patch.context() as inner:
+        inner.setattr(building._Builder, "_write", killing)
+        try:
+            build([corpus], tokenizer(), out, limits=LIMITS)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("moment", [3, 22, 41, pytest.param(97, marks=pytest.mark.slow)])
+def test_tokens_behind_the_last_checkpoint_are_cut_off(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token file that is longer than the state says: what is behind is written again, and once."""
+    corpus = small_corpus(tmp_path, monkeypatch)
+    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    out = tmp_path / "out"
+    assert interrupted(corpus, out, monkeypatch, moment)
+    state = json.loads((out / "build.json").read_text()) if (out / "build.json").exists() else {"open_bytes": 0}
+    newest = max(out.glob("shard-*.tokens"))
+    assert newest.stat().st_size > state["open_bytes"]
+    with newest.open("ab") as file:
+        file.write(b"\x01\x02" * 5000)  # more than the rest of the build writes over
+    build([corpus], tokenizer(), out, limits=LIMITS)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_build_that_is_broken_off_again_and_again_comes_to_the_same_end(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    moments = random.Random(3)
+    num_interruptions = 0
+    while interrupted(corpus, tmp_path / "out", monkeypatch, moments.randrange(20, 90)):
+        num_interruptions += 1
+    assert num_interruptions > 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def outcome(corpus: Path, out: Path) -> str:
+    """What a build is refused with, if it is."""
+    try:
+        build([corpus], tokenizer(), out, limits=LIMITS)
+    except DatastoreError as error:
+        return str(error)
+    return ""
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        (building, "_flush"),
+        (building, "write_suffix_array"),
+        (manifests, "write_json"),
+        (building, "write_json"),
+        (building._Builder, "_write"),
+    ],
+    ids=lambda where: where[1] + "-" + where[0].__name__.split(".")[-1],
+)
+@pytest.mark.parametrize("moment", [0, 2])
+def test_a_disk_that_fills_up_anywhere_is_reported_and_the_build_goes_on(
+    where: tuple[Any, str], moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first or third write of every kind: a typed error with the remedy, and the remedy works."""
+    build([corpus], tokenizer(), tmp_path / "whole", limits=LIMITS)
+    original: Callable[..., Any] = getattr(*where)
+    count = 0
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return full() if count == moment + 1 else original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, failing)
+        message = outcome(corpus, tmp_path / "out")
+    if count > moment:  # otherwise it is not written that often
+        assert "No space left on device; make room and run the same command again" in message
+    if not (tmp_path / "out" / "manifest.json").exists():
+        build([corpus], tokenizer(), tmp_path / "out", limits=LIMITS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_builds_killed_at_random_moments_come_to_the_same_end(tmp_path: Path) -> None:
+    """kill -9 on the real command line, any time from its start to its end, again and again until it is through."""
+    source = write_corpus(tmp_path / "corpus.jsonl", 40_000, 300)
+    command = [sys.executable, "-m", "foretoken", "datastore", "build", str(source), "--memory", "0.607", "--out"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    moments, num_killed, out = random.Random(1), 0, tmp_path / "out"
+    for _ in range(40):
+        process = subprocess.Popen([*command, str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not out.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # imports take longer than the rest
+        try:
+            code = process.wait(timeout=moments.uniform(2.0, 9.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            num_killed += 1
+            with pytest.raises(DatastoreError):
+                Datastore.open(out)
+        else:
+            assert code == 0
+            break
+    assert num_killed > 0
+    assert contents(out) == contents(tmp_path / "whole")
