@@ -281,8 +281,10 @@ def main() -> None:
     with ExitStack() as stack:
         workers = []
         for place, launch in enumerate(starts):
-            print(f"starting {launch.script} {launch.suffix}", file=sys.stderr, flush=True)
-            workers.append(stack.enter_context(Worker(launch, options.threads, logs / f"{place}.log")))
+            log, started = logs / f"{place}.log", time.perf_counter()
+            workers.append(stack.enter_context(Worker(launch, options.threads, log)))
+            print(f"{launch.script} {launch.suffix}: {len(workers[-1].facts['arms'])} arms in "
+                  f"{time.perf_counter() - started:.0f} s; log {log}", file=sys.stderr, flush=True)  # fmt: skip
         result: dict[str, Any] = {
             "options": {name: str(value) for name, value in vars(options).items()},
             "workers": {f"{place} {worker.facts['engine']}": worker.facts for place, worker in enumerate(workers)},

@@ -4,7 +4,9 @@ Verbs beside "run": "tune" (transformers' settings, on the prompts that will be 
 prefers one token to another).
 """
 
+import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,12 +31,17 @@ def decode(arm: Arm) -> Decode:
     return run
 
 
+def say(text: str) -> None:
+    """Into the worker's log."""
+    print(f"{perf_counter():.1f}", text, file=sys.stderr, flush=True)
+
+
 class Engines:
     """Own arms at the library's defaults; transformers' arms at their best settings, once they are tuned."""
 
     def __init__(self, folder: Path, settings: Settings, plain_only: bool) -> None:
         draft = None if plain_only else str(folder / "draft")
-        self._suite = Suite(load_pair(str(folder / "target"), draft, "float32"), "none", settings)
+        self._suite = Suite(load_pair(str(folder / "target"), draft, "float32"), "none", settings, say)
         self._plain_only = plain_only
         self.arms = Arms(first_prompt(folder))
         self.arms.add(f"ours {PLAIN}", decode(self._suite.plain_arm()))
@@ -56,6 +63,7 @@ class Engines:
         tuned = {}
         for name, candidates in self._candidates().items():
             best, speeds = self._suite.tuned(name, candidates, prompts, GREEDY)
+            say(f"{best.name} of {speeds}")
             self.arms.runs[name] = decode(best)
             tuned[best.name] = speeds
         return {"tuned": tuned}
