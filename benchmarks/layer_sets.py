@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from foretoken import zoo
 from foretoken.bench.arms import EngineArm, Sampling
-from foretoken.bench.measure import compare, interleave
+from foretoken.bench.measure import Trial, compare, interleave
 from foretoken.bench.models import load_pair, scaled
 from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
@@ -65,7 +66,7 @@ def prompts_of(tokenizer: Any, first: int, count: int) -> tuple[Prompt, ...]:
 
 
 def costs(arguments: argparse.Namespace) -> None:
-    pair = scaled(load_pair("zoo:tiny", None, "float32"), "100m")
+    pair = scaled(load_pair("zoo:tiny", None, "float32"), arguments.scale)
     measured = Costs.measured(CausalLM(pair.target), 8, repeats=15)
     arguments.out.write_text(json.dumps(asdict(measured) | {"conditions": provenance()}, indent=1) + "\n")
 
@@ -101,18 +102,44 @@ def search(arguments: argparse.Namespace) -> None:
 
 
 def race(arguments: argparse.Namespace) -> None:
-    """Time every set at one draft length, on prompts that no search saw."""
+    """Time every set at one draft length, on prompts that no search saw; the table so far after every prompt.
+
+    Without a searched set of that length in ``--searched``, the one that ships with the package.
+    """
     length = arguments.length
-    pair = scaled(load_pair("zoo:tiny", None, "float32"), "100m")
+    pair = scaled(load_pair("zoo:tiny", None, "float32"), arguments.scale)
     target = CausalLM(pair.target)
     prompts = prompts_of(pair.tokenizer, 16 + arguments.first, arguments.num_prompts)
     make = drafter_of(target, length)
     rivals = {name: HAND_PICKED[name] for name in arguments.rivals}
-    sets = {"searched": LayerSet.load(arguments.searched / f"k{length}.json"), **rivals}
+    found = (arguments.searched or Path()) / f"k{length}.json"
+    shipped = zoo.asset("zoo:tiny", "layer_set.json")
+    sets = {"searched": LayerSet.load(found if arguments.searched and found.exists() else shipped), **rivals}
     config = EngineConfig(max_num_seqs=1)
     arms = [EngineArm("plain", target, EmptyDrafter(), (), config)]
     arms += [EngineArm(name, target, make(one), (), config) for name, one in sets.items()]
-    trial = interleave(arms, prompts, Sampling(ignore_eos=True), 32)
+
+    def note(trial: Trial) -> None:
+        rows = race_rows(trial, sets)
+        same = all(trial.outputs(name) == trial.outputs("plain") for name in sets)
+        result = {"length": length, "num_prompts": len(trial.prompts), "outputs_equal": same}
+        result |= {"other_cpu_share": trial.other_cpu_share, "rows": rows, "conditions": provenance()}
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"\n{len(trial.prompts)}/{len(prompts)} prompts, K = {length or 'own policy'}, outputs equal: {same}, "
+              f"others used {trial.other_cpu_share:.0%}")  # fmt: skip
+        print("| set | attention | MLP | accepted | x plain | searched by this |\n" + "|---" * 6 + "|")
+        for row in rows:
+            print(f"| {row['set']} | {row['attention']} | {row['mlp']} | {row['acceptance_rate']:.2f} | "
+                  f"{ratio(row['over_plain'])} | {ratio(row['searched_over_this'])} |", flush=True)  # fmt: skip
+
+    interleave(arms, prompts, Sampling(ignore_eos=True), arguments.max_new_tokens, arguments.repeats, note)
+
+
+def ratio(found: dict[str, Any]) -> str:
+    return f"{found['ratio']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+
+
+def race_rows(trial: Trial, sets: dict[str, LayerSet]) -> list[dict[str, Any]]:
     rows = []
     for name, one in sets.items():
         stats = [run.stats for runs in trial.runs[name] for run in runs if run.stats is not None]
@@ -122,16 +149,12 @@ def race(arguments: argparse.Namespace) -> None:
                 "set": name,
                 "attention": one.attention,
                 "mlp": one.mlp,
-                "acceptance_rate": sum(stat.num_accepted_draft_tokens for stat in stats) / drafted,
+                "acceptance_rate": sum(stat.num_accepted_draft_tokens for stat in stats) / max(1, drafted),
                 "over_plain": asdict(compare(trial, name, "plain")),
                 "searched_over_this": asdict(compare(trial, "searched", name)),
             }
         )
-        print(rows[-1], flush=True)
-    same = all(trial.outputs(name) == trial.outputs("plain") for name in sets)
-    result = {"length": length, "outputs_equal": same, "other_cpu_share": trial.other_cpu_share, "rows": rows}
-    arguments.out.write_text(json.dumps(result | {"conditions": provenance()}, indent=1) + "\n")
-    print("outputs equal", same, "other processes' share of the machine", trial.other_cpu_share)
+    return rows
 
 
 def main() -> None:
@@ -146,6 +169,9 @@ def main() -> None:
     parser.add_argument("--rivals", nargs="+", choices=HAND_PICKED, default=list(HAND_PICKED))
     parser.add_argument("--first", type=int, default=0, help="of the prompts that no search saw")
     parser.add_argument("--num-prompts", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="per prompt of the race")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds of A B B A per prompt of the race")
+    parser.add_argument("--scale", default="100m", help="none, 100m or HIDDENxFFN")
     arguments = parser.parse_args()
     {"costs": costs, "search": search, "race": race}[arguments.part](arguments)
 
