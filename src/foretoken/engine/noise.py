@@ -158,6 +158,9 @@ def _shifted(state: Tensor, by: int) -> Tensor:
 
 # -- the same on numpy's uint64, for CPU rows ----------------------------------------------------------------------
 
+_ONE, _11, _27, _30, _31 = (np.uint64(number) for number in (1, 11, 27, 30, 31))
+_GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = (np.uint64(number) for number in (GOLDEN, MULTIPLIER_1, MULTIPLIER_2))
+
 
 @dataclass
 class Scratch:
@@ -185,18 +188,22 @@ def _weyl_steps(vocab_size: int) -> np.ndarray:
 def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """Match noise of single tokens on the CPU: uint64 keys (S,), int64 token ids (S,) -> float64 (S,)."""
     state = token_ids.astype(np.uint64)
-    state += np.uint64(1)
-    state *= np.uint64(GOLDEN)
+    state += _ONE
+    state *= _GOLDEN
     state += keys
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(MULTIPLIER_1)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(MULTIPLIER_2)
-    state ^= state >> np.uint64(31)
-    state >>= np.uint64(11)
-    noise = np.maximum(state, np.uint64(1)).astype(np.float64)
+    state ^= state >> _30
+    state *= _MULTIPLIER_1
+    state ^= state >> _27
+    state *= _MULTIPLIER_2
+    state ^= state >> _31
+    state >>= _11
+    np.maximum(state, _ONE, out=state)
+    noise = state.astype(np.float64)
     noise *= UNIT
-    return -np.log(-np.log(noise))
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
 
 
 def complements(key: int, scratch: Scratch) -> np.ndarray:
@@ -207,12 +214,12 @@ def complements(key: int, scratch: Scratch) -> np.ndarray:
     """
     state, shifted = scratch.state, scratch.shifted
     np.add(scratch.steps, np.uint64(key), out=state)
-    np.right_shift(state, np.uint64(30), out=shifted)
+    np.right_shift(state, _30, out=shifted)
     np.bitwise_xor(state, shifted, out=state)
-    np.multiply(state, np.uint64(MULTIPLIER_1), out=state)
-    np.right_shift(state, np.uint64(27), out=shifted)
+    np.multiply(state, _MULTIPLIER_1, out=state)
+    np.right_shift(state, _27, out=shifted)
     np.bitwise_xor(state, shifted, out=state)
-    np.multiply(state, np.uint64(MULTIPLIER_2), out=state)
+    np.multiply(state, _MULTIPLIER_2, out=state)
     np.invert(state, out=state)
     np.right_shift(state, np.uint64(33), out=state)
     rest = state.view(np.int64).astype(np.float32)

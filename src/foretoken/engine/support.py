@@ -26,8 +26,13 @@ from transformers.generation.logits_process import (
 if TYPE_CHECKING:
     from foretoken.params import SamplingParams
 
+FLOORS = (2.0**-6, 2.0**-10)
+"""Weights down to these are tried as a nucleus first, the largest weight being 1: trained models are seldom flatter."""
+
 HEAVY_SIZES = (256, 4096)
-"""How many of the heaviest tokens are tried as a nucleus before all are sorted."""
+"""How many of the heaviest tokens are tried next, before all are sorted."""
+
+FEW_TO_SORT = 4096
 
 SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
 
@@ -186,8 +191,14 @@ def top_ids(row: np.ndarray, k: int) -> np.ndarray:
 
 def heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
     """The largest weights, largest first: all down to some threshold, and together at least ``mass`` if that exists."""
+    for floor in FLOORS:
+        heavy = weights[(weights >= floor).nonzero()[0]]
+        if len(heavy) > FEW_TO_SORT:
+            break
+        if float(heavy.sum()) >= mass:
+            return np.sort(heavy)[::-1]
     for size in HEAVY_SIZES:
-        if len(weights) >= 4 * size:
+        if len(weights) > FEW_TO_SORT and len(weights) >= 4 * size:
             heavy = weights[candidates(weights, size)]
             if float(heavy.sum()) >= mass:
                 return np.sort(heavy)[::-1]
