@@ -139,7 +139,7 @@ def _history(config: SpeculativeConfig, materials: Materials) -> OutputHistory:
         fingerprint = "" if materials.tokenizer is None else fingerprint_of(materials.tokenizer)
         history = OutputHistory(depth, max_outputs=limit, fingerprint=fingerprint)
         if config.state_file is not None and Path(config.state_file).expanduser().exists():
-            history.load(config.state_file)
+            history.load(config.state_file, materials.target.vocab_size)
         materials.kept[name] = history
     return cast(OutputHistory, materials.kept[name])
 

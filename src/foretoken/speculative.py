@@ -272,8 +272,11 @@ class SpeculativeConfig:
     def _check_keys(self, name: str) -> None:
         for name_of_key in sorted(self._given() - METHODS[name].keys):
             owners = [other for other, method in METHODS.items() if name_of_key in method.keys]
+            remedy = "leave it out"
+            if "drafters" in METHODS[name].keys:
+                remedy += f", or give it to a part: drafters=[{{'method': {owners[0]!r}, {name_of_key!r}: ...}}, ...]"
             raise ConfigError(
-                f"key {name_of_key!r} has no meaning for method {name!r}, only for {', '.join(owners)}; leave it out"
+                f"key {name_of_key!r} has no meaning for method {name!r}, only for {', '.join(owners)}; {remedy}"
             )
 
     def _fill_defaults(self, method: Method) -> None:

@@ -6,6 +6,7 @@ from atexit import register
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.trie import Trie
 from foretoken.engine.engine import Engine
+from foretoken.engine.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.tree import DraftTree
@@ -337,6 +339,34 @@ def test_what_requests_share_helps_the_next_call_and_changes_no_token(method: st
     first, second = drafted(llm, PROMPTS[0]), drafted(llm, PROMPTS[0])
     assert first[0] == second[0] == plain
     assert second[2] > first[2]
+
+
+def drafts_of(config: dict[str, Any], vocab_size: int = VOCAB_SIZE) -> None:
+    LLM(toy_model(vocab_size), speculative_config=config).generate(
+        [{"prompt_token_ids": [1, 2, 1]}], SamplingParams(max_tokens=3, temperature=0.0)
+    )
+
+
+@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+def test_what_was_learned_is_not_read_by_a_smaller_vocabulary(method: str, tmp_path: Path) -> None:
+    """A history used to be: without a tokenizer nothing told the two models apart, and ids led out of the embedding."""
+    config = {"method": method, "shared": True, "state_file": str(tmp_path / "state")}
+    llm = LLM(toy_model(VOCAB_SIZE), speculative_config=config)
+    assert max(drafted(llm, PROMPTS[0])[0]) >= 32
+    with pytest.raises((TokenizerMismatchError, ConfigError), match="the target has 32"):
+        drafts_of(config, 32)
+
+
+@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+def test_a_state_file_in_no_directory_is_refused_before_anything_runs(method: str, tmp_path: Path) -> None:
+    """`suffix` used to say so when everything had been generated, and learned."""
+    with pytest.raises((CheckpointError, DatastoreError), match="check that its directory exists and is yours"):
+        drafts_of({"method": method, "shared": True, "state_file": str(tmp_path / "nowhere" / "state")})
+
+
+def test_a_key_of_a_part_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"give it to a part: drafters=\[\{'method': 'rest', 'datastore': ...\}"):
+        drafts_of({"method": "rest+nasd", "datastore": "somewhere"})
 
 
 def drafted_by_nobody() -> tuple[int, ...]:

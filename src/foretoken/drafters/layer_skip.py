@@ -58,15 +58,17 @@ class LayerSet:
             if content["format"] != FORMAT:
                 raise KeyError("format")
             return cls(
-                tuple(sorted(set(map(int, content["skipped_attention"])))),
-                tuple(sorted(set(map(int, content["skipped_mlp"])))),
-                int(content["num_layers"]),
+                _layers(content, "skipped_attention"),
+                _layers(content, "skipped_mlp"),
+                _whole(content["num_layers"], "num_layers"),
                 dict(content.get("details") or {}),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
             raise ConfigError(
                 f"layer set {path} lacks a proper {error}; make one by foretoken tune layer-skip"
             ) from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"layer set {path} is none: {error}; make one by foretoken tune layer-skip") from None
 
     def save(self, path: str | Path) -> None:
         """Write a small JSON file."""
@@ -94,6 +96,20 @@ class LayerSet:
     def __len__(self) -> int:
         """Number of sublayers left out."""
         return len(self.attention) + len(self.mlp)
+
+
+def _layers(content: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Raises: KeyError, TypeError for what is no list of whole numbers."""
+    if not isinstance(content[key], list):
+        raise TypeError(f"{key} is {content[key]!r}, not a list of layers")
+    return tuple(sorted({_whole(layer, key) for layer in content[key]}))
+
+
+def _whole(value: object, key: str) -> int:
+    """Raises: TypeError for anything but a whole number, which int() would cut to one."""
+    if type(value) is not int:
+        raise TypeError(f"{key} has {value!r}, not a whole number")
+    return value
 
 
 class LayerSkipDrafter(SelfDrafter):

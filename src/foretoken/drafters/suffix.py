@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -34,7 +35,7 @@ class SuffixDrafter(ContextDrafter):
       history: past outputs of all requests, which this drafter reads and extends; None keeps every request to itself.
       history_file: where the history is saved whenever no request is running.
 
-    Raises: ConfigError when a number is out of range.
+    Raises: ConfigError when a number is out of range; DatastoreError for a file in no directory of one's own.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
     """
@@ -68,6 +69,8 @@ class SuffixDrafter(ContextDrafter):
             raise ConfigError(f"max_spec_factor is {max_spec_factor}; want more than 0")
         if not 0 <= min_token_prob <= 1:
             raise ConfigError(f"min_token_prob is {min_token_prob}; want 0 to 1")
+        if history_file is not None and not os.access(Path(history_file).expanduser().parent, os.W_OK):
+            raise DatastoreError(f"{history_file} cannot be written; check that its directory exists and is yours")
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
         self.history = history
         self._history_file = history_file

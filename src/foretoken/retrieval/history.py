@@ -274,8 +274,11 @@ class OutputHistory:
                 "write to"
             ) from None
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, vocab_size: int | None = None) -> None:
         """Take in the outputs of a file behind those that are known.
+
+        Args:
+          vocab_size: of the target that will be drafted for, where it is known: larger ids are refused.
 
         Raises: DatastoreError for a file that is missing, damaged or none of ours; TokenizerMismatchError.
         """
@@ -291,6 +294,10 @@ class OutputHistory:
             ) from None
         if kind != _FORMAT or (ends and ends[-1] != len(tokens)):
             raise DatastoreError(f"the history {path} is of another layout ({kind!r}); delete it")
+        if tokens and vocab_size is not None and max(tokens) >= vocab_size:
+            raise TokenizerMismatchError(
+                f"the history {path} holds the token {max(tokens)}, and the target has {vocab_size}; use another file"
+            )
         if fingerprint != self.fingerprint:
             raise TokenizerMismatchError(
                 f"the history {path} was made with another tokenizer (fingerprint {fingerprint[:12]!r}, not "
