@@ -204,7 +204,7 @@ def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
             for row, (tree, leaf) in enumerate(zip(trees, leaves, strict=True))
         ]
 
-    patch.setattr("foretoken.engine.engine.match_rows", match_rows)
+    patch.setattr("foretoken.engine.accept.match_rows", match_rows)
 
 
 def draws_from_the_law_before(patch: pytest.MonkeyPatch) -> None:
