@@ -30,6 +30,7 @@ from foretoken.bench.report import plain_data
 from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.bench.workload import COPY, Prompt, load_prompts
 from foretoken.engine.config import EngineConfig
+from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
 
 ASKED_AGAIN = "asked again"
@@ -54,7 +55,8 @@ METHODS: dict[str, Any] = {
 
 def arms(suite: Suite, names: list[str]) -> list[EngineArm]:
     """Plain, the context-free baseline, and the methods."""
-    bigram = BigramDrafter(bigram_table(suite.target), 4)
+    small = CausalLM(suite.original.target)  # says what the inflated one says
+    bigram = BigramDrafter(bigram_table(small), 4)
     baseline = EngineArm(BASELINE, suite.target, bigram, suite.pair.eos_token_ids, EngineConfig(max_num_seqs=1))
     return [suite.plain_arm(), baseline, *(suite.engine_arm(name, METHODS[name]) for name in names)]
 
