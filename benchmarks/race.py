@@ -148,6 +148,7 @@ class Race:
         wanted = options.arms or ["*"]
         everyone = [arm for worker in workers for arm in worker.arms()]
         self.arms = [arm for arm in everyone if any(fnmatch(arm.name, pattern) for pattern in wanted)]
+        self._judged = [arm.name for arm in self.arms if arm.name.startswith("ours") and not arm.worker.launch.suffix]
         self._bases = [name for name in (TRANSFORMERS, OWN) if any(arm.name == name for arm in self.arms)]
 
     def group(self, name: str, prompts: list[Prompt]) -> bool:
@@ -207,7 +208,7 @@ class Race:
         return {name: plain_data(compare(trial, name, name.removesuffix(" (dense)"))) for name in names}
 
     def _show(self, name: str, found: dict[str, Any]) -> bool:
-        own = {arm: same for arm, same in found["equality"].items() if arm.startswith("ours")}
+        own = {arm: same for arm, same in found["equality"].items() if arm in self._judged}
         wrong = [arm for arm, same in own.items() if same["largest_gap"] >= MAX_FLOAT32_GAP or not same["repeatable"]]
         if wrong:
             print(f"{name}: {', '.join(wrong)} differ from transformers, so no speed is shown; see {self._options.out}")
