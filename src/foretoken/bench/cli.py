@@ -22,10 +22,10 @@ EXTRA_PARTS = ("profile", "drafting")
 EXIT_REFUSED, EXIT_DIFFERS = 2, 3
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
-    "max_new_tokens": 16,
+    "max_new_tokens": 8,
     "contexts": (64,),
     "draft_costs": (0.0,),
-    "batch_size": 3,
+    "batch_size": 2,
     "vocab_sizes": (4096,),
     "profile_contexts": (64,),
     "draft_contexts": (1000,),
@@ -121,6 +121,7 @@ def run(
         )
         if quick:
             settings = replace(settings, **_QUICK)
+            threads = threads or 1  # several would wait for each other longer than they compute
         if threads is not None:
             import torch
 
