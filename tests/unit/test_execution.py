@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,14 +23,14 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foretoken.engine import execution as execution_module
-from foretoken.engine import packable, packing
+from foretoken.engine import packing
 from foretoken.engine.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.engine.cache import KVCache
 from foretoken.engine.compiled import MAX_NODES
 from foretoken.engine.errors import ConfigError, UnsupportedModelError
 from foretoken.engine.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
 from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.packing import PackedLinear, PackedShare, RMSNorm, packed_dtype
+from foretoken.engine.packing import PackedLinear, RMSNorm, packed_dtype
 from foretoken.engine.tree import DraftTree
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
@@ -125,7 +123,6 @@ class TestShadow:
         seen = []
         model.lm_head.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
         execution = apply_execution(shadow(model), "packed", **PACK_ALL)
-        seen.clear()  # of the forward that found which layers have the same input
         with torch.inference_mode():
             execution.run(input_ids=IDS, use_cache=False)
         assert seen == [(2, 7, 32)]
@@ -181,7 +178,7 @@ class TestMemory:
         self, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, release: bool, bytes_per_weight: int
     ) -> None:
         monkeypatch.setattr(packing, "cpu_has_bfloat16", lambda: False)
-        assert packable.packing_bytes([nn.Linear(8, 5, dtype=dtype)], release) == 40 * bytes_per_weight
+        assert packing.packing_bytes([nn.Linear(8, 5, dtype=dtype)], release) == 40 * bytes_per_weight
 
     def test_auto_runs_eagerly_and_says_so_when_memory_is_short(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -195,7 +192,7 @@ class TestMemory:
         assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "packed"
 
     def test_the_system_is_asked(self) -> None:
-        available = packable.available_memory_bytes()
+        available = packing.available_memory_bytes()
         assert available is None or 10**6 < available < 10**14
 
 
@@ -285,121 +282,6 @@ class TestPacked:
         assert RMSNorm.of(gemma) is None, "its weight is an offset from one"
         assert RMSNorm.of(nn.LayerNorm(32, bias=False)) is None
         assert RMSNorm.of(nn.Linear(4, 4, bias=False)) is None
-
-
-def together(*out_sizes: int, in_features: int = 32, bias: bool = True) -> tuple[list[nn.Linear], list[PackedShare]]:
-    """Linears with one input, and their forwards over one product."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(in_features, size, bias=bias) for size in out_sizes]
-    return layers, PackedShare.of(PackedLinear(*layers))
-
-
-@can_pack
-class TestSiblings:
-    """Linears with the same input are one product."""
-
-    @pytest.mark.parametrize(
-        ("name", "want"),
-        [
-            ("llama", {("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)}),
-            ("qwen3", {("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)}),
-            ("gpt2", {("c_attn",), ("c_proj",), ("c_fc",)}),
-        ],
-    )
-    def test_are_found_by_what_they_are_given(self, name: str, want: set[tuple[str, ...]]) -> None:
-        model = build(name)
-        names = {module: path.rsplit(".", 1)[-1] for path, module in model.named_modules()}
-        with torch.inference_mode():
-            groups = packable.packable(model, 0)
-        assert {tuple(names[layer] for layer in group) for group in groups} == {*want, ("lm_head",)}
-        assert sum(len(group) for group in groups) == len({layer for group in groups for layer in group})
-
-    def test_are_counted_together_against_the_smallest_size(self) -> None:
-        with torch.inference_mode():
-            sizes = [len(group) for group in packable.packable(build("llama"), 32 * (32 + 16 + 16))]
-        assert sorted(sizes) == [1, 2, 2, 3, 3]  # of the single ones only the head; gate and up, q, k and v
-
-    def test_have_one_input_each_time_and_no_writer_in_between(self) -> None:
-        first, second, third, fourth = (nn.Linear(4, 4) for _ in range(4))
-
-        def run() -> None:
-            x = torch.ones(1, 4)
-            first(x)
-            x.add_(1)
-            second(x)
-            third(x)
-            fourth(x)
-            fourth(x)
-
-        with torch.inference_mode():
-            assert packable.siblings([first, second, third, fourth], run) == [(second, third)]
-
-    @pytest.mark.parametrize("bias", [False, True])
-    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)])
-    def test_give_what_each_would_give_in_any_order(self, order: tuple[int, ...], bias: bool) -> None:
-        layers, shares = together(48, 16, 33, bias=bias)
-        with torch.inference_mode():
-            for x in (torch.randn(2, 3, 32), torch.randn(1, 1, 32), torch.randn(0, 32)):
-                for index in order:
-                    got = shares[index](x)
-                    assert got.is_contiguous()
-                    assert torch.allclose(got, layers[index](x), atol=1e-5)
-                    got.fill_(torch.nan)  # a caller may write into what it was given
-
-    def test_one_product_serves_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, shares = together(48, 16, 33)
-        products = []
-        linear = packing._linear
-        monkeypatch.setattr(packing, "_linear", lambda *args: products.append(args[0]) or linear(*args))
-        with torch.inference_mode():
-            for x in torch.randn(3, 2, 32):
-                for share in shares:
-                    share(x)
-        assert len(products) == 3
-
-    def test_an_input_that_was_written_to_is_computed_again(self) -> None:
-        layers, shares = together(48, 16)
-        x = torch.randn(2, 32)
-        with torch.inference_mode():
-            for _ in range(3):
-                for layer, share in zip(layers, shares, strict=True):
-                    assert torch.allclose(share(x), layer(x), atol=1e-5)
-                x.add_(1)
-
-    def test_nothing_outlives_its_use(self) -> None:
-        _, shares = together(48, 16)
-        with torch.inference_mode():
-            x = torch.randn(2, 32)
-            for share in shares:
-                share(x)
-        reference = weakref.ref(x)
-        del x
-        assert reference() is None
-
-    def test_threads_do_not_mix_their_rows(self) -> None:
-        layers, shares = together(48, 16)
-
-        def run(seed: int) -> bool:
-            generator = torch.Generator().manual_seed(seed)
-            with torch.inference_mode():
-                for _ in range(200):
-                    x = torch.randn(2, 32, generator=generator)
-                    for layer, share in zip(layers, shares, strict=True):
-                        if not torch.allclose(share(x), layer(x), atol=1e-5):
-                            return False
-            return True
-
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(run, range(4)))
-
-    def test_bits_of_a_row_depend_on_that_row_alone(self) -> None:
-        _, shares = together(1024, 512, 512, in_features=1024)
-        rows = torch.randn(64, 1024)
-        with torch.inference_mode():
-            for share in shares:
-                want = share(rows)
-                for count in (1, 2, 3, 5, 6, 16, 17, 33):
-                    assert torch.equal(share(rows[:count]), want[:count])
 
 
 @can_pack

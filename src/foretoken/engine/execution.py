@@ -10,8 +10,7 @@ import copy
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,14 +20,16 @@ from torch import nn
 from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.compiled import CompiledForward
 from foretoken.engine.errors import ConfigError, UnsupportedModelError
-from foretoken.engine.packable import MIN_ELEMENTS, Group, available_memory_bytes, packable, packing_bytes
 from foretoken.engine.packing import (
+    MIN_ELEMENTS,
     PackedLinear,
-    PackedShare,
     RMSNorm,
     as_operator,
+    available_memory_bytes,
     cpu_has_bfloat16,
+    packable,
     packed_dtype,
+    packing_bytes,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def shadow(model: Model) -> Model:
     shared = [
         *model.parameters(),
         *model.buffers(),
-        *(forward for forward in forwards if isinstance(forward, (PackedLinear, PackedShare, RMSNorm))),
+        *(forward for forward in forwards if isinstance(forward, (PackedLinear, RMSNorm))),
     ]
     memo: dict[int, Any] = {id(item): item for item in shared}
     try:
@@ -119,7 +120,7 @@ class Execution:
 
     @property
     def num_packed_layers(self) -> int:
-        return sum(len(packed.layers) for packed in self._packed)
+        return len(self._packed)
 
     @property
     def packed_bytes(self) -> int:
@@ -133,17 +134,13 @@ class Execution:
             return f"{self.kind} (no layer large enough or of a packable dtype)"
         return f"{self.kind} ({self.num_packed_layers} layers, {self.packed_bytes / 1e6:.0f} MB packed)"
 
-    def _pack(self, groups: Iterable[Group], release_originals: bool) -> None:
+    def _pack(self, release_originals: bool, min_elements: int) -> None:
         shared = _shared_storages(self.model)
-        for layers in groups:
-            packed = PackedLinear(*layers)
-            if len(layers) > 1:
-                for layer, share in zip(layers, PackedShare.of(packed), strict=True):
-                    layer.forward = share
-            else:
-                layers[0].forward = as_operator(packed) if self.kind == "compiled" else packed
+        for layer in list(packable(self.model, min_elements)):
+            packed = PackedLinear(layer)
+            layer.forward = as_operator(packed) if self.kind == "compiled" else packed
             self._packed.append(packed)
-            if release_originals and not any(weight.data_ptr() in shared for weight in packed.weights):
+            if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
                 packed.release()
 
     def _fuse_norms(self) -> None:
@@ -181,23 +178,22 @@ def apply_execution(
     """
     weight = shadow_model.get_input_embeddings().weight
     chosen = choose_execution(kind, weight.device, weight.dtype)
-    groups = [] if chosen == "eager" else packable(shadow_model, min_packed_elements, together=chosen == "packed")
-    if kind == "auto" and not _fits(shadow_model, groups, release_originals):
+    if kind == "auto" and chosen == "packed" and not _fits(shadow_model, release_originals, min_packed_elements):
         chosen = "eager"
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
     execution._fuse_norms()
-    execution._pack(groups, release_originals)
+    execution._pack(release_originals, min_packed_elements)
     if execution.kind == "compiled":
         execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
     return execution
 
 
-def _fits(model: PreTrainedModel, groups: list[Group], release_originals: bool) -> bool:
+def _fits(model: PreTrainedModel, release_originals: bool, min_elements: int) -> bool:
     """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
-    needed = packing_bytes(chain.from_iterable(groups), release_originals)
+    needed = packing_bytes(packable(model, min_elements), release_originals)
     available = available_memory_bytes()
     if available is None or needed <= 0.9 * available:
         return True

@@ -10,8 +10,9 @@ import inspect
 import itertools
 import platform
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
+MIN_ELEMENTS = 2**18  # below, the 25 us that a call into oneDNN costs more than F.linear exceed what it saves
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -60,15 +62,13 @@ class _Version:
 
 
 class PackedLinear:
-    """The forward of one `nn.Linear` or `Conv1D`, or of several linears with the same input, over packed weights.
-
-    Several are one product, their outputs side by side: small matrices do not fill the memory's bandwidth.
+    """The forward of one `nn.Linear` or `Conv1D`, over a packed copy of its weight.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype; a row's bits depend on that row alone.
     """
 
-    def __init__(self, *layers: nn.Module) -> None:
-        self.layers = layers
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
         self._is_released = False
         self._pack()
 
@@ -88,34 +88,32 @@ class PackedLinear:
         return True
 
     def release(self) -> None:
-        """Free the weights that were packed, for every module that shares the parameters.
+        """Free the weight that was packed, for every module that shares the parameter.
 
         A NaN of the same shape stays, so that code which reads the weight past the layer is found out.
         """
-        for weight in self.weights:
-            weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+        weight = self._weight
+        weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
         self._is_released = True
 
-    def dense(self, index: int = 0) -> torch.Tensor:
-        """The weight (out, in) of one layer as it was packed, also where the original was released."""
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in) as it was packed, also where the original was released."""
         dense: torch.Tensor = self._packed.to_dense()
-        return torch.split(dense, self.out_sizes)[index]
+        return dense
 
     @property
     def num_bytes(self) -> int:
         return self._num_elements * self._packed_dtype.itemsize
 
     @property
-    def out_features(self) -> int:
-        return sum(self.out_sizes)
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        return [layer.weight for layer in self.layers]  # type: ignore[misc]
+    def _weight(self) -> nn.Parameter:
+        weight = self._layer.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
 
     def _tensors(self) -> list[torch.Tensor]:
-        biases = [layer.bias for layer in self.layers]
-        return [*self.weights, *(bias for bias in biases if isinstance(bias, torch.Tensor))]
+        bias = self._layer.bias
+        return [self._weight] if bias is None else [self._weight, bias]  # type: ignore[list-item]
 
     def _pack(self) -> None:
         tensors = self._tensors()
@@ -125,66 +123,12 @@ class PackedLinear:
         if packed_as is None:
             raise TypeError(f"weights of {self._dtype} cannot be packed; build the execution anew")
         self._packed_dtype = packed_as
-        tensors = [tensor.detach().to(packed_as) for tensor in tensors]
-        weights, biases = tensors[: len(self.layers)], tensors[len(self.layers) :]
-        if isinstance(self.layers[0], Conv1D):
-            weights = [weight.t() for weight in weights]  # (in, out) -> (out, in)
-        self.out_sizes = [weight.shape[0] for weight in weights]
-        weight = _joined(weights).contiguous()
-        self._num_elements = weight.numel()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, BATCH_HINT)
-        self._bias = _joined(biases) if biases else None
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-class PackedShare:
-    """The forward of one of the layers of a `PackedLinear`: the first that is called with an input computes for all.
-
-    Args:
-      whole: shared by all of them.
-      index: of this one among its layers.
-    """
-
-    def __init__(self, whole: PackedLinear, index: int) -> None:
-        self._whole = whole
-        self._index = index
-        self._siblings: _SharedProduct = _SharedProduct()
-
-    @classmethod
-    def of(cls, whole: PackedLinear) -> list[PackedShare]:
-        shares = [cls(whole, index) for index in range(len(whole.layers))]
-        for share in shares:
-            share._siblings = shares[0]._siblings
-        return shares
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
-        return self._siblings.take(self._whole, x, self._index)
-
-    def dense(self) -> torch.Tensor:
-        """The weight (out, in) as it was packed."""
-        return self._whole.dense(self._index)
-
-
-class _SharedProduct:
-    """The outputs of the latest product that are still to be taken, each once."""
-
-    def __init__(self) -> None:
-        self._latest: tuple[torch.Tensor, list[torch.Tensor | None]] | None = None
-
-    def take(self, whole: PackedLinear, x: torch.Tensor, index: int) -> torch.Tensor:
-        latest = self._latest  # another thread may put its own in place meanwhile
-        if latest is None or latest[0] is not x or latest[1][index] is None:
-            latest = self._latest = (x, list(torch.split(whole(x), whole.out_sizes, dim=-1)))
-        output = latest[1][index]
-        assert output is not None
-        latest[1][index] = None
-        if not any(part is not None for part in latest[1]):
-            self._latest = None  # neither the input nor the product outlives its use
-        return output.contiguous()
+        weight, *bias = (tensor.detach().to(packed_as) for tensor in tensors)
+        if isinstance(self._layer, Conv1D):
+            weight = weight.t()  # (in, out) -> (out, in)
+        self._num_elements, self.out_features = weight.numel(), weight.shape[0]
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
+        self._bias = bias[0] if bias else None
 
 
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
@@ -254,3 +198,35 @@ def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(layer.buffers()):
         return None
     return parameters["weight"] if len(inspect.signature(layer.forward).parameters) == 1 else None
+
+
+def available_memory_bytes() -> int | None:
+    """What the system can still give out without swapping; None where it does not say (Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
+
+
+def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
+    """Memory that packing these layers takes at its height, over what is held now."""
+    total = 0
+    for layer in layers:
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        dtype = packed_dtype(weight.dtype)
+        if dtype is not None:
+            kept = 0 if release_originals else weight.dtype.itemsize
+            total += weight.numel() * (dtype.itemsize - weight.dtype.itemsize + kept)
+    return total
+
+
+def packable(model: nn.Module, min_elements: int = MIN_ELEMENTS) -> Iterator[nn.Module]:
+    """Layers whose weight can be packed and whose forward is their class's own."""
+    for layer in model.modules():
+        if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
+            continue
+        weight = layer.weight
+        if weight.device.type == "cpu" and weight.numel() >= min_elements and packed_dtype(weight.dtype):
+            yield layer

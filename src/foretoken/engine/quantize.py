@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.engine.errors import ConfigError
-from foretoken.engine.packing import PackedLinear, PackedShare
+from foretoken.engine.packing import PackedLinear
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 NUM_LEVELS = 16
@@ -127,7 +127,7 @@ def _fits(layer: nn.Module, group_size: int) -> bool:
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
     """Linears, those of models' own classes too (Falcon's), whose forward is their class's, or packed."""
     for layer in model.modules():
-        is_plain = isinstance(vars(layer).get("forward"), (PackedLinear, PackedShare, type(None)))
+        is_plain = isinstance(vars(layer).get("forward"), (PackedLinear, type(None)))
         if is_plain and isinstance(layer, (nn.Linear, Conv1D)):
             yield layer
 
@@ -135,7 +135,7 @@ def _linears(model: nn.Module) -> Iterator[nn.Module]:
 def _weight_of(layer: nn.Module) -> torch.Tensor:
     """(out, in), also where packing has released the original."""
     forward = vars(layer).get("forward")
-    if isinstance(forward, (PackedLinear, PackedShare)):
+    if isinstance(forward, PackedLinear):
         return forward.dense()
     weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
     return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
