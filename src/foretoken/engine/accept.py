@@ -1,4 +1,4 @@
-"""The match rule over the rows of a batch: one choice of the target per visited node, all rows at once."""
+"""The acceptance rules over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,45 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foretoken.engine.sampling import argmax, choose
+from foretoken.engine.sampling import argmax, choose, probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict, walk
+from foretoken.engine.verify import RejectionNoise, Verdict, block, rejection, walk
 
 Choices = list[tuple[int, ...]]
 """The target's own token at every node of every row; -1 where there is no usable distribution."""
+
+
+def accept_rows(
+    rule: str, rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, choices: Choices | None = None
+) -> list[Verdict]:
+    """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule.
+
+    Args:
+      rule: "match", "standard" or "block".
+      logits: (B or more, N, V).
+      choices: from `choose_all`, where it was called already.
+
+    Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
+    """
+    if rule == "match":
+        return match_rows(rows, trees, logits, choices)
+    greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
+    argmax_walks = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
+    verdicts = dict(zip(greedy, argmax_walks, strict=True))
+    for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+        if i not in verdicts:
+            verdicts[i] = _accept_sampled(rule, row, tree, logits[i])
+    return [verdicts[i] for i in range(len(rows))]
+
+
+def _accept_sampled(rule: str, row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+    noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
+
+    def target_probs(node: int) -> torch.Tensor:
+        return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
+
+    return (block if rule == "block" else rejection)(tree, target_probs, noise)
 
 
 def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> Choices:

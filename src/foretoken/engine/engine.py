@@ -13,25 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.drafters.base import Drafter, StepResult
-from foretoken.engine.accept import Choices, choose_all, match_rows
+from foretoken.engine.accept import Choices, accept_rows, choose_all
 from foretoken.engine.batch import Batch, Run
 from foretoken.engine.config import EngineConfig
-from foretoken.engine.errors import (
-    ConfigError,
-    EngineBusyError,
-    TreeError,
-)
+from foretoken.engine.errors import ConfigError, EngineBusyError, TreeError
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
-from foretoken.engine.outputs import RowOutput, TokenLogprobs
+from foretoken.engine.outputs import Emitted, RowOutput, TokenLogprobs
 from foretoken.engine.prefixes import PrefixStore
-from foretoken.engine.sampling import SamplingLaw, failure, log_probs, probs, scores
+from foretoken.engine.sampling import SamplingLaw, failure
 from foretoken.engine.sequence import Sequence, check_prompt
-from foretoken.engine.stats import StepProfile
+from foretoken.engine.stats import Clock, StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import RejectionNoise, Verdict, block, rejection
+from foretoken.engine.verify import Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -325,7 +321,7 @@ class Engine:
 
     def _decode(self, runs: list[Run]) -> list[RowOutput]:
         """One round over all rows that decode."""
-        clock = _Clock(self.profile)
+        clock = Clock(self.profile)
         rows = [run.row for run in runs]
         trees = self._propose(runs)
         clock.lap("propose_seconds")
@@ -333,7 +329,7 @@ class Engine:
             logits = self._verify(trees)
         clock.lap("verify_seconds")
         choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
-        verdicts = self._accept(rows, trees, logits, choices)
+        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices)
         clock.lap("accept_seconds")
         outputs = [
             self._emit(run, tree, verdict, logits[i])
@@ -377,29 +373,6 @@ class Engine:
         nodes = Nodes.from_trees([*trees, *padding], self.config.strict_width)
         return self.target.forward(nodes, self.cache, view_length=self._view_length)
 
-    def _accept(
-        self, rows: list[Sequence], trees: list[DraftTree], logits: torch.Tensor, choices: Choices | None
-    ) -> list[Verdict]:
-        """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule."""
-        if self.config.acceptance == "match":
-            return match_rows(rows, trees, logits, choices)
-        greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
-        argmax_walks = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
-        verdicts = dict(zip(greedy, argmax_walks, strict=True))
-        for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-            if i not in verdicts:
-                verdicts[i] = self._accept_sampled(row, tree, logits[i])
-        return [verdicts[i] for i in range(len(rows))]
-
-    def _accept_sampled(self, row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
-
-        def target_probs(node: int) -> torch.Tensor:
-            return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
-
-        rule = block if self.config.acceptance == "block" else rejection
-        return rule(tree, target_probs, noise)
-
     def _emit(self, run: Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RowOutput:
         """Append the accepted tokens and the bonus, cut where the row ends.
 
@@ -420,8 +393,10 @@ class Engine:
             if finish is not None:
                 tokens = tokens[:length]
                 break
-        logprobs = self._logprobs(row, tree, verdict.path, tokens, logits)
-        kept_scores, kept_logits = self._kept(row, tree, verdict.path, tokens, logits)
+        emitted = Emitted(row, tree, verdict.path[: len(tokens)], logits)
+        logprobs = emitted.logprobs(tokens)
+        kept_scores = emitted.scores() if self.config.output_scores else None
+        kept_logits = emitted.logits() if self.config.output_logits else None
         num_accepted = min(len(verdict.path) - 1, len(tokens))
         row.record(tree.num_draft_tokens, tree.depth, num_accepted, len(tokens))
         row.extend(tokens)
@@ -430,30 +405,6 @@ class Engine:
         elif error is not None:
             row.finish_reason, row.stop_reason = "error", str(error)
         return RowOutput(row, tuple(tokens), num_accepted, logprobs, error, kept_scores, kept_logits)
-
-    def _kept(
-        self, row: Sequence, tree: DraftTree, path: Seq[int], tokens: list[int], logits: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Processed scores and raw logits of the emitted tokens, float32 (tokens, V), where they are wanted."""
-        if not (self.config.output_scores or self.config.output_logits):
-            return None, None
-        nodes = list(path[: len(tokens)])
-        raw = logits[nodes]
-        paths = [tree.path_tokens(node) for node in nodes]
-        kept_scores = scores(raw, [row.law] * len(nodes), paths) if self.config.output_scores else None
-        return kept_scores, raw.float() if self.config.output_logits else None
-
-    @staticmethod
-    def _logprobs(
-        row: Sequence, tree: DraftTree, path: Seq[int], tokens: list[int], logits: torch.Tensor
-    ) -> tuple[TokenLogprobs, ...]:
-        k = row.params.logprobs
-        if k is None:
-            return ()
-        nodes = list(path[: len(tokens)])
-        paths = [tree.path_tokens(node) for node in nodes]
-        table = log_probs(logits[nodes], [row.law] * len(nodes), paths)
-        return tuple(TokenLogprobs.of(token, table[i], k) for i, token in enumerate(tokens))
 
     def _observe(
         self,
@@ -473,16 +424,3 @@ class Engine:
             features = gather(requires, record, logits, i, nodes, None if choices is None else choices[i])
             results.append(StepResult(trees[i], paths[i], outputs[i].token_ids, features))
         self.drafter.observe([runs[i].row for i in going_on], results)
-
-
-class _Clock:
-    """Adds the time since the last lap to a field of the profile."""
-
-    def __init__(self, profile: StepProfile) -> None:
-        self._profile = profile
-        self._last = perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = perf_counter()
-        setattr(self._profile, name, getattr(self._profile, name) + now - self._last)
-        self._last = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from time import perf_counter
 
 
 @dataclass(slots=True)
@@ -119,3 +120,16 @@ class StepProfile:
     def host_seconds(self) -> float:
         """What a decode step spends outside of drafting and verifying."""
         return self.accept_seconds + self.commit_seconds + self.observe_seconds + self.emit_seconds
+
+
+class Clock:
+    """Adds the time since the last lap to a field of a profile."""
+
+    def __init__(self, profile: StepProfile) -> None:
+        self._profile = profile
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        setattr(self._profile, name, getattr(self._profile, name) + now - self._last)
+        self._last = now
