@@ -5,7 +5,7 @@ OLDEST_TRANSFORMERS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 # two contiguous halves, which share what tests cache; who ends first takes tests from the other
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n 2 --dist worksteal
 # what no version of transformers can change: the law, drafts, text, commands; files not named here run on each
-SAME_ON_EVERY_VERSION = tests/conformance tests/e2e \
+SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_terminal.py cli_datastore.py docs.py wheel.py) \
 	$(addprefix tests/integration/test_,counting.py identity_compositions.py policies_in_engine.py random_schedules.py \
 	rejection_law.py swift.py) \
 	$(addprefix tests/unit/test_,bench.py chat.py composition.py datastore.py jacobi.py length_policies.py lengths.py \
