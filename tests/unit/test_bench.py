@@ -7,6 +7,8 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from foretoken import zoo
 from foretoken.bench import cli, costs, equality, measure, models, profile, report, workload
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
 from foretoken.bench.models import Pair
-from foretoken.bench.suite import Settings, Suite, UnequalOutputsError
+from foretoken.bench.suite import Settings, SpeedTable, Suite, UnequalOutputsError
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
@@ -427,9 +429,25 @@ def test_a_quick_run_measures_everything(tmp_path) -> None:
         assert all(row["equality"]["num_identical"] == row["equality"]["num_prompts"] for row in own)
 
 
+def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def speed(self: Suite, context: int, sampling: Any) -> SpeedTable:
+        if context == 65:
+            raise KeyboardInterrupt
+        return SpeedTable("all", "greedy", context, 1, 64.0, 2, 0.0, ())
+
+    monkeypatch.setattr(Suite, "speed", speed)
+    file = tmp_path / "results.json"
+    options = ["--scale", "none", "--parts", "speed", "--contexts", "64,65,66", "--output", str(file), "--json"]
+    result = CliRunner().invoke(app(), options)
+    assert result.exit_code == 130
+    results = json.loads(file.read_text())
+    assert json.loads(result.stdout) == results
+    assert [table["context"] for table in results["speed"]] == [64]
+
+
 def test_tables_print_every_row(pair: Pair) -> None:
     """A speed table by hand, in a console wide enough."""
-    from foretoken.bench.suite import Row, SpeedTable
+    from foretoken.bench.suite import Row
 
     found = measure.Comparison("draft_model", "plain", 1.5, 1.4, 1.6, 1.3, 1.7, 4)
     rows = (Row("plain", 10.0, (), 1.0, None, 0.2, None), Row("draft_model", 15.0, (found,), 2.5, 0.6, 0.2, None))

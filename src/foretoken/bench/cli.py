@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli_options import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.suite import Settings, SpeedTable, Suite
+    from foretoken.bench.suite import EfficiencyTable, Settings, SpeedTable, Suite
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
 EXTRA_PARTS = ("profile", "drafting")
-EXIT_REFUSED, EXIT_DIFFERS = 2, 3
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
     "max_new_tokens": 8,
@@ -95,11 +96,13 @@ def run(
     ragged rows together against one by one. profile: where a step goes, by vocabulary and context. drafting:
     microseconds per proposal of the drafters that make no forward, by context and size of the datastore.
 
-    Exit codes: 0 done, 2 refused, 3 outputs differ (then no speed is shown).
+    Exit codes: 0 done, 2 refused, 3 outputs differ (then no speed is shown), 130 interrupted (what there is is kept).
     """
     from foretoken.bench.suite import Settings, UnequalOutputsError
     from foretoken.engine.errors import ForetokenError
 
+    results: dict[str, Any] = {}
+    code = 0
     try:
         chosen = _chosen(parts) + [part for part in EXTRA_PARTS if profile]
         settings = Settings(
@@ -127,19 +130,26 @@ def run(
 
             torch.set_num_threads(threads)
         suite = _suite(model, draft_model, dtype, scale or _default_scale(model, quick), settings)
-        results = _results(suite, chosen, is_shown=not as_json)
+        _measure(suite, chosen, results, partial(_write, output, results), is_shown=not as_json)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     except UnequalOutputsError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(EXIT_DIFFERS) from None
     except ForetokenError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
-    text = json.dumps(results, indent=None if as_json else 1)
+    if as_json and results:
+        sys.stdout.write(json.dumps(results) + "\n")
+    if code:
+        raise typer.Exit(code)
+
+
+def _write(output: Path | None, results: dict[str, Any]) -> None:
+    """All that was measured so far, so that an interrupted run leaves it."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text + "\n", encoding="utf-8")
-    if as_json:
-        sys.stdout.write(text + "\n")
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _default_scale(model: str, quick: bool) -> str:
@@ -181,8 +191,10 @@ def _suite(model: str, draft_model: str | None, dtype: str, scale: str, settings
     return Suite(load_pair(model, draft_model, dtype), scale, settings, status.print)
 
 
-def _results(suite: Suite, parts: list[str], *, is_shown: bool) -> dict[str, Any]:
-    """Run the parts; tables appear as they are ready."""
+def _measure(
+    suite: Suite, parts: list[str], results: dict[str, Any], keep: Callable[[], None], *, is_shown: bool
+) -> None:
+    """Run the parts into ``results``; tables appear, and are kept, as they are ready."""
     import torch
     from rich.console import Console
 
@@ -194,7 +206,7 @@ def _results(suite: Suite, parts: list[str], *, is_shown: bool) -> dict[str, Any
     kind = str(suite.target.dtype).removeprefix("torch.")
     execution = suite.target.execution.describe()
     report.show_provenance(console, facts, suite.pair.label, kind, execution)
-    results: dict[str, Any] = {
+    results |= {
         "provenance": facts,
         "models": suite.pair.label,
         "dtype": kind,
@@ -202,15 +214,15 @@ def _results(suite: Suite, parts: list[str], *, is_shown: bool) -> dict[str, Any
         "settings": {**report.plain_data(suite.settings), "prompts_file": str(suite.settings.prompts_file or "own")},
     }
     with torch.inference_mode():
-        results |= _parts(suite, parts, console)
-    return results
+        for _ in _parts(suite, parts, results, console):
+            keep()
 
 
-def _parts(suite: Suite, parts: list[str], console: Console) -> dict[str, Any]:
+def _parts(suite: Suite, parts: list[str], results: dict[str, Any], console: Console) -> Iterator[None]:
+    """After every table that was added to ``results``."""
     from foretoken.bench import report
     from foretoken.progress import build_bar
 
-    results: dict[str, Any] = {}
     tables: list[Callable[[], SpeedTable]] = []
     if "speed" in parts:
         tables += [partial(suite.speed, context, suite.greedy) for context in suite.settings.contexts]
@@ -224,26 +236,33 @@ def _parts(suite: Suite, parts: list[str], console: Console) -> dict[str, Any]:
         report.show_speed(console, table)
         report.show_gaps(console, table.rows)
         results.setdefault("speed", []).append(report.plain_data(table))
-    found = []
+        yield
+    efficiencies: list[Callable[[], EfficiencyTable]] = []
     if "efficiency" in parts and suite.pair.drafter is not None:
         context = suite.settings.contexts[0]
-        found = [suite.efficiency(cost, context, suite.greedy) for cost in suite.settings.draft_costs]
+        efficiencies += [partial(suite.efficiency, cost, context, suite.greedy) for cost in suite.settings.draft_costs]
     if "lookup-efficiency" in parts:
-        found.append(suite.lookup_efficiency(suite.greedy))
+        efficiencies.append(partial(suite.lookup_efficiency, suite.greedy))
+    found = []
+    for measure_efficiency in efficiencies:
+        found.append(measure_efficiency())
+        results["efficiency"] = report.plain_data(found)
+        yield
     if found:
         report.show_efficiency(console, found)
-        results["efficiency"] = report.plain_data(found)
     if "batch" in parts:
         rows = suite.batch(suite.greedy)
         report.show_batch(console, rows)
         results["batch"] = report.plain_data(rows)
+        yield
     if "profile" in parts:
         cells = list(suite.profiles([suite.greedy, suite.sampled(0.9)]))
         report.show_profiles(console, cells)
         results["profile"] = report.plain_data(cells)
+        yield
     if "drafting" in parts:
         with build_bar() as bar:
             costs = list(suite.drafting(bar))
         report.show_drafting(console, costs)
         results["drafting"] = report.plain_data(costs)
-    return results
+        yield
