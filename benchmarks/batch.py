@@ -69,10 +69,9 @@ def rows(trial: Trial, methods: list[str], options: argparse.Namespace) -> list[
 def show(found: list[dict[str, Any]], title: str) -> None:
     print(f"\n{title}\n\n| batch | method | tok/s | by one | by plain | tau | same rows |\n|" + "---|" * 7)
     for row in found:
-        by_one, by_plain = (f"{row[k].ratio:.2f} ({row[k].low:.2f}-{row[k].high:.2f})" for k in ("by_one", "by_plain"))
         print(
-            f"| {row['batch_size']} | {row['method']} | {row['tokens_per_second']:.1f} | {by_one} | {by_plain} "
-            f"| {row['tau']:.2f} | {row['num_same_rows']}/{row['num_rows']} |"
+            f"| {row['batch_size']} | {row['method']} | {row['tokens_per_second']:.1f} "
+            f"| {row['by_one']} | {row['by_plain']} | {row['tau']:.2f} | {row['num_same_rows']}/{row['num_rows']} |"
         )
     for size in dict.fromkeys(row["batch_size"] for row in found):
         best = max((row for row in found if row["batch_size"] == size), key=lambda row: row["by_plain"].ratio)

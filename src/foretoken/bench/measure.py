@@ -68,6 +68,10 @@ class Comparison:
     best: float
     num_prompts: int
 
+    def __str__(self) -> str:
+        """As tables show it: the ratio and its interval."""
+        return f"{self.ratio:.2f} ({self.low:.2f}-{self.high:.2f})"
+
 
 def interleave(
     arms: Seq[Arm],

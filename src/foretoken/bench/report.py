@@ -13,7 +13,6 @@ from rich.table import Table
 from foretoken.bench.costs import Efficiency
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
-from foretoken.bench.measure import Comparison
 from foretoken.bench.profile import VERBS
 from foretoken.bench.suite import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
 
@@ -56,7 +55,7 @@ def show_speed(console: Console, table: SpeedTable) -> None:
     for column in ("arm", "tok/s", *(f"x {base}" for base in bases), "tau", "accepted", "repeats", "same tokens"):
         shown.add_column(column, justify="left" if column == "arm" else "right")
     for row in table.rows:
-        ratios = {found.base: _ratio(found) for found in row.comparisons}
+        ratios = {found.base: str(found) for found in row.comparisons}
         shown.add_row(
             row.arm,
             f"{row.tokens_per_second:.1f}",
@@ -169,10 +168,6 @@ def show_drafting(console: Console, costs: Seq[DraftCost]) -> None:
             f"{cost.nodes:.1f}",
         )
     console.print(shown)
-
-
-def _ratio(found: Comparison) -> str:
-    return f"{found.ratio:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
 def _number(value: float | None) -> str:
