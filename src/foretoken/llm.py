@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import secrets
 import threading
@@ -25,13 +26,15 @@ from foretoken.engine.noise import mix
 from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.stats import StepProfile
 from foretoken.loading import is_zoo, load_model, load_tokenizer
-from foretoken.modelinfo import describe
+from foretoken.modelinfo import describe, load_line
 from foretoken.outputs import RequestOutput
 from foretoken.pairing import Pairing
 from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.progress import progress_bar
 from foretoken.prompts import Prompts, read_params, read_prompts
 from foretoken.runner import Runner, Stream
+
+logger = logging.getLogger("foretoken")
 
 _SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
 
@@ -43,11 +46,15 @@ ParamsLike: TypeAlias = SamplingParams | Mapping[str, Any] | Seq[SamplingParams]
 class LLM:
     """Generates text with a `transformers` causal language model, drafting ahead where that is asked for.
 
+    Without a ``speculative_config`` it decodes plainly; the command line drafts unless it is told not to. What was
+    loaded, in which dtype, and how it decodes is logged in one line (logger ``foretoken``, level INFO).
+
     Calls from several threads give right results; they take turns step by step and share batches.
 
     Args:
       model: a directory, a hub id, ``zoo:NAME``, or a loaded model, which keeps its dtype and stays as it is.
-      speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None for plain decoding.
+      speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None, the default, for plain
+        decoding. "ngram" needs no second model and is what the command line takes for most models.
       tokenizer: by default the one beside the model; without any, prompts and results are token ids.
       dtype, device: of what is loaded here. "auto" is the GPU where there is one, and bfloat16 where the device
         computes in it, else float32.
@@ -114,6 +121,16 @@ class LLM:
         self._seed = seed
         self._lock = threading.RLock()
         self._speculate(config)
+        logger.info(
+            "%s",
+            load_line(
+                self.model_info,
+                None if speculative_config is None else config.title,
+                stored_dtype=loaded.stored_dtype,
+                is_dtype_chosen=dtype != "auto",
+                drafter=self.drafting.info,
+            ),
+        )
 
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
         """The same target in memory with another way of drafting; this LLM stays as it is.

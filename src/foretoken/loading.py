@@ -97,8 +97,8 @@ def load_model(
         return Loaded.of(model, model_name(model), False)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code)
     place = choose_device(device)
-    loaded = _load_weights(source, choose_dtype(dtype, place)).to(place).eval()
-    return Loaded.of(loaded, source.name, True, load_tokenizer_of(source, part))
+    loaded, stored_dtype = _load_weights(source, choose_dtype(dtype, place))
+    return Loaded.of(loaded.to(place).eval(), source.name, True, load_tokenizer_of(source, part), stored_dtype)
 
 
 def resolve(
@@ -200,14 +200,16 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
 
 
-def _load_weights(source: Source, dtype: torch.dtype) -> Any:
-    """The model in this dtype; every weight comes from the checkpoint."""
+def _load_weights(source: Source, dtype: torch.dtype) -> tuple[Any, torch.dtype | None]:
+    """The model in this dtype, every weight from the checkpoint; and the dtype that the checkpoint says it has."""
     with _as_checkpoint_error(source, "configuration"):
         config = AutoConfig.from_pretrained(source.location, **source.options)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{source.name} is an encoder-decoder model ({config.model_type}); foretoken decodes causal language models"
         )
+    stored = config.get_text_config(decoder=True).dtype
+    stored_dtype = stored if isinstance(stored, torch.dtype) else None
     with _as_checkpoint_error(source, "weights"), _quiet(source.name.startswith(ZOO)):
         model, report = AutoModelForCausalLM.from_pretrained(
             source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
@@ -218,7 +220,7 @@ def _load_weights(source: Source, dtype: torch.dtype) -> Any:
             f"{source.name} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
             "would start out random; download or save the checkpoint again"
         )
-    return model
+    return model, stored_dtype
 
 
 @contextmanager

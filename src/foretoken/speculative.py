@@ -232,6 +232,12 @@ class SpeculativeConfig:
     def is_speculative(self) -> bool:
         return self.method != "none"
 
+    @property
+    def title(self) -> str:
+        """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
+        sign = next((sign for sign, method in COMPOSITIONS.items() if method == self.method), None)
+        return str(self.method) if sign is None else sign.join(part.title for part in self.drafters)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import runpy
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,16 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands() -> list[str]:
     lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A page may show how to see what is logged."""
+    root, ours = logging.getLogger(), logging.getLogger("foretoken")
+    handlers, level = list(root.handlers), ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
 
 
 @pytest.mark.slow

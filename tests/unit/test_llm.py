@@ -20,6 +20,7 @@ from foretoken.engine.errors import (
     PromptError,
 )
 from foretoken.engine.stats import SequenceStats
+from foretoken.modelinfo import dtype_note
 from foretoken.outputs import speculative_metrics
 from foretoken.prompts import spellings
 from foretoken.testing import toy_model
@@ -531,6 +532,48 @@ def test_model_info_tells_what_runs(llm: LLM) -> None:
     assert info.num_parameters == 5_475_584
     assert llm.drafting.info is not None
     assert llm.drafting.info.num_parameters < info.num_parameters / 5
+
+
+@pytest.mark.parametrize(
+    ("config", "ending"),
+    [
+        (None, "plain decoding (no speculative_config was given)"),
+        ("none", "plain decoding"),
+        ("ngram>suffix+nasd", "method ngram>suffix+nasd"),
+        ("draft_model", "method draft_model with zoo:tiny (draft), 0.7 M"),
+    ],
+    ids=str,
+)
+def test_one_line_says_what_was_loaded_and_how_it_decodes(
+    caplog: pytest.LogCaptureFixture, config: Any, ending: str
+) -> None:
+    """An LLM once decoded plainly, and in another dtype than the checkpoint's, without a word about it."""
+    with caplog.at_level("INFO", "foretoken"):
+        LLM("zoo:tiny", config, dtype="float32", execution="eager")
+    (line,) = caplog.messages
+    assert line == f"zoo:tiny: 5.5 M parameters, float32 (as asked; the checkpoint is bfloat16), eager, {ending}"
+
+
+def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "foretoken"):
+        LLM(toy_model(), "ngram")
+    (line,) = caplog.messages
+    assert line.startswith("LlamaForCausalLM: 0.")
+    assert line.endswith(", method ngram")
+
+
+@pytest.mark.parametrize(
+    ("used", "stored", "is_chosen", "note"),
+    [
+        ("float32", "float32", False, ""),
+        ("float32", None, False, ""),
+        ("float32", "float16", True, "as asked; the checkpoint is float16"),
+        ("float32", "float16", False, "a float16 checkpoint, and this CPU has no float16 arithmetic"),
+        ("bfloat16", "float32", False, "a float32 checkpoint; dtype='float32' keeps it"),
+    ],
+)
+def test_a_changed_dtype_says_why(used: str, stored: str | None, is_chosen: bool, note: str) -> None:
+    assert dtype_note(used, stored, is_chosen=is_chosen) == note
 
 
 def test_max_draft_nodes_limits_trees(plain: LLM) -> None:
