@@ -63,4 +63,4 @@ bench: .venv/.ready
 	.venv/bin/foretoken bench
 
 clean:
-	rm -rf .venv .venvs build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venvs .cache build dist .pytest_cache .mypy_cache .ruff_cache

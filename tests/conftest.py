@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+
+os.environ.setdefault("FORETOKEN_CACHE", str(Path(__file__).resolve().parents[1] / ".cache"))  # ours, not the user's
 
 
 @pytest.fixture(autouse=True, scope="session")

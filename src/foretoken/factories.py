@@ -57,6 +57,15 @@ class Materials:
     zoo_name: str | None = None
     kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
+    def brings(self, what: str) -> bool:
+        """Whether the target is one of the zoo that brings this along."""
+        return self.zoo_name is not None and zoo.brings(self.zoo_name, what)
+
+    @property
+    def brings_none(self) -> str:
+        """For messages about something that is missing."""
+        return "" if self.zoo_name is None else f", and {self.zoo_name} brings none along"
+
 
 def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterFactory:
     """What makes a fresh drafter, as often as one is needed.
@@ -168,10 +177,10 @@ def _datastore(config: SpeculativeConfig, materials: Materials) -> Datastore:
     """The datastore that the config names, or the one that a target of the zoo brings along; opened once."""
     folder = config.datastore
     if folder is None:
-        if materials.zoo_name is None:
+        if materials.zoo_name is None or not materials.brings("datastore"):
             raise ConfigError(
-                "method 'rest' needs a datastore; build one with foretoken datastore build CORPUS... --tokenizer MODEL "
-                "--out DIR and add datastore=DIR"
+                f"method 'rest' needs a datastore{materials.brings_none}; build one with foretoken datastore build "
+                "CORPUS... --tokenizer MODEL --out DIR and add datastore=DIR"
             )
         folder = str(zoo.asset(materials.zoo_name, "datastore"))
     name = ("datastore", folder)
@@ -187,8 +196,8 @@ def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter
     matrix, initial_state, vocab_size = None, str(config.initial_state), materials.target.vocab_size
     if initial_state == "auto":
         initial_state = "prompt"
-        if materials.zoo_name is not None and config.state_file is None and _set(config.num_candidates) <= 8:
-            matrix = _zoo_matrix(materials.zoo_name, vocab_size, _set(config.num_candidates))
+        if materials.brings("candidates") and config.state_file is None and _set(config.num_candidates) <= 8:
+            matrix = _zoo_matrix(str(materials.zoo_name), vocab_size, _set(config.num_candidates))
     return TokenRecyclingDrafter(
         vocab_size,
         _set(config.num_speculative_tokens),
@@ -213,8 +222,8 @@ def _layer_skip(config: SpeculativeConfig, materials: Materials) -> Drafter:
     layer_set = _layer_set(config, materials)
     if layer_set is None:
         raise ConfigError(
-            "method 'layer_skip' needs to know what to leave out; give layer_set=FILE (from foretoken tune "
-            "layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
+            f"method 'layer_skip' needs to know what to leave out{materials.brings_none}; give layer_set=FILE (from "
+            "foretoken tune layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
         )
     layer_set.check(materials.target.num_layers, materials.target.name)
     return LayerSkipDrafter(layer_set, **_growth(config, materials))
@@ -234,8 +243,8 @@ def _quantized_self(config: SpeculativeConfig, materials: Materials) -> Drafter:
 def _layer_set(config: SpeculativeConfig, materials: Materials) -> LayerSet | None:
     """What the config names, or else what a target of the zoo brings along."""
     given = _given_layer_set(config, materials)
-    if given is None and materials.zoo_name is not None:
-        return LayerSet.load(zoo.asset(materials.zoo_name, "layer_set.json"))
+    if given is None and materials.brings("layer_set"):
+        return LayerSet.load(zoo.asset(str(materials.zoo_name), "layer_set"))
     return given
 
 
@@ -267,7 +276,7 @@ def _growth(config: SpeculativeConfig, materials: Materials) -> dict[str, Any]:
 
 def _zoo_matrix(zoo_name: str, vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
     """What a target of the zoo says after every token alone."""
-    return AdjacencyMatrix.load(zoo.asset(zoo_name, "candidates.safetensors"), vocab_size, num_candidates)
+    return AdjacencyMatrix.load(zoo.asset(zoo_name, "candidates"), vocab_size, num_candidates)
 
 
 def _union(config: SpeculativeConfig, materials: Materials) -> Drafter:
@@ -295,8 +304,8 @@ def _check_trees(config: SpeculativeConfig, materials: Materials) -> None:
 def _draft_model(config: SpeculativeConfig, materials: Materials) -> Drafter:
     if materials.draft_model is None:
         raise ConfigError(
-            "method 'draft_model' needs a drafter; add model (a directory, a hub id, zoo:NAME or a loaded model), or "
-            "use a target of the zoo, which brings its own"
+            f"method 'draft_model' needs a drafter{materials.brings_none}; add model (a directory, a hub id, zoo:NAME "
+            "or a loaded model), or use zoo:tiny, which brings its own"
         )
     return DraftModelDrafter(materials.draft_model, **_growth(config, materials))
 

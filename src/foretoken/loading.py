@@ -19,7 +19,7 @@ from foretoken.engine.errors import CheckpointError, ConfigError, UnsupportedMod
 from foretoken.engine.execution import cpu_has_bfloat16
 from foretoken.modelinfo import Loaded, model_name
 
-ZOO = "zoo:"
+ZOO = zoo.PREFIX
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
@@ -126,7 +126,7 @@ def resolve(
 
 
 def is_zoo(model: object) -> bool:
-    """Whether a model is named by the zoo, and so brings its own drafter."""
+    """Whether a model is named by the zoo, whose manifest says what it brings along."""
     return isinstance(model, str) and model.startswith(ZOO)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken import zoo
 from foretoken.engine.errors import TokenizerMismatchError
 from foretoken.engine.model import CausalLM
 from foretoken.factories import DrafterFactory, Materials, drafter_factory
@@ -56,7 +57,7 @@ class Pairing:
         """
         materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
-        name = None if part is None else part.model if part.model is not None else self.zoo_name
+        name = None if part is None else part.model if part.model is not None else self._own_drafter
         if part is None or name is None:
             return Drafting(drafter_factory(config, materials))
         draft = self._load(name, part)
@@ -64,6 +65,11 @@ class Pairing:
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
         return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm))
+
+    @property
+    def _own_drafter(self) -> str | None:
+        """The name under which the target of the zoo brings its drafter, if it does."""
+        return self.zoo_name if self.zoo_name is not None and zoo.brings(self.zoo_name, "draft") else None
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
         if isinstance(name, PreTrainedModel):

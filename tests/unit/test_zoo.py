@@ -22,7 +22,7 @@ def pair():
 
 
 def test_names_and_paths() -> None:
-    assert zoo.names() == ["tiny"]
+    assert zoo.names() == ["smollm2", "tiny"]
     for part in ("target", "draft"):
         assert (zoo.path("tiny", part) / "model.safetensors").is_file()
     assert (zoo.path("zoo:tiny", "tokenizer") / "tokenizer.json").is_file()
@@ -31,9 +31,9 @@ def test_names_and_paths() -> None:
 @pytest.mark.parametrize(
     ("name", "part", "message"),
     [
-        ("tinny", "target", "'tinny' is no model of the zoo; did you mean 'tiny'"),
-        ("tiny", "drafter", "'drafter' is no part of zoo:tiny; did you mean 'draft'"),
-        ("../tiny", "target", "is no model of the zoo"),
+        ("tinny", "target", "'tinny' is not a model of the zoo; did you mean 'tiny'"),
+        ("tiny", "drafter", "'drafter' is not a part of zoo:tiny; did you mean 'draft'"),
+        ("../tiny", "target", "is not a model of the zoo"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name: str, part: str, message: str) -> None:

@@ -41,10 +41,10 @@ def run(
     model: Annotated[
         str, typer.Option("--model", "-m", metavar="PATH|HUB_ID|zoo:NAME", help="The target.")
     ] = "zoo:tiny",
-    draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model brings its own.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model may bring its own.")] = None,
     scale: Annotated[
         str | None,
-        typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for zoo models."),
+        typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for a toy."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto is bfloat16 where the CPU computes in it, else float32.")] = "auto",
     execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto",
@@ -153,8 +153,11 @@ def _write(output: Path | None, results: dict[str, Any]) -> None:
 
 
 def _default_scale(model: str, quick: bool) -> str:
-    """A model of the zoo is small and gets the width of a real one; others are measured as they are."""
-    return "100m" if model.startswith("zoo:") and not quick else "none"
+    """A toy of the zoo gets the width of a real model; others are measured as they are."""
+    from foretoken import zoo
+
+    is_toy = model.startswith(zoo.PREFIX) and zoo.manifest(model).is_toy
+    return "100m" if is_toy and not quick else "none"
 
 
 def _integers(text: str, name: str) -> tuple[int, ...]:

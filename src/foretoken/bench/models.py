@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from foretoken import zoo
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.inflate import inflate, inflated_from
 from foretoken.llm import eos_token_ids
-from foretoken.loading import load_model
+from foretoken.loading import is_zoo, load_model
 
 SCALES = {"none": None, "100m": (1024, 4096)}
 """Hidden and intermediate sizes of the target, by name; "100m" makes 98.6 M parameters of zoo:tiny."""
@@ -54,14 +55,14 @@ def describe(model: Any) -> str:
 
 
 def load_pair(model: str, draft_model: str | None, dtype: str) -> Pair:
-    """Load a target and its drafter; a model of the zoo brings its own.
+    """Load a target and its drafter; a model of the zoo may bring its own.
 
     Raises: CheckpointError, ConfigError.
     """
     target = load_model(model, dtype=dtype)
-    name = draft_model or (model if model.startswith("zoo:") else None)
+    zoo_name = model if is_zoo(model) else None
+    name = draft_model or (zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None)
     drafter = None if name is None else load_model(name, part="draft", dtype=target.model.dtype).model
-    zoo_name = model if model.startswith("zoo:") else None
     return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)), zoo_name)
 
 

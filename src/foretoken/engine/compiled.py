@@ -20,6 +20,8 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from foretoken.folders import cache_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foretoken")
 
 MAX_NODES = 64  # wider forwards are prefill, where linears are everything
-DEFAULT_CACHE_DIR = Path("~/.cache/foretoken/inductor")
 
 Mask = torch.Tensor | dict[str, torch.Tensor] | None
 
@@ -41,7 +42,7 @@ class CompiledForward:
 
     Args:
       model: the shadow.
-      cache_dir: where compiled kernels are kept between processes.
+      cache_dir: where compiled kernels are kept between processes; inductor/ in the cache folder by default.
       progress: called with one line before and after each compilation.
     """
 
@@ -52,7 +53,7 @@ class CompiledForward:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.model = model
-        self.cache_dir = Path(cache_dir or DEFAULT_CACHE_DIR).expanduser()
+        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor")
         self.compile_seconds = 0.0
         self._progress = progress
         self._cache: Cache | None = None

@@ -170,7 +170,7 @@ def apply_execution(
         for models that the library loaded itself.
       min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
         the number of rows.
-      cache_dir: of "compiled": where kernels are kept between processes; ~/.cache/foretoken/inductor by default.
+      cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
       progress: of "compiled": called with one line before and after each compilation.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.

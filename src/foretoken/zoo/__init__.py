@@ -1,10 +1,11 @@
-"""The small trained models that ship with the package: real text and real acceptance, offline, on any machine.
+"""Models that are at hand by name, ``zoo:NAME``: a toy pair that ships with the package, and real ones by recipe.
 
-A model of the zoo is a directory beside this file:
+A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manifest`) and whatever it brings along:
 
-    tiny/target/   the target, with the tokenizer that all parts share
-    tiny/draft/    its drafter
-    tiny/README.md provenance, licence, measured figures
+    tiny/target/     the target, with the tokenizer that all parts share
+    tiny/draft/      its drafter
+    tiny/README.md   provenance, licence, measured figures
+    smollm2/         a manifest alone: another distribution carries the weights, which are converted once into a cache
 """
 
 from __future__ import annotations
@@ -12,82 +13,141 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from typing import TYPE_CHECKING, Any
 
 from foretoken.engine.errors import CheckpointError, ConfigError
+from foretoken.zoo import conversion
+from foretoken.zoo.manifest import MANIFEST, Manifest, Package, names, read_manifest, root
 
-__all__ = ["load", "names", "path"]
+if TYPE_CHECKING:
+    import torch
 
-_FOLDERS = {"target": "target", "draft": "draft", "tokenizer": "target"}
+__all__ = [
+    "Manifest",
+    "Package",
+    "asset",
+    "brings",
+    "default",
+    "is_available",
+    "load",
+    "manifest",
+    "names",
+    "path",
+    "why_missing",
+]
+
+PREFIX = "zoo:"
+_FIRST_CHOICE = "smollm2"
+_TOY = "tiny"
+_PARTS = ("target", "draft", "tokenizer")
 
 
-def _root() -> Path:
-    return Path(str(resources.files(__name__)))
+def manifest(name: str) -> Manifest:
+    """What is known about a model before it is loaded.
+
+    Args:
+        name: one of `names()`; a leading ``zoo:`` is allowed.
+
+    Raises:
+        ConfigError: no such model; the message names the nearest one.
+    """
+    name = _known(name.removeprefix(PREFIX), names(), "model of the zoo")
+    return read_manifest(root() / name / MANIFEST)
 
 
-def names() -> list[str]:
-    """The names that `load` knows, sorted.
+def is_available(name: str) -> bool:
+    """Whether `load` would find the model here, after a conversion where that is still to be done."""
+    return why_missing(name) is None
+
+
+def why_missing(name: str) -> str | None:
+    """Why a model cannot be loaded here, with the command that helps; None when it can."""
+    described = manifest(name)
+    return None if described.package is None else conversion.why_missing(described)
+
+
+def default() -> str:
+    """The model to take where none is named: a real one where it is installed, else the toy that always is.
 
     Example:
-        >>> names()
-        ['tiny']
+        >>> default() in ("zoo:smollm2", "zoo:tiny")
+        True
     """
-    return sorted(entry.name for entry in _root().iterdir() if (entry / "target" / "config.json").is_file())
+    return PREFIX + (_FIRST_CHOICE if is_available(_FIRST_CHOICE) else _TOY)
+
+
+def brings(name: str, what: str) -> bool:
+    """Whether a model brings something along: a drafter, a datastore, a layer set (see `Manifest.brings`)."""
+    return what in manifest(name).brings
 
 
 def path(name: str, part: str = "target") -> Path:
     """The directory of one part, in the layout that ``from_pretrained`` reads.
+
+    A model that another distribution carries is converted by the first call, which takes a while.
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
         part: ``"target"``, ``"draft"`` or ``"tokenizer"`` (which lies in the target's directory).
 
     Raises:
-        ConfigError: no such model or part; the message names the nearest one.
-        CheckpointError: the package was installed without its data.
+        ConfigError: no such model, or it brings no such part; the message says what there is.
+        CheckpointError: the model is not installed, or cannot be converted here; the message says what helps.
     """
-    name = _known(name.removeprefix("zoo:"), names(), "model of the zoo")
-    folder = _root() / name / _FOLDERS[_known(part, sorted(_FOLDERS), f"part of zoo:{name}")]
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is missing: foretoken was installed without its data; reinstall it")
-    return folder
+    described = manifest(name)
+    part = _known(part, sorted(_PARTS), f"part of zoo:{described.name}")
+    return _located(described, part)
 
 
 def asset(name: str, file: str) -> Path:
-    """A file or folder beside a model of the zoo, such as the layer set that ``layer_skip`` starts from.
+    """A file or folder that a model brings along, such as the layer set that ``layer_skip`` starts from.
+
+    Args:
+        file: its name, or what it is: ``"layer_set"`` and ``"layer_set.json"`` are the same.
 
     Raises:
-        ConfigError: no such model.
+        ConfigError: no such model, or it brings no such thing; the message says what there is.
         CheckpointError: the package was installed without its data.
     """
-    found = _root() / _known(name.removeprefix("zoo:"), names(), "model of the zoo") / file
+    described = manifest(name)
+    by_file = {place: what for what, place in described.brings.items()}
+    return _located(described, by_file.get(file, file))
+
+
+def _located(described: Manifest, what: str) -> Path:
+    if what not in described.brings:
+        raise ConfigError(
+            f"zoo:{described.name} brings no {what!r} along; it brings {', '.join(sorted(described.brings))}"
+        )
+    folder = root() / described.name if described.package is None else conversion.converted(described)
+    found = folder / described.brings[what]
     if not found.exists():
         raise CheckpointError(f"{found} is missing: foretoken was installed without its data; reinstall it")
     return found
 
 
-def load(name: str = "tiny", *, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
-    """Load a pair as plain transformers objects: ``(target, drafter, tokenizer)``.
+def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, Any, Any]:
+    """Load a model as plain transformers objects: ``(target, drafter, tokenizer)``.
 
-    Nothing is downloaded. Both models are in evaluation mode on the CPU and belong to the caller.
+    Nothing is downloaded. The models are in evaluation mode on the CPU and belong to the caller.
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.
-        dtype: of both models' weights. They are stored in bfloat16, which float32 holds exactly.
+        dtype: of the weights, float32 by default. They are stored in bfloat16, which float32 holds exactly.
 
+    Returns: the drafter is None where the model brings none.
     Raises:
         ConfigError: no such model; the message names the nearest one.
-        CheckpointError: the package was installed without its data.
+        CheckpointError: the model is not installed, or cannot be converted here; the message says what helps.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"dtype": dtype or torch.float32, "local_files_only": True}
     with _quiet():
         target, drafter = (
-            AutoModelForCausalLM.from_pretrained(path(name, part), dtype=dtype, local_files_only=True).eval()
+            AutoModelForCausalLM.from_pretrained(path(name, part), **options).eval() if brings(name, part) else None
             for part in ("target", "draft")
         )
         tokenizer = AutoTokenizer.from_pretrained(path(name, "tokenizer"), local_files_only=True)
@@ -99,12 +159,14 @@ def _known(value: str, allowed: list[str], what: str) -> str:
         return value
     nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.0)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"{value!r} is no {what}{hint} Known: {', '.join(allowed) or 'none'}.")
+    raise ConfigError(f"{value!r} is not a {what}{hint} Known: {', '.join(allowed) or 'none'}.")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Two small files need no progress bar; the user's setting is put back."""
+    from transformers.utils import logging
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
