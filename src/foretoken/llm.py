@@ -141,6 +141,13 @@ class LLM:
         other._speculate(SpeculativeConfig.parse(speculative_config))
         return other
 
+    def __repr__(self) -> str:
+        info = self.model_info
+        return (
+            f"LLM({info.name!r}, dtype={info.dtype}, execution={self.target.execution.kind}, "
+            f"method={self.speculative_config.title})"
+        )
+
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """Every method with None, or with the reason why this model cannot draft by it as it stands.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,10 +20,10 @@ class Loaded:
       stored_dtype: of the checkpoint, where that is known and the library loaded it.
     """
 
-    model: PreTrainedModel
+    model: PreTrainedModel = field(repr=False)
     name: str
     is_owned: bool
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
     num_parameters: int
     weight_bytes: int
     stored_dtype: torch.dtype | None = None

@@ -4,9 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar, overload
 
 from foretoken.engine.stats import SequenceStats, StepTrace
+
+T = TypeVar("T")
+
+_SHOWN_CHARACTERS = 100  # of a text, and
+_SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
+
+
+class FrozenList(tuple[T, ...]):
+    """A tuple that equals the list of the same items, too, as vLLM's results are lists. Its slices do as well."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(tuple(other) if isinstance(other, list) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> T: ...
+    @overload
+    def __getitem__(self, place: slice, /) -> FrozenList[T]: ...
+    def __getitem__(self, place: SupportsIndex | slice, /) -> T | FrozenList[T]:
+        return FrozenList(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
 
 @dataclass(frozen=True)
@@ -24,9 +50,9 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request.
+    """One sample of a request. Its repr is short; the fields have everything.
 
     Args:
       index: which of the ``n`` samples.
@@ -41,17 +67,27 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: FrozenList[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
     stop_reason: int | str | None
     seed: int
 
+    def __repr__(self) -> str:
+        stop = "" if self.stop_reason is None else f", stop_reason={_shortened(self.stop_reason)}"
+        return (
+            f"CompletionOutput(index={self.index}, text={_shortened(self.text)}, {len(self.token_ids)} token_ids, "
+            f"finish_reason={self.finish_reason!r}{stop}, seed={self.seed})"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RequestMetrics:
     """Counters and times of one request, its samples pooled.
+
+    None of them compares with plain decoding: ``tokens_per_step`` is not a speed-up, since a step that drafts costs
+    more than a plain one. Whether drafting pays is measured by ``foretoken bench``.
 
     Args:
       speculative_decoding: vLLM's fields, see `speculative_metrics`.
@@ -67,10 +103,19 @@ class RequestMetrics:
     tokens_per_second: float = 0.0
     trace: tuple[StepTrace, ...] = ()
 
+    def __repr__(self) -> str:
+        counts = self.speculative_decoding
+        return (
+            f"RequestMetrics(tokens_per_step={counts.get('tokens_per_step', 0.0):.2f}, "
+            f"draft_acceptance_rate={counts.get('draft_acceptance_rate', 0.0):.2f}, "
+            f"prefill_seconds={self.prefill_seconds:.3f}, decode_seconds={self.decode_seconds:.3f}, "
+            f"tokens_per_second={self.tokens_per_second:.1f}, trace of {len(self.trace)} steps)"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """The result for one prompt.
+    """The result for one prompt. Its repr is short; the fields have everything.
 
     Args:
       prompt: the text, None for a prompt of token ids.
@@ -81,12 +126,22 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
+    prompt_token_ids: FrozenList[int]
+    outputs: FrozenList[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     lossless: bool = True
     num_cached_tokens: int = 0
+
+    def __repr__(self) -> str:
+        shown = [repr(sample) for sample in self.outputs[:_SHOWN_SAMPLES]]
+        if len(self.outputs) > _SHOWN_SAMPLES:
+            shown.append(f"and {len(self.outputs) - _SHOWN_SAMPLES} more")
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt={_shortened(self.prompt)}, "
+            f"{len(self.prompt_token_ids)} prompt_token_ids, outputs=[{', '.join(shown)}], finished={self.finished}, "
+            f"metrics={self.metrics!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +163,17 @@ class StreamOutput:
     index: int
     text: str
     segments: tuple[tuple[str, str], ...]
-    token_ids: tuple[int, ...]
+    token_ids: FrozenList[int]
     num_accepted: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+def _shortened(value: object) -> str:
+    """The repr of a text, cut where it is long."""
+    if not isinstance(value, str) or len(value) <= _SHOWN_CHARACTERS:
+        return repr(value)
+    return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
 
 
 def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ SAMPLING_ALIASES = {
 
 
 @strict_keywords(SAMPLING_ALIASES)
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.
 
@@ -116,6 +117,10 @@ class SamplingParams:
             raise ConfigError(
                 f"SamplingParams.stop={self.stop} needs text; leave detokenize=True or use stop_token_ids"
             )
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:

@@ -14,6 +14,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.outputs import (
     CompletionOutput,
+    FrozenList,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -132,7 +133,7 @@ class Session:
                 index=sample.row.index,
                 text="".join(text for text, _ in segments),
                 segments=segments,
-                token_ids=output.token_ids,
+                token_ids=FrozenList(output.token_ids),
                 num_accepted=output.num_accepted,
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,
@@ -161,8 +162,8 @@ class Session:
         return RequestOutput(
             request_id=request.id,
             prompt=request.prompt.text,
-            prompt_token_ids=request.prompt.token_ids,
-            outputs=tuple(self._completion(request, sample) for sample in request.samples),
+            prompt_token_ids=FrozenList(request.prompt.token_ids),
+            outputs=FrozenList(self._completion(request, sample) for sample in request.samples),
             finished=all(sample.finish_reason not in (None, "abort") for sample in request.samples),
             metrics=self._metrics(request),
             num_cached_tokens=request.samples[0].row.num_cached_tokens,
@@ -173,7 +174,7 @@ class Session:
         return CompletionOutput(
             index=sample.row.index,
             text=self._text(request.params, sample),
-            token_ids=tuple(sample.token_ids),
+            token_ids=FrozenList(sample.token_ids),
             cumulative_logprob=sum(entry.logprob for entry in sample.logprobs) if wants_logprobs else None,
             logprobs=[self._logprobs(entry) for entry in sample.logprobs] if wants_logprobs else None,
             finish_reason=sample.finish_reason or "abort",

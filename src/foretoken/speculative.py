@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -91,7 +92,7 @@ _MODES = sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.
 
 
 @strict_keywords(SPECULATIVE_ALIASES, spelling, _IMPLIED)
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpeculativeConfig:
     """How drafts are made and accepted. Keys are vLLM's; those of other systems are aliases.
 
@@ -211,6 +212,12 @@ class SpeculativeConfig:
         self._compose()
         self._check_policy(METHODS[name])
         self._check_acceptance()
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) is not None}
+        if self.model is not None and not isinstance(self.model, (str, os.PathLike)):
+            given["model"] = type(self.model)  # a loaded model shows all of its layers
+        return f"SpeculativeConfig({', '.join(f'{name}={_shown(value)}' for name, value in given.items())})"
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
@@ -391,6 +398,10 @@ class SpeculativeConfig:
                 f"rejection_sample_method='block' takes chains, and this config drafts {widest} branches; "
                 "use 'match' or 'standard', or one branch"
             )
+
+
+def _shown(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
 
 
 def _part(value: Any, handed_on: Mapping[str, Any]) -> SpeculativeConfig:

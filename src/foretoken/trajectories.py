@@ -22,6 +22,7 @@ from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.llm import LLM, ModelLike
+from foretoken.outputs import FrozenList
 from foretoken.params import SamplingParams
 from foretoken.prompts import PromptLike, is_single, read_prompt
 
@@ -70,7 +71,7 @@ def trajectory(
             _raise_failure(outputs)
     recorder.close(row)
     return Trajectory(
-        tuple(row.token_ids[: row.num_prompt_tokens]),
+        FrozenList(row.token_ids[: row.num_prompt_tokens]),
         tuple(recorder.blocks),
         row.finish_reason,
         row.seed,
@@ -127,7 +128,7 @@ class Block:
         return tuple(iteration <= place for place, iteration in enumerate(self.settled))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trajectory:
     """A text and the iterations that led to it.
 
@@ -145,10 +146,16 @@ class Trajectory:
     seed: int
     tokenizer: PreTrainedTokenizerBase | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({len(self.prompt_token_ids)} prompt_token_ids, {len(self.token_ids)} token_ids in "
+            f"{self.num_iterations} iterations, finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
+
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> FrozenList[int]:
         """The output: the fixed points, one after the other."""
-        return tuple(token for block in self.blocks for token in block.fixed_point)
+        return FrozenList(token for block in self.blocks for token in block.fixed_point)
 
     @property
     def num_iterations(self) -> int:

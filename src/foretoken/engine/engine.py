@@ -94,6 +94,12 @@ class Engine:
         self._ids = count()  # unique also when requests are added from several threads
         self._entered = threading.Lock()
 
+    def __repr__(self) -> str:
+        return (
+            f"Engine({self.target.name}, drafter={self.drafter.name}, acceptance={self.config.acceptance}, "
+            f"{self.num_running} rows running, {len(self._batch.waiting)} requests waiting)"
+        )
+
     # -- requests ----------------------------------------------------------------------------------------------
 
     def add_request(
