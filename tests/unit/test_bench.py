@@ -18,8 +18,18 @@ from typer.testing import CliRunner
 from foretoken import zoo
 from foretoken.bench import cli, costs, equality, measure, models, profile, report, workload
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
+from foretoken.bench.drafting import DraftCost
 from foretoken.bench.models import Pair
-from foretoken.bench.suite import Settings, SpeedTable, Suite, UnequalOutputsError
+from foretoken.bench.suite import (
+    BatchRow,
+    EfficiencyTable,
+    ProfileCell,
+    Row,
+    Settings,
+    SpeedTable,
+    Suite,
+    UnequalOutputsError,
+)
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
@@ -445,15 +455,64 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch:
     assert [table["context"] for table in results["speed"]] == [64]
 
 
-def test_tables_print_every_row(pair: Pair) -> None:
-    """A speed table by hand, in a console wide enough."""
-    from foretoken.bench.suite import Row
+NAN = float("nan")
 
-    found = measure.Comparison("draft_model", "plain", 1.5, 1.4, 1.6, 1.3, 1.7, 4)
-    rows = (Row("plain", 10.0, (), 1.0, None, 0.2, None), Row("draft_model", 15.0, (found,), 2.5, 0.6, 0.2, None))
-    console = Console(width=160, record=True, file=io.StringIO())
-    report.show_speed(console, SpeedTable("all", "greedy", 256, 4, 256.0, 2, 0.5, rows))
-    text = console.export_text()
-    assert "1.50 (1.40-1.60)" in text
-    assert "60%" in text
-    assert "quiet machine" in text
+
+def shown(width: int, show: Any, *values: Any) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    show(console, *values)
+    return console.export_text()
+
+
+def speed_table(num_prompts: int = 4) -> SpeedTable:
+    """A speed table by hand, with the longest names that `bench` has and one arm without anything to time."""
+    bases = ("transformers (dynamic cache)", "assisted (heuristic 15)", "plain")
+
+    def row(arm: str, ratio: float) -> Row:
+        timed = num_prompts if ratio == ratio else 0
+        ratios = [measure.Comparison(arm, base, ratio, ratio - 0.1, ratio + 0.1, 1.3, 1.7, timed) for base in bases]
+        return Row(arm, 10.0 * ratio, tuple(one for one in ratios if one.base != arm), 2.5, 0.6, 0.2, None)
+
+    rows = [row(arm, 1.5) for arm in (*bases, "draft_model tree", "suffix+draft_model")]
+    return SpeedTable("prompts of all kinds", "greedy", 256, num_prompts, 256.0, 2, 0.5, (*rows, row("ngram", NAN)))
+
+
+def test_tables_print_every_row() -> None:
+    """On one line each in a console wide enough; in 80 columns the interval stands below its ratio, and names fold."""
+    wide = shown(160, report.show_speed, speed_table())
+    assert "1.50 (1.40-1.60)" in wide
+    assert "60%" in wide
+    assert "quiet machine" in wide
+    narrow = shown(80, report.show_speed, speed_table())
+    assert "1.40-1.60" in narrow
+    for head in ("tok/s", "x plain", "tau", "same"):
+        assert head in narrow, "heads are whole"
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_tables_fit_and_cut_nothing_off(width: int) -> None:
+    efficiency = costs.Efficiency("draft_model tree", 2.0, 3.22, 11.0, 0.1375, 0.1593, 0.0123, 0.97, 0.99)
+    grown = "98.6 M (hidden 1024, ffn 4096, 6 layers; inflated in width from hidden 256)"
+    cell = profile.Profile("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(profile.VERBS, 0.011))
+    texts = [
+        shown(width, report.show_speed, speed_table()),
+        shown(width, report.show_efficiency, [EfficiencyTable(grown, 0.163, 1500, (efficiency,))]),
+        shown(width, report.show_batch, [BatchRow("draft_model", 8, 154.2, 33.1)]),
+        shown(width, report.show_profiles, [ProfileCell(150_000, 1500, "T=1 top-p=0.9", cell)]),
+        shown(width, report.show_drafting, [DraftCost("suffix+token_recycling", 128_000, 10**8, *[1120.3] * 5)]),
+    ]
+    for text in texts:
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "97% / 99%" in texts[1]
+    assert "100,000,000" in texts[4]
+
+
+def test_what_could_not_be_timed_is_a_dash_with_its_reason() -> None:
+    """And one prompt has no interval; nothing prints nan."""
+    text = shown(80, report.show_speed, speed_table(num_prompts=1))
+    assert "nan" not in text
+    assert "1.40" not in text
+    assert "of which one has no interval" in " ".join(text.split())
+    assert "raise --max-new-tokens" in " ".join(text.split())
+    assert "raise --max-new-tokens" in shown(200, report.show_efficiency, [EfficiencyTable("none", 0.0, 40, ())])

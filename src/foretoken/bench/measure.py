@@ -69,8 +69,10 @@ class Comparison:
     num_prompts: int
 
     def __str__(self) -> str:
-        """As tables show it: the ratio and its interval."""
-        return f"{self.ratio:.2f} ({self.low:.2f}-{self.high:.2f})"
+        """As tables show it: the ratio and its interval; of one prompt the ratio alone, of none a dash."""
+        if self.num_prompts == 0:
+            return "-"
+        return f"{self.ratio:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.num_prompts > 1 else "")
 
 
 def interleave(

@@ -48,7 +48,8 @@ class Pair:
 def describe(model: Any) -> str:
     """Parameters and shape, and what an inflated model was before."""
     config = model.config
-    shape = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, {config.num_hidden_layers} layers"
+    layers = f"{config.num_hidden_layers} layer{'' if config.num_hidden_layers == 1 else 's'}"
+    shape = f"hidden {config.hidden_size}, ffn {config.intermediate_size}, {layers}"
     old = inflated_from(model)
     grown = f"; inflated in width from hidden {old['hidden_size']}" if old else ""
     return f"{model.num_parameters() / 1e6:.1f} M ({shape}{grown})"
