@@ -1,27 +1,62 @@
-"""Keywords of a configuration: aliases, the nearest name for an unknown one, values within their limits."""
+"""Keywords of a configuration: aliases, the nearest name for an unknown one, names of other tools, values in range."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from foretoken.engine.errors import ConfigError
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An argument of another tool that has no counterpart here.
+
+    Args:
+      reason: why, and what to use instead.
+      harmless: values that ask for what happens anyway; they are accepted and have no effect.
+    """
+
+    reason: str
+    harmless: tuple[Any, ...] = (None,)
+
+    def is_harmless(self, value: Any) -> bool:
+        return any(_same(value, harmless) for harmless in self.harmless)
 
 
 def _unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist; it names the nearest one."""
     names = sorted(known)
     near = get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
-    return ConfigError(f"{owner} has no key {key!r}; {hint}")
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return ConfigError(f"{owner} takes no {key!r}; {hint}")
+
+
+def _native(owner: str, given: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:
+    """The given keys without those of other tools that ask for what happens anyway.
+
+    Raises: ConfigError for those that ask for more, with the reason.
+    """
+    for key in given.keys() & foreign.keys():
+        if not foreign[key].is_harmless(given[key]):
+            raise ConfigError(f"{owner} cannot take {key}={_brief(given[key])}: {foreign[key].reason}")
+    return {key: value for key, value in given.items() if key not in foreign}
+
+
+def _brief(value: Any) -> str:
+    """The repr of a plain value, the class of any other."""
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _canonical(
@@ -65,10 +100,12 @@ def strict_keywords(
     aliases: Mapping[str, str],
     normal: Callable[[str], str] = str,
     implied: Mapping[str, Mapping[str, Any]] | None = None,
+    foreign: Mapping[str, Foreign] | None = None,
 ) -> Callable[[type[T]], type[T]]:
     """Class decorator: a dataclass whose constructor takes aliases and names the nearest known key.
 
-    ``implied`` holds aliases that say more than their value: other keys, set where they are not given.
+    ``implied`` holds aliases that say more than their value: other keys, set where they are not given. ``foreign``
+    holds keys of other tools that cannot apply.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -77,7 +114,7 @@ def strict_keywords(
 
         @functools.wraps(generated)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            given = _respelled(cls.__name__, kwargs, normal)
+            given = _native(cls.__name__, _respelled(cls.__name__, kwargs, normal), foreign or {})
             values = _canonical(cls.__name__, given, names, aliases)
             for alias in given.keys() & (implied or {}).keys():
                 values = {**(implied or {})[alias], **values}
@@ -88,6 +125,26 @@ def strict_keywords(
 
         cls.__init__ = init  # type: ignore[method-assign]
         return cls
+
+    return decorate
+
+
+def known_arguments(
+    owner: str, aliases: Mapping[str, str], foreign: Mapping[str, Foreign]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator of a method: it takes aliases, explains arguments of other tools, and names the nearest known one.
+
+    Its signature stays as it is, for readers and type checkers.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        names = [name for name in inspect.signature(method).parameters if name != "self"]
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return method(*args, **_canonical(owner, _native(owner, kwargs, foreign), names, aliases))
+
+        return call
 
     return decorate
 

@@ -25,6 +25,8 @@ from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.stats import StepProfile
+from foretoken.foreign import LLM_ALIASES, LLM_ARGUMENTS
+from foretoken.keywords import known_arguments
 from foretoken.loading import is_zoo, load_model, load_tokenizer
 from foretoken.modelinfo import describe, load_line
 from foretoken.outputs import RequestOutput
@@ -76,6 +78,7 @@ class LLM:
     Randomness: keyed by the seed of the request; without any seed every request draws one and reports it.
     """
 
+    @known_arguments("LLM", LLM_ALIASES, LLM_ARGUMENTS)
     def __init__(
         self,
         model: ModelLike,

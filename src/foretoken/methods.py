@@ -234,6 +234,7 @@ METHOD_ALIASES = {
     "prompt_lookup": "ngram",
     "prompt_lookup_decoding": "ngram",
     "ngram_simple": "ngram",
+    "ngram_gpu": "ngram",
     "draft": "draft_model",
     "draft_simple": "draft_model",
     "assisted": "draft_model",

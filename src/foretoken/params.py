@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.engine.errors import ConfigError
+from foretoken.foreign import SAMPLING_PARAMETERS
 from foretoken.keywords import integer, real, strict_keywords, strings
 from foretoken.methods import METHOD_ALIASES, METHODS, Method
 from foretoken.speculative import SPECULATIVE_ALIASES, SpeculativeConfig
@@ -33,6 +34,7 @@ SAMPLING_ALIASES = {
     "max_completion_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
+    "stop_sequences": "stop",
     "num_return_sequences": "n",
     "bad_words_token_ids": "bad_words_ids",
     "logits_processor": "logits_processors",
@@ -40,7 +42,7 @@ SAMPLING_ALIASES = {
 """Names of transformers and of the OpenAI API for fields of `SamplingParams`."""
 
 
-@strict_keywords(SAMPLING_ALIASES)
+@strict_keywords(SAMPLING_ALIASES, foreign=SAMPLING_PARAMETERS)
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen: vLLM's names and defaults, HF's order of processors.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.engine.errors import ConfigError
+from foretoken.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.keywords import flag, key, number, one_of, spelling, strict_keywords, text, whole, whole_numbers
 from foretoken.methods import (
     COMMON_KEYS,
@@ -32,6 +33,7 @@ SPECULATIVE_ALIASES = {
     "max_matching_ngram_size": "prompt_lookup_max",
     "num_assistant_tokens_schedule": "length_policy",
     "assistant_confidence_threshold": "draft_threshold",
+    "assistant_early_exit": "exit_layer",
     # SGLang
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
@@ -91,7 +93,7 @@ _LENGTH_POLICIES = {
 _MODES = sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes})
 
 
-@strict_keywords(SPECULATIVE_ALIASES, spelling, _IMPLIED)
+@strict_keywords(SPECULATIVE_ALIASES, spelling, _IMPLIED, SPECULATIVE_KEYS)
 @dataclass(frozen=True, repr=False)
 class SpeculativeConfig:
     """How drafts are made and accepted. Keys are vLLM's; those of other systems are aliases.
@@ -258,6 +260,7 @@ class SpeculativeConfig:
         if not isinstance(self.method, str):
             raise ConfigError(f"method is {self.method!r}; choose one of {', '.join(METHODS)}")
         name = spelling(self.method).lower()
+        _check_available(name)
         for sign, composition in COMPOSITIONS.items():
             if sign in name:
                 if self.drafters is not None:
@@ -266,8 +269,10 @@ class SpeculativeConfig:
                 return composition
         name = METHOD_ALIASES.get(name, name)
         if name not in METHODS:
-            near = get_close_matches(name, [*METHODS, *METHOD_ALIASES], n=1, cutoff=0.5)
+            near = get_close_matches(name, [*METHODS, *METHOD_ALIASES, *METHODS_ELSEWHERE], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            if near and near[0] in METHODS_ELSEWHERE:
+                hint += "That is not available in this version; "
             raise ConfigError(f"method {self.method!r} is not known; {hint}choose one of {', '.join(METHODS)}")
         return name
 
@@ -400,6 +405,16 @@ class SpeculativeConfig:
             )
 
 
+def _check_available(name: str) -> None:
+    """Refuse methods that people know and this version does not have."""
+    what = method_elsewhere(name)
+    if what is not None and name not in METHODS:
+        raise ConfigError(
+            f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(METHODS)}, or "
+            "compare those that fit with foretoken bench --methods all --model MODEL"
+        )
+
+
 def _shown(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
@@ -427,11 +442,24 @@ def _read_text(text: str) -> Any:
             raise ConfigError(
                 f"speculative config {source!r} cannot be read: {error.strerror}; check the path"
             ) from None
-    name = spelling(text.strip()).lower()
-    is_composition = bool(name) and not name.startswith(("{", "[")) and any(sign in name for sign in COMPOSITIONS)
-    if name in METHODS or name in METHOD_ALIASES or is_composition:
-        return {"method": name}
+    text = text.strip()
+    if not text:
+        raise ConfigError(f'{source} is empty; write for instance {{"method": "ngram"}}, or None for plain decoding')
+    if text[0] not in '{["0123456789':
+        _check_is_no_path(text)
+        return {"method": text}
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
+
+
+def _check_is_no_path(text: str) -> None:
+    """Say how a file or a model is given where one stands in the place of a method."""
+    if text.endswith(".json"):
+        raise ConfigError(f"speculative config {text!r} is neither a method nor JSON; to read a file, write '@{text}'")
+    if "/" in text or text.startswith("zoo:"):
+        raise ConfigError(
+            f"speculative config {text!r} is neither a method nor JSON; to draft with that model, write "
+            f'{{"method": "draft_model", "model": "{text}"}}'
+        )

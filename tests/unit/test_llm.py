@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import threading
 from typing import Any
 
@@ -20,6 +21,7 @@ from foretoken.engine.errors import (
     PromptError,
 )
 from foretoken.engine.stats import SequenceStats
+from foretoken.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.modelinfo import dtype_note
 from foretoken.outputs import speculative_metrics
 from foretoken.prompts import spellings
@@ -519,6 +521,41 @@ def test_bad_speculative_configs_are_refused(plain: LLM, config: dict[str, Any],
 def test_a_drafter_is_needed_for_draft_model() -> None:
     with pytest.raises(ConfigError, match="needs a drafter"):
         LLM(toy_model(), "draft_model")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: the model runs in one process on one device"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: .*max_num_seqs and max_model_len limit"),
+        ({"quantization": "awq"}, "quantization='awq': .*pass the model"),
+        ({"enforce_eager": True}, "enforce_eager=True: .*execution='eager'"),
+        ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens=8192: .*prefill_chunk_size"),
+        ({"swap_space": 4}, "swap_space=4: .*max_num_seqs"),
+        ({"num_speculative_tokens": 4}, "num_speculative_tokens=4: .*speculative_config="),
+        ({"max_num_seq": 4}, "LLM takes no 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"dtype": "float32", "torch_dtype": "float64"}, "two names of one key"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_apply_say_why(given: dict[str, Any], message: str) -> None:
+    """They ended in a bare TypeError, or would have been obeyed in name only."""
+    with pytest.raises(ConfigError, match=message):
+        LLM(toy_model(), **given)
+
+
+def test_arguments_that_change_nothing_are_taken() -> None:
+    model = toy_model()
+    LLM(model, tensor_parallel_size=1, quantization=None, enforce_eager=False, swap_space=0)  # type: ignore[call-arg]
+    LLM(model, torch_dtype=model.dtype)  # type: ignore[call-arg]
+
+
+def test_names_of_arguments_elsewhere_are_not_names_here() -> None:
+    names = inspect.signature(LLM).parameters
+    assert "speculative_config" in names
+    assert not {*LLM_ARGUMENTS, *LLM_ALIASES} & set(names)
+    assert set(LLM_ALIASES.values()) <= set(names)
+    assert not set(LLM_ALIASES) & set(LLM_ARGUMENTS)
 
 
 def test_temperature_below_zero_is_refused() -> None:

@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from foretoken.engine.errors import ConfigError
+from foretoken.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
 from foretoken.methods import POLICY_KEYS
-from foretoken.params import METHOD_ALIASES, METHODS, SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
+from foretoken.params import (
+    METHOD_ALIASES,
+    METHODS,
+    SAMPLING_ALIASES,
+    SPECULATIVE_ALIASES,
+    SamplingParams,
+    SpeculativeConfig,
+)
 
 
 class TestSamplingParams:
@@ -105,6 +113,35 @@ class TestSamplingParams:
         with pytest.raises(ConfigError, match="two names of one key"):
             SamplingParams.from_dict({"max_new_tokens": 7, "max_tokens": 8})
 
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"best_of": 4}, "best_of=4: .*use n"),
+            ({"use_beam_search": True}, "use_beam_search=True: .*beam_search_generate"),
+            ({"structured_outputs": {"json": {}}}, "structured_outputs=dict: .*no grammars in this version"),
+            ({"guided_decoding": {"json": {}}}, "guided_decoding=dict: .*logits_processors"),
+            ({"prompt_logprobs": 3}, "prompt_logprobs=3: .*use logprobs"),
+            ({"do_sample": False}, "do_sample=False: temperature=0 is greedy"),
+            ({"max_length": 99}, "max_length=99: .*use max_tokens"),
+        ],
+        ids=str,
+    )
+    def test_parameters_of_other_tools_say_what_to_use(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            SamplingParams(**given)
+        with pytest.raises(ConfigError, match=message):
+            SamplingParams.from_dict(given)
+
+    def test_what_happens_anyway_may_be_asked_for(self) -> None:
+        given = {"best_of": 1, "use_beam_search": False, "guided_decoding": None, "do_sample": True, "temperature": 0.5}
+        assert SamplingParams(**given) == SamplingParams(temperature=0.5)  # type: ignore[arg-type]
+
+    def test_names_elsewhere_are_not_names_here(self) -> None:
+        for cls, foreign in ((SamplingParams, SAMPLING_PARAMETERS), (SpeculativeConfig, SPECULATIVE_KEYS)):
+            assert not {f.name for f in dataclasses.fields(cls)} & set(foreign)
+        assert not set(SAMPLING_ALIASES) & set(SAMPLING_PARAMETERS)
+        assert not set(SPECULATIVE_ALIASES) & set(SPECULATIVE_KEYS)
+
     def test_forms_are_made_regular(self) -> None:
         params = SamplingParams(
             stop="x", stop_token_ids=[3], logit_bias={"5": 1, 6: -math.inf}, top_k=-1, seed=-1, bad_words_ids=[[1, 2]]
@@ -177,6 +214,8 @@ class TestSpeculativeConfig:
             ({"method": "prompt-lookup"}, "method", "ngram"),
             ({"method": "ngram", "num_assistant_tokens_schedule": "constant"}, "length_policy", "fixed"),
             ({"ngram_size": 3}, "method", "nasd"),
+            ({"assistant_early_exit": 3}, "method", "layer_skip"),
+            ({"method": "ngram_gpu"}, "method", "ngram"),
         ],
     )
     def test_aliases(self, given: dict[str, Any], field: str, value: Any) -> None:
@@ -189,6 +228,67 @@ class TestSpeculativeConfig:
     def test_unknown_method_names_the_nearest(self) -> None:
         with pytest.raises(ConfigError, match=r"'ngrm' is not known; did you mean 'ngram'"):
             SpeculativeConfig.parse({"method": "ngrm"})
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "medusa",
+            "hydra",
+            "hydra++",
+            "eagle",
+            "eagle2",
+            "EAGLE3",
+            "eagle-3",
+            "draft-eagle3",
+            "sparse_kv",
+            "auto",
+            "mtp",
+            "deepseek_mtp",
+            "NEXTN",
+            "dflash",
+        ],
+    )
+    def test_known_methods_that_are_not_here_yet_are_named(self, name: str) -> None:
+        """Giving "eagle3" once said that it was not JSON, and ``--method eagle`` asked for 'early_exit' instead."""
+        for given in (name, {"method": name}, {"method": "first", "drafters": ["ngram", name]}):
+            with pytest.raises(
+                ConfigError, match="is not available in this version; choose one of none, draft_model, ngr"
+            ):
+                SpeculativeConfig.parse(given)
+
+    def test_a_composition_with_a_method_that_is_not_here_yet(self) -> None:
+        for name in ("ngram+eagle3", "hydra++>ngram", "ngram > medusa"):
+            with pytest.raises(ConfigError, match=r"method '(eagle3|hydra\+\+|medusa)' \(heads .* is not available"):
+                SpeculativeConfig.parse(name)
+
+    def test_what_is_not_here_yet_is_not_here(self) -> None:
+        assert not {*METHODS, *METHOD_ALIASES} & set(METHODS_ELSEWHERE)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("ngrm", "method 'ngrm' is not known; did you mean 'ngram'?"),
+            ("eagl", "did you mean 'eagle'? That is not available in this version"),
+            ("qwertz", "method 'qwertz' is not known; choose one of none"),
+            ('"ngram"', "give a JSON object"),
+            ("spec.json", "to read a file, write '@spec.json'"),
+            ("owner/drafter", '"model": "owner/drafter"'),
+            ("zoo:tiny", '"model": "zoo:tiny"'),
+            ("{'method': 'ngram'}", "is not valid JSON"),
+            ("  ", "is empty"),
+        ],
+    )
+    def test_a_bare_string_is_a_method(self, text: str, message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            SpeculativeConfig.parse(text)
+        assert message in str(caught.value)
+
+    def test_keys_of_vllm_that_cannot_apply(self) -> None:
+        assert SpeculativeConfig.parse({"method": "ngram", "draft_tensor_parallel_size": 1}).method == "ngram"
+        with pytest.raises(ConfigError, match="draft_tensor_parallel_size=2: the model runs in one process"):
+            SpeculativeConfig.parse({"method": "ngram", "draft-tensor-parallel-size": 2})
+        with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab=True: .*must share a tokenizer"):
+            SpeculativeConfig.parse({"method": "ngram", "use_heterogeneous_vocab": True})
 
     def test_two_spellings_with_different_values(self) -> None:
         with pytest.raises(ConfigError, match="two names of one key"):
