@@ -32,6 +32,7 @@ from foretoken.modelinfo import describe, load_line
 from foretoken.outputs import RequestOutput
 from foretoken.pairing import Pairing
 from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.payoff import PayoffWatch
 from foretoken.progress import progress_bar
 from foretoken.prompts import Prompts, read_params, read_prompts
 from foretoken.runner import Runner, Stream
@@ -120,6 +121,7 @@ class LLM:
             execution=execution,
             trust_remote_code=trust_remote_code,
         )
+        self._model_argument = loaded.name if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)
         self._seed = seed
         self._lock = threading.RLock()
@@ -169,7 +171,9 @@ class LLM:
         acceptance = config.rejection_sample_method or EngineConfig.acceptance
         self.engine_config = replace(self.engine_config, acceptance=acceptance)
         self.drafting = self._pairing.drafting(config)
-        self._runner = Runner(self._new_engine, self.tokenizer, config.num_speculative_tokens or 0, self._lock)
+        longest = config.num_speculative_tokens or 0
+        payoff = PayoffWatch(config.title, longest, self._model_argument)
+        self._runner = Runner(self._new_engine, self.tokenizer, longest, self._lock, payoff)
 
     # -- generation --------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.outputs import RequestOutput, StreamOutput
 from foretoken.params import SamplingParams
+from foretoken.payoff import PayoffWatch
 from foretoken.prompts import Prompt
 from foretoken.session import Request, Sample, Session
 from foretoken.textstream import TextStream
@@ -33,6 +34,7 @@ class Runner:
       tokenizer: for the text of results.
       num_spec_tokens: K, for the metrics.
       lock: held while the target runs; runners of one target share it.
+      payoff: told of steps and of rows that have ended.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class Runner:
         tokenizer: PreTrainedTokenizerBase | None,
         num_spec_tokens: int,
         lock: threading.RLock,
+        payoff: PayoffWatch,
     ) -> None:
         self._new_engine = new_engine
         self._engine = new_engine()
         self._tokenizer = tokenizer
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
+        self._payoff = payoff
         self._is_stepping = False
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
@@ -130,10 +134,12 @@ class Runner:
         try:
             outputs = self._engine.step()
             ended = perf_counter()
+            self._payoff.step(outputs, ended - started, self._engine.profile)
             for output in outputs:
                 self._session_of[output.row.id].take(output, started, ended)
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
+                    self._payoff.ended(output.row.stats, self._engine.profile)
         except BaseException as error:
             self._restart(error)
             raise

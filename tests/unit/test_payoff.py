@@ -1,0 +1,152 @@
+"""Drafting that does not pay is said once, with the reason and what to try, and nothing else is claimed."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.stats import SequenceStats, StepProfile
+from foretoken.payoff import MIN_PLAIN_STEPS, MIN_STEPS, WARM_UP_STEPS, PayoffWatch, describe_loss, drafting_share
+from foretoken.testing import toy_model
+
+
+def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> SequenceStats:
+    counts = SequenceStats(num_steps=num_steps, num_emitted_tokens=num_tokens, num_draft_tokens=num_drafted)
+    counts.num_accepted_draft_tokens = num_tokens - num_steps
+    counts.num_spec_steps = num_steps if num_drafted else 0
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "speed", "message"),
+    [
+        (
+            stats(100, 105),
+            0.1,
+            None,
+            "hardly pays so far: 1.05 tokens per step over 100 steps (5 of 100 drafted tokens",
+        ),
+        (stats(100, 100, num_drafted=0), 0.0, None, "has found nothing to draft in 100 steps"),
+        (stats(100, 150), 0.5, None, "drafting takes 50% of the time, which makes it 0.75 times as fast as plain"),
+        (stats(100, 170), 0.0, 0.5, "about 0.50 times as fast as plain decoding"),
+        (stats(100, 150), 0.3, None, None),
+        (stats(100, 170), 0.0, 0.97, None),
+        (stats(100, 115), 0.01, None, None),
+    ],
+)
+def test_a_loss_is_named_and_a_gain_is_not(
+    counts: SequenceStats, share: float, speed: float | None, message: str | None
+) -> None:
+    found = describe_loss("ngram", counts, share, speed)
+    assert (message is None) == (found is None)
+    assert message is None or message in str(found)
+
+
+def test_the_share_of_drafting_leaves_out_the_first_steps() -> None:
+    """They load and compile: a drafter that packs its weights in its first proposal is not slow for that."""
+    before = StepProfile(propose_seconds=10.0, verify_seconds=1.0)
+    after = StepProfile(propose_seconds=11.0, verify_seconds=3.5, observe_seconds=0.5)
+    assert drafting_share(after, before) == pytest.approx(1.5 / 4.0)
+    assert drafting_share(before, before) == 0.0
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_it_is_said_once_and_not_too_early(caplog: pytest.LogCaptureFixture) -> None:
+    watch = PayoffWatch("ngram", 10, "zoo:tiny")
+    for _ in range(1000):
+        watch.ended(stats(15, 15), StepProfile())  # rows too short to draft in
+    watch.ended(stats(MIN_STEPS - 1, MIN_STEPS - 1), StepProfile())
+    assert not warnings(caplog)
+    watch.ended(stats(16, 16), StepProfile())
+    (line,) = warnings(caplog)
+    assert line.endswith(
+        "Try another method, fewer tokens (num_speculative_tokens=5), or method 'none'; foretoken bench --methods all "
+        "--model zoo:tiny measures what pays."
+    )
+    watch.ended(stats(100, 100), StepProfile())
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize(("method", "length"), [("none", 0), ("ngram", 0)])
+def test_who_does_not_draft_hears_nothing(caplog: pytest.LogCaptureFixture, method: str, length: int) -> None:
+    PayoffWatch(method, length).ended(stats(1000, 1000, num_drafted=0), StepProfile())
+    assert not warnings(caplog)
+
+
+def outputs(row: Any, num_tokens: int) -> list[Any]:
+    return [SimpleNamespace(row=row, token_ids=(7,) * num_tokens)]
+
+
+def test_steps_without_a_draft_tell_what_plain_decoding_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """Wide trees made 2.5 tokens per step and took four times as long as plain steps, and nothing said so."""
+    watch, profile = PayoffWatch("token_recycling", 6), StepProfile()
+    row = SimpleNamespace(id=3, stats=SequenceStats())
+
+    def run(seconds: float, num_tokens: int, num_drafted: int) -> None:
+        row.stats.record(num_drafted, num_tokens - 1, num_tokens)
+        profile.num_steps += 1
+        profile.verify_seconds += seconds
+        watch.step(outputs(row, num_tokens), seconds, profile)
+
+    for _ in range(WARM_UP_STEPS):
+        run(50.0, 1, 0)  # slow, and no measure of anything
+    for _ in range(MIN_PLAIN_STEPS):
+        run(1.0, 1, 0)
+    for _ in range(MIN_STEPS):
+        run(4.0, 3, 80)
+    watch.ended(row.stats, profile)
+    (line,) = warnings(caplog)
+    relative = (MIN_PLAIN_STEPS + 3 * MIN_STEPS) / (MIN_PLAIN_STEPS + 4 * MIN_STEPS)
+    assert f"about {relative:.2f} times as fast as plain decoding" in line
+
+
+def test_steps_of_batches_and_of_other_rows_are_no_measure(caplog: pytest.LogCaptureFixture) -> None:
+    watch, profile = PayoffWatch("ngram", 6), StepProfile(num_steps=100)
+    rows = [SimpleNamespace(id=place, stats=SequenceStats()) for place in range(2)]
+    for place in range(4 * MIN_STEPS):
+        row = rows[place % 2]
+        row.stats.record(6 if place % 4 < 2 else 0, 1, 2)
+        watch.step(outputs(row, 2), 9.0 if place % 4 < 2 else 1.0, profile)
+        watch.step([*outputs(rows[0], 2), *outputs(rows[1], 2)], 5.0, profile)
+        watch.step([], 5.0, profile)
+    watch.ended(rows[0].stats, profile)
+    assert not warnings(caplog)
+
+
+def in_turn(input_ids: Any, scores: Any) -> Any:
+    """Every token of the vocabulary once, in an order that no guess from the text foresees."""
+    scores[:] = float("-inf")
+    scores[:, (5 * int(input_ids[0, -1]) + 3) % 64] = 0.0
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"), [("jacobi", "hardly pays so far"), ("ngram", "has found nothing to draft")]
+)
+def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str, reason: str) -> None:
+    llm = LLM(toy_model(), method)
+    params = SamplingParams(temperature=0, max_tokens=40, logits_processors=[in_turn], ignore_eos=True)
+    llm.generate([[1]], params)
+    assert not warnings(caplog)
+    for _ in range(3):
+        llm.generate([[1]], params)
+    (line,) = warnings(caplog)
+    assert line.startswith(f"method {method} {reason}")
+    assert line.endswith("foretoken bench --methods all --model MODEL measures what pays.")
+    llm.with_speculative_config(None).generate([[1]] * 4, params)
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_llm_whose_drafts_are_accepted_says_nothing_about_them(caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM("zoo:tiny", "ngram", dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    metrics = llm.generate("Once upon a time there was a", params)[0].metrics.speculative_decoding
+    assert metrics["tokens_per_step"] > 1.5
+    assert not [line for line in warnings(caplog) if "hardly pays" in line or "nothing to draft" in line]
