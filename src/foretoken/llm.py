@@ -207,7 +207,9 @@ class LLM:
         read = read_prompts(prompts, self.tokenizer)
         params = read_params(sampling_params, len(read), self.tokenizer)
         seeded = [partial(self._seeded, wanted) for wanted in params]
-        return Stream(self._runner, self._runner.open(read, seeded))
+        with self._lock:
+            self.drafting.refresh()
+            return Stream(self._runner, self._runner.open(read, seeded))
 
     def chat(
         self,
@@ -260,7 +262,7 @@ class LLM:
     def engine(self, drafter: Drafter) -> Iterator[Engine]:
         """Another engine over the target, with a drafter of one's own, under "match"; other calls wait meanwhile."""
         with self._lock:
-            self.target.execution.refresh_if_stale()
+            self.target.refresh()
             config = replace(self.engine_config, acceptance="match")
             yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 

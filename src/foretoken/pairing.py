@@ -31,6 +31,11 @@ class Drafting:
     model: CausalLM | None = None
     info: ModelInfo | None = None
 
+    def refresh(self) -> None:
+        """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
+        if self.model is not None:
+            self.model.refresh()
+
 
 @dataclass(frozen=True)
 class Pairing:

@@ -47,6 +47,8 @@ class Runner:
     ) -> None:
         self._new_engine = new_engine
         self._engine = new_engine()
+        self._execution = self._engine.target.execution
+        self._num_changes = self._engine.target.num_changes
         self._tokenizer = tokenizer
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
@@ -71,13 +73,13 @@ class Runner:
         Args:
           params: one for each prompt, given the number of the request.
 
-        Raises: PromptError, naming the prompt by its place.
+        Raises: PromptError, naming the prompt by its place; UnsupportedModelError when the owner of the model has made
+          it one that cannot be decoded exactly.
         """
         with self._lock:
             if self._is_stepping:
                 raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
-            if self._engine.target.execution.refresh_if_stale():
-                self._engine.forget_prefixes()
+            self._follow_target()
             requests: list[Request] = []
             try:
                 for place, (prompt, params_of) in enumerate(zip(prompts, params, strict=True)):
@@ -94,6 +96,19 @@ class Runner:
             )
             self._session_of.update(dict.fromkeys(session.row_ids, session))
             return session
+
+    def _follow_target(self) -> None:
+        """Decode with the model as it is now. Rows that are running go on over what they have in the cache."""
+        target = self._engine.target
+        target.refresh()
+        if target.num_changes != self._num_changes:
+            self._engine.forget_prefixes()
+            self._num_changes = target.num_changes
+        while self._abandoned:
+            self.end(self._abandoned.popleft())
+        if target.execution is not self._execution and not self._session_of:
+            self._renew_engine()  # its drafter and its cache are made for the model as it was
+            self._execution = target.execution
 
     def _add(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
         request_id = str(self._num_requests)
@@ -152,6 +167,9 @@ class Runner:
             session.failure = error
             session.abort()
         self._session_of.clear()
+        self._renew_engine()
+
+    def _renew_engine(self) -> None:
         profile = self._engine.profile
         self._engine = self._new_engine()
         self._engine.profile = profile

@@ -16,7 +16,8 @@ class Run:
     """An admitted row and what only the engine knows about it.
 
     ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A run ``is_in_doubt``
-    when its last step gave no token, and a draft may be to blame: the next one runs without.
+    when its last step gave no token, and a draft may be to blame: the next one runs without. ``num_changes`` is that of
+    the target when the row came into the cache.
     """
 
     row: Sequence
@@ -25,6 +26,7 @@ class Run:
     features: list[Features] = field(default_factory=list)
     num_prefilled: int = 0
     is_in_doubt: bool = False
+    num_changes: int = 0
 
     @property
     def num_to_prefill(self) -> int:

@@ -258,12 +258,15 @@ class Engine:
     def _enter(self, run: Run) -> None:
         """Let a prefilled run decode, with the other samples of its request."""
         entered = self._batch.enter(run)
+        for entry in entered:
+            entry.num_changes = run.num_changes
         features = concatenate(run.features)
         run.features = []
         self.drafter.start([entry.row for entry in entered], [features] * len(entered))
 
     def _recall(self, run: Run, slot: int) -> None:
         """Take over what earlier rows left of the prompt's beginning."""
+        run.num_changes = self.target.num_changes
         needs_features = self.drafter.requires.last_hidden or self.drafter.requires.layer_inputs
         if self._prefixes is None or needs_features:
             return
@@ -273,7 +276,8 @@ class Engine:
 
     def _keep(self, run: Run) -> None:
         """Leave what a row has in the caches to prompts that begin like it."""
-        if self._prefixes is None or run.is_in_doubt or run.row.finish_reason == "error":
+        is_doubtful = run.is_in_doubt or run.row.finish_reason == "error"
+        if self._prefixes is None or is_doubtful or run.num_changes != self.target.num_changes:
             return
         slot = self._batch.slot_of(run)
         self._prefixes.keep(run.row.token_ids, self.cache, slot, self.cache.lengths[slot])

@@ -134,10 +134,11 @@ class Execution:
             return f"{self.kind} (no layer large enough or of a packable dtype)"
         return f"{self.kind} ({self.num_packed_layers} layers, {self.packed_bytes / 1e6:.0f} MB packed)"
 
-    def _pack(self, release_originals: bool, min_elements: int) -> None:
+    def _pack(self, release_originals: bool, min_elements: int, earlier: Execution | None) -> None:
         shared = _shared_storages(self.model)
+        packed_before = {} if earlier is None else {id(packed.weight): packed for packed in earlier._packed}
         for layer in list(packable(self.model, min_elements)):
-            packed = PackedLinear(layer)
+            packed = PackedLinear(layer, packed_before.get(id(layer.weight)))
             layer.forward = as_operator(packed) if self.kind == "compiled" else packed
             self._packed.append(packed)
             if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
@@ -160,6 +161,7 @@ def apply_execution(
     min_packed_elements: int = MIN_ELEMENTS,
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
+    earlier: Execution | None = None,
 ) -> Execution:
     """Make a shadow run the chosen way.
 
@@ -172,20 +174,22 @@ def apply_execution(
         the number of rows.
       cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
       progress: of "compiled": called with one line before and after each compilation.
+      earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
     """
     weight = shadow_model.get_input_embeddings().weight
     chosen = choose_execution(kind, weight.device, weight.dtype)
-    if kind == "auto" and chosen == "packed" and not _fits(shadow_model, release_originals, min_packed_elements):
-        chosen = "eager"
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind == "auto" and chosen == "packed" and not is_packed_already:
+        chosen = "packed" if _fits(shadow_model, release_originals, min_packed_elements) else "eager"
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
     execution._fuse_norms()
-    execution._pack(release_originals, min_packed_elements)
+    execution._pack(release_originals, min_packed_elements, earlier)
     if execution.kind == "compiled":
         execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
     return execution

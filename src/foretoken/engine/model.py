@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from foretoken.engine.errors import ConfigError, ProbeError, UnsupportedModelErr
 from foretoken.engine.execution import Execution, apply_execution, shadow
 from foretoken.engine.nodes import Nodes
 from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
+from foretoken.engine.state import ModelState
 from foretoken.engine.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ __all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "fit_vocabulary",
 logger = logging.getLogger("foretoken")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_PROBED = 16
+"""Structures of one model whose probe is remembered."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Captured:
 
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def _nobody() -> None:
+    """In the place of a reference to a model that has no other owner."""
 
 
 class CausalLM:
@@ -51,6 +59,7 @@ class CausalLM:
       execution: "auto", "eager", "packed" or "compiled".
       release_originals: let packed weights replace the originals; only for models nobody else holds.
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
+      earlier: of another adapter of the same model; see `apply_execution`.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -64,8 +73,15 @@ class CausalLM:
         execution: str = "auto",
         release_originals: bool = False,
         probe: bool = True,
+        earlier: Execution | None = None,
     ) -> None:
         check_supported(model)
+        self._wanted_execution = execution
+        # weights that are released cannot be read again, and nobody else holds the model
+        self._owner = _nobody if release_originals else weakref.ref(model)
+        self._state = ModelState.of(model)
+        self._probed: dict[Any, bool] = {}  # whether trees are verified, by the structures that the model had
+        self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
         self.num_layers: int = self.config.num_hidden_layers
@@ -81,13 +97,51 @@ class CausalLM:
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
         reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
-        self.execution: Execution = apply_execution(self._shadow, execution, release_originals=release_originals)
+        self.execution: Execution = apply_execution(
+            self._shadow, execution, release_originals=release_originals, earlier=earlier
+        )
         self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         self._additive_mask = self._is_eager_attention or self.execution.uses_grouped_attention
         self._masks_needed = set(self._layer_types) - {FULL}
         if reference is not None:
             self._probe(reference)
+            self._probed[self._state.structure] = self.supports_trees
+
+    def refresh(self) -> bool:
+        """Follow the model as its owner has changed it: weights, modules, hooks, configs, attributes of modules.
+
+        A switched adapter is such a change. It costs a new shadow and one reading of the weights; weights with other
+        values are packed again, and a structure that the probe has not seen is probed. Without any change a call takes
+        a few milliseconds: make it once per request, between steps. Writes through ``.data`` alone stay unseen.
+
+        Returns: whether anything had changed; `num_changes` counts. Keys and values, and variants of this adapter,
+          are then those of the model as it was.
+        Raises: as the constructor, while the model is one that cannot be decoded exactly.
+        """
+        model = self._owner()
+        state = self._state if model is None else ModelState.of(model)
+        if model is not None and state.structure != self._state.structure:
+            self._follow(model, state)
+            has_changed = True
+        else:
+            has_changed = self.execution.refresh_if_stale() or state != self._state
+            self._state = state
+        self.num_changes += has_changed
+        return has_changed
+
+    def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
+        """Become the adapter of the model as it is now, for all who hold this one."""
+        probed = self._probed
+        is_known = not probed or state.structure in probed
+        fresh = CausalLM(model, execution=self._wanted_execution, probe=not is_known, earlier=self.execution)
+        if state.structure in probed:
+            fresh.supports_trees = probed[state.structure]
+        while len(probed) >= MAX_PROBED:
+            del probed[next(iter(probed))]
+        fresh._probed = {**probed, **fresh._probed}
+        fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
+        vars(self).update(vars(fresh))
 
     def new_cache(self, num_rows: int = 0, capacity: int = 256) -> KVCache:
         """An empty cache that this model can write into."""
@@ -104,6 +158,7 @@ class CausalLM:
         Exactness: neither this adapter nor the user's model is changed.
         """
         other = copy.copy(self)
+        other._owner = _nobody
         other.name = f"{self.name} ({name})"
         other._shadow = shadow(self._shadow)
         other._hooks = _FeatureHooks(other._shadow, self.num_layers)
