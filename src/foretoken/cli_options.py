@@ -68,7 +68,9 @@ RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="
 Seed = Annotated[int | None, typer.Option("--seed", help="Drawn, and reported, when left out.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto is bfloat16 where the device computes in it, else float32.")]
 Device = Annotated[str, typer.Option("--device", help="auto is the GPU where there is one.")]
-Execution = Annotated[str, typer.Option("--execution", help="auto, eager, packed or compiled.")]
+Execution = Annotated[
+    str, typer.Option("--execution", help="auto (packed on x86, else eager), eager, packed or compiled.")
+]
 Exactness = Annotated[
     str, typer.Option("--exactness", help="strict makes half precision bit-identical to plain decoding.")
 ]

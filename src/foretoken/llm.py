@@ -61,7 +61,7 @@ class LLM:
       tokenizer: by default the one beside the model; without any, prompts and results are token ids.
       dtype, device: of what is loaded here. "auto" is the GPU where there is one, and bfloat16 where the device
         computes in it, else float32.
-      execution: "auto", "eager", "packed" or "compiled".
+      execution: "auto" (packed on x86 CPUs where memory allows, else eager), "eager", "packed" or "compiled".
       revision, trust_remote_code: of a model from the hub.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like

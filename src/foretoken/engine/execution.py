@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import platform
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from foretoken.engine.packing import (
     RMSNorm,
     as_operator,
     available_memory_bytes,
+    can_pack,
     cpu_has_bfloat16,
     packable,
     packed_dtype,
@@ -79,6 +81,11 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
         return "packed" if is_cpu and packed_dtype(dtype) else "eager"
     if kind != "eager" and not is_cpu:
         raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    if kind == "packed" and not can_pack():
+        raise ConfigError(
+            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
+            "execution='eager', or 'auto', which takes it"
+        )
     return kind
 
 
@@ -132,7 +139,8 @@ class Execution:
             return self.kind
         if not self._packed:
             return f"{self.kind} (no layer large enough or of a packable dtype)"
-        return f"{self.kind} ({self.num_packed_layers} layers, {self.packed_bytes / 1e6:.0f} MB packed)"
+        layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
+        return f"{self.kind} ({layers}, {self.packed_bytes / 1e6:.0f} MB packed)"
 
     def _pack(self, release_originals: bool, min_elements: int, earlier: Execution | None) -> None:
         shared = _shared_storages(self.model)
@@ -167,7 +175,7 @@ def apply_execution(
 
     Args:
       shadow_model: from `shadow`, or a model nobody else holds; its layers are changed in place.
-      kind: "auto" (packed where the CPU and its memory allow), "eager", "packed" or "compiled".
+      kind: "auto" (packed on x86 where memory allows, else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.
       min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on

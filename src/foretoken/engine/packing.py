@@ -34,13 +34,19 @@ def cpu_has_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def can_pack() -> bool:
+    """Whether weights can be packed on this machine at all: by oneDNN, on x86."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and platform.machine().lower() in ("x86_64", "amd64")
+
+
 def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """The dtype in which weights of ``dtype`` are packed, or None where oneDNN packs none.
 
     Half precision without instructions for it is packed as float32: no other kernel here reads the weights once
     for several rows. The products are then exact and rounded once, at twice the memory.
     """
-    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):  # type: ignore[no-untyped-call]
+    if not can_pack():
         return None
     if dtype == torch.bfloat16 and cpu_has_bfloat16():
         return torch.bfloat16
@@ -157,7 +163,8 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.int64 if wide else torch.uint8).sum(-1, dtype=torch.int64)
 
 
-_linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+if can_pack():  # builds without oneDNN (Apple silicon) lack the operator, and asking for it would break off the import
+    _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
 
 # An operator of its own, since inductor neither takes packed weights as inputs nor calls Python from a graph. It finds

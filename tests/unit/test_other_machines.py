@@ -1,0 +1,105 @@
+"""Machines where oneDNN packs nothing (Arm, Apple silicon) run eagerly; nothing assumes x86."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import foretoken
+from foretoken import LLM
+from foretoken.engine import packing
+from foretoken.engine.errors import ConfigError
+from foretoken.engine.execution import apply_execution, choose_execution, shadow
+from foretoken.engine.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
+from foretoken.testing import toy_model
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["aarch64", "arm64"])
+def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(packing.platform, "machine", lambda: request.param)
+    return str(request.param)
+
+
+def test_nothing_is_packed(elsewhere: str) -> None:
+    assert not can_pack()
+    assert [packed_dtype(dtype) for dtype in DTYPES] == [None] * 3
+    assert [choose_execution("auto", "cpu", dtype) for dtype in DTYPES] == ["eager"] * 3
+    assert not list(packable(toy_model(), min_elements=0))
+    assert apply_execution(shadow(toy_model())).describe() == "eager"
+
+
+def test_packed_is_refused_where_nothing_can_be_packed(elsewhere: str) -> None:
+    """It once ran eagerly, calling itself packed."""
+    with pytest.raises(
+        ConfigError, match=rf"on x86, which torch does not have here \({elsewhere}\); .*'eager', or 'auto'"
+    ):
+        LLM(toy_model(), execution="packed")
+
+
+def test_bfloat16_is_asked_for_and_not_concluded_from_the_name(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert cpu_has_bfloat16() == torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert not cpu_has_bfloat16()
+
+
+ELSEWHERE = """
+import json, platform, sys
+import torch
+
+class NoOperators:
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+machine, has_onednn = sys.argv[1], sys.argv[2] == "True"
+platform.machine = lambda: machine
+if not has_onednn:  # as in wheels for Apple silicon
+    torch.backends.mkldnn.is_available = lambda: False
+    torch.ops.mkldnn = NoOperators()
+
+import foretoken
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.engine.execution import cpu_has_bfloat16
+
+llm = LLM("zoo:tiny", "draft_model+ngram")
+params = SamplingParams(temperature=0, max_tokens=24)
+found = llm.generate("Once upon a time", params)[0].outputs[0].token_ids
+plain = llm.with_speculative_config(None).generate("Once upon a time", params)[0].outputs[0].token_ids
+refused = ""
+try:
+    LLM("zoo:tiny", execution="packed")
+except foretoken.ForetokenError as error:
+    refused = str(error)
+info = llm.model_info
+dtype, kind = info.dtype, info.execution
+print(json.dumps([kind, dtype, cpu_has_bfloat16(), found == plain or dtype != "float32", len(found), refused]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "has_onednn"), [("aarch64", True), ("arm64", False)])
+def test_the_package_works_where_the_operators_of_x86_are_missing(
+    machine: str, has_onednn: bool, tmp_path: Path
+) -> None:
+    """Importing it once asked for an operator that torch's builds for Apple silicon lack."""
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, machine, str(has_onednn)],
+        env={"PYTHONPATH": str(Path(foretoken.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kind, dtype, has_bfloat16, is_equal, length, refused = json.loads(done.stdout)
+    assert (kind, is_equal, length) == ("eager", True, 24)
+    assert machine in refused
+    assert has_bfloat16 == (dtype == "bfloat16")
+    assert has_onednn or dtype == "float32"
