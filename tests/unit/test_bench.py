@@ -71,7 +71,8 @@ def draft_arm(target: CausalLM, drafter: CausalLM, num_tokens: int = 3) -> Engin
 def test_the_shipped_prompts_cover_the_kinds_of_spec_bench() -> None:
     questions = workload.read_questions()
     kinds = {question.category for question in questions}
-    assert {"chat", "maths", "code", "command", "story", "summary", "copy"} == kinds
+    tasks = {"chat", "maths", "code", "command", "story", "summary", "translation", "qa", "rewrite"}
+    assert kinds == {*tasks, "copy"}
     assert len({question.id for question in questions}) == len(questions) >= 36
     few = workload.select(questions, 6)
     assert len({question.category for question in few}) == 6
@@ -107,15 +108,38 @@ def test_a_question_asked_again_stands_behind_its_answer() -> None:
     assert prompt.token_ids == (*bare.token_ids, 7, 8, 3, *newline, *bare.token_ids)
 
 
-@pytest.mark.parametrize(
-    "line", ["{", '{"question_id": 1, "turns": ["x"]}', '{"question_id": 1, "category": "a", "turns": []}']
-)
+def test_prompts_are_read_from_files_as_people_have_them(tmp_path: Path) -> None:
+    """With a byte order mark, other line ends, line separators inside of strings, and text, JSON strings and ids."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        '{"prompt": "one\u2028and\x85on"}',
+        '"two"',
+        '{"text": "three", "category": "x"}',
+        '{"turns": ["four", "5"]}',
+    ]
+    file.write_bytes(("\ufeff" + "\r\n".join([*lines, "", '{"prompt_token_ids": [7, 8]}'])).encode())
+    found = workload.read_questions(file)
+    assert [question.text for question in found] == ["one\u2028and\x85on", "two", "three", "four", ""]
+    assert [question.category for question in found] == ["prompt", "prompt", "x", "prompt", "prompt"]
+    assert found[-1].token_ids == (7, 8)
+    assert workload.load_prompts(None, found[-1:])[0].token_ids == (7, 8)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        workload.load_prompts(None, found)
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\n\ntwo\x0cand on\n", encoding="utf-8")
+    assert [question.text for question in workload.read_questions(text)] == ["one", "two\x0cand on"]
+    text.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        workload.read_questions(text)
+
+
+@pytest.mark.parametrize("line", ["{", '{"question_id": 1}', "7", '{"category": "a", "turns": []}', '{"turns": [1]}'])
 def test_a_bad_line_of_a_prompts_file_is_named(tmp_path, line: str) -> None:
     file = tmp_path / "question.jsonl"
     file.write_text('{"question_id": 1, "category": "a", "turns": ["x"]}\n' + line + "\n")
     with pytest.raises(ConfigError, match="line 2"):
         workload.read_questions(file)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         workload.read_questions(tmp_path / "missing")
 
 
@@ -319,6 +343,27 @@ def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.M
         suite.passages(suite.greedy)
 
 
+def test_a_model_without_a_drafter_is_measured_as_it_is(pair: Pair) -> None:
+    """By the method that the zoo or the command line would take, at its own vocabulary."""
+    lone = replace(pair, drafter=None, zoo_name=None)
+    settings = Settings(num_prompts=1, max_new_tokens=8, batch_size=2, vocab_sizes=(1000, 50_000))
+    suite = Suite(lone, "none", settings)
+    assert suite.default_method == "ngram"
+    assert [arm.name for arm in suite.draft_arms()] == ["ngram"]
+    assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "ngram"]
+    assert suite._vocab_sizes() == [pair.target.config.vocab_size]
+    assert Suite(pair, "none", settings).default_method == "draft_model"
+    inflated = Suite(pair, "512x1408", settings)
+    assert inflated._vocab_sizes() == [pair.target.config.vocab_size, 50_000]
+
+
+def test_only_a_toy_is_inflated() -> None:
+    assert cli._default_scale("zoo:tiny", quick=False) == "100m"
+    assert cli._default_scale("zoo:tiny", quick=True) == "none"
+    assert cli._default_scale("zoo:smollm2", quick=False) == "none"
+    assert cli._default_scale("somewhere/else", quick=False) == "none"
+
+
 # -- costs -------------------------------------------------------------------------------------------------------
 
 
@@ -415,14 +460,14 @@ def test_unknown_parts_and_numbers_are_refused() -> None:
         ["--scale", "huge"],
         ["--prompts-file", "/nowhere"],
     ):
-        result = CliRunner().invoke(app(), ["--quick", *arguments])
+        result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--quick", *arguments])
         assert result.exit_code == 2, result.output
 
 
 @pytest.mark.slow
 def test_a_quick_run_measures_everything(tmp_path) -> None:
     file = tmp_path / "deep" / "results.json"
-    result = CliRunner().invoke(app(), ["--quick", "--profile", "--json", "--output", str(file)])
+    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--quick", "--profile", "--json", "--output", str(file)])
     assert result.exit_code == 0, result.output
     results = json.loads(file.read_text())
     assert json.loads(result.stdout) == results
@@ -447,7 +492,19 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Suite, "speed", speed)
     file = tmp_path / "results.json"
-    options = ["--scale", "none", "--parts", "speed", "--contexts", "64,65,66", "--output", str(file), "--json"]
+    options = [
+        "--model",
+        "zoo:tiny",
+        "--scale",
+        "none",
+        "--parts",
+        "speed",
+        "--contexts",
+        "64,65,66",
+        "--output",
+        str(file),
+        "--json",
+    ]
     result = CliRunner().invoke(app(), options)
     assert result.exit_code == 130
     results = json.loads(file.read_text())

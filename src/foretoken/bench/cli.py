@@ -23,7 +23,7 @@ PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "bat
 EXTRA_PARTS = ("profile", "drafting")
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
-    "max_new_tokens": 8,
+    "max_new_tokens": 16,
     "contexts": (64,),
     "draft_costs": (0.0,),
     "batch_size": 2,
@@ -35,12 +35,28 @@ _QUICK: dict[str, Any] = {
     "assisted_lengths": (2,),
     "lookup_lengths": (3,),
 }
+_QUICK_METHODS: dict[str, Any] = {"num_prompts": 2, "max_new_tokens": 16}
 
 
 def run(
     model: Annotated[
-        str, typer.Option("--model", "-m", metavar="PATH|HUB_ID|zoo:NAME", help="The target.")
-    ] = "zoo:tiny",
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|HUB_ID|zoo:NAME",
+            show_default=False,
+            help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...|all",
+            help="Instead of the parts: which of these methods suits the model? By comma; a+b and a>b combine, JSON "
+            "gives settings, all takes every method that applies.",
+        ),
+    ] = None,
     draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model may bring its own.")] = None,
     scale: Annotated[
         str | None,
@@ -53,7 +69,10 @@ def run(
         str, typer.Option(help=f"Which of {', '.join(PARTS)}, {', '.join(EXTRA_PARTS)}, by comma; see below.")
     ] = ",".join(PARTS),
     contexts: Annotated[str, typer.Option(help="Tokens of context, by comma.")] = "256,1500",
-    num_prompts: Annotated[int, typer.Option(help="Prompts per table.", min=1)] = 4,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(help="Prompts: 4 per table; with --methods 9, of the kinds in turn.", min=1, show_default=False),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48,
     repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1,
     num_speculative_tokens: Annotated[
@@ -69,8 +88,29 @@ def run(
         str, typer.Option(help="Numbers of tokens among which transformers' prompt lookup is tuned.")
     ] = "2,3,5,8,10,15",
     batch_size: Annotated[int, typer.Option(help="Rows of the batch.", min=1)] = 8,
-    stop_at_eos: Annotated[bool, typer.Option(help="End where the model ends; otherwise at the budget.")] = False,
-    prompts_file: Annotated[Path | None, typer.Option(help="Spec-Bench's question.jsonl; own prompts else.")] = None,
+    stop_at_eos: Annotated[
+        bool | None,
+        typer.Option(
+            "--stop-at-eos/--ignore-eos",
+            help="End where the model ends (with --methods, unless the model is a toy), or at the budget (the parts).",
+        ),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(help="Spec-Bench's question.jsonl, JSONL with prompt or text, or .txt; own prompts else."),
+    ] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="With --methods: kinds of prompts, by comma; again is a question asked again.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="With --methods: 0 is greedy.", min=0.0)] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With --methods: 1 is off.", min=0.0, max=1.0)] = 1.0,
+    exactness: Annotated[
+        str, typer.Option(help="With --methods: default or strict, of the runs that are timed.")
+    ] = "default",
+    save_config: Annotated[
+        Path | None,
+        typer.Option(help="With --methods: write the recommended config here, for --speculative-config @FILE."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.", min=0)] = 0,
     profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {' and '.join(EXTRA_PARTS)}.")] = False,
     draft_contexts: Annotated[
@@ -91,46 +131,85 @@ def run(
 ) -> None:
     """Measure drafted decoding against plain decoding, transformers' generate, assisted generation and prompt lookup.
 
+    With --methods: plain decoding and these methods in turns on the same prompts, tokens compared first, and at the
+    end the speculative config to use, as JSON.
+
     Parts. speed: greedy, prompts of all kinds, at every context. copying: lookup where the output repeats the prompt.
     sampling: temperature 1. efficiency, lookup-efficiency: speed-up against what tau and the forwards allow. batch:
     ragged rows together against one by one. profile: where a step goes, by vocabulary and context. drafting:
     microseconds per proposal of the drafters that make no forward, by context and size of the datastore.
 
-    Exit codes: 0 done, 2 refused, 3 outputs differ (then no speed is shown), 130 interrupted (what there is is kept).
+    Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (what there is is
+    kept).
     """
     from foretoken.bench.suite import Settings, UnequalOutputsError
     from foretoken.engine.errors import ForetokenError
 
     results: dict[str, Any] = {}
+    keep = partial(_write, output, results)
     code = 0
     try:
-        chosen = _chosen(parts) + [part for part in EXTRA_PARTS if profile]
-        settings = Settings(
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            contexts=_integers(contexts, "contexts"),
-            draft_costs=_numbers(draft_costs, "draft-costs"),
-            num_draft_tokens=num_speculative_tokens,
-            assisted_lengths=_integers(assisted_lengths, "assisted-lengths"),
-            lookup_lengths=_integers(lookup_lengths, "lookup-lengths"),
-            batch_size=batch_size,
-            draft_contexts=_integers(draft_contexts, "draft-contexts"),
-            datastore_sizes=_integers(datastore_sizes, "datastore-sizes"),
-            ignore_eos=not stop_at_eos,
-            seed=seed,
-            execution=execution,
-            prompts_file=prompts_file,
-        )
+        model = model or _default_model()
         if quick:
-            settings = replace(settings, **_QUICK)
             threads = threads or 1  # several would wait for each other longer than they compute
         if threads is not None:
             import torch
 
             torch.set_num_threads(threads)
-        suite = _suite(model, draft_model, dtype, scale or _default_scale(model, quick), settings)
-        _measure(suite, chosen, results, partial(_write, output, results), is_shown=not as_json)
+        scale = scale or _default_scale(model, quick)
+        if methods is not None:
+            from foretoken.bench.arms import Sampling
+            from foretoken.bench.which import WhichSettings, read_candidates
+            from foretoken.bench.which_cli import compare_methods
+
+            ignore_eos = _is_toy(model) if stop_at_eos is None else not stop_at_eos
+            wanted = {
+                "num_prompts": num_prompts,
+                "max_new_tokens": max_new_tokens,
+                "kinds": None if kinds is None else tuple(_split(kinds)),
+                **(_QUICK_METHODS if quick else {}),
+            }
+            code = compare_methods(
+                model,
+                dtype,
+                scale,
+                read_candidates(methods, draft_model, num_speculative_tokens),
+                WhichSettings(
+                    repeats=repeats,
+                    prompts_file=prompts_file,
+                    sampling=Sampling(temperature, top_p, seed, ignore_eos),
+                    execution=execution,
+                    exactness=exactness,
+                    **{name: value for name, value in wanted.items() if value is not None},
+                ),
+                results,
+                keep,
+                is_shown=not as_json,
+                save_config=save_config,
+            )
+        else:
+            chosen = _chosen(parts) + [part for part in EXTRA_PARTS if profile]
+            settings = Settings(
+                num_prompts=num_prompts or Settings.num_prompts,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                contexts=_integers(contexts, "contexts"),
+                draft_costs=_numbers(draft_costs, "draft-costs"),
+                num_draft_tokens=num_speculative_tokens,
+                assisted_lengths=_integers(assisted_lengths, "assisted-lengths"),
+                lookup_lengths=_integers(lookup_lengths, "lookup-lengths"),
+                batch_size=batch_size,
+                draft_contexts=_integers(draft_contexts, "draft-contexts"),
+                datastore_sizes=_integers(datastore_sizes, "datastore-sizes"),
+                ignore_eos=not stop_at_eos,
+                seed=seed,
+                execution=execution,
+                prompts_file=prompts_file,
+            )
+            if quick:
+                settings = replace(settings, **_QUICK)
+            suite = _suite(model, draft_model, dtype, scale, settings)
+            _measure(suite, chosen, results, keep, is_shown=not as_json)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except UnequalOutputsError as error:
@@ -152,12 +231,28 @@ def _write(output: Path | None, results: dict[str, Any]) -> None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def _default_scale(model: str, quick: bool) -> str:
-    """A toy of the zoo gets the width of a real model; others are measured as they are."""
+def _default_model() -> str:
+    """The best one at hand; where that is a toy, the user is told."""
     from foretoken import zoo
 
-    is_toy = model.startswith(zoo.PREFIX) and zoo.manifest(model).is_toy
-    return "100m" if is_toy and not quick else "none"
+    chosen = zoo.default()
+    typer.echo(f"foretoken: measuring {chosen}, {zoo.manifest(chosen).title}", err=True)
+    return chosen
+
+
+def _is_toy(model: str) -> bool:
+    from foretoken import zoo
+
+    return model.startswith(zoo.PREFIX) and zoo.manifest(model).is_toy
+
+
+def _default_scale(model: str, quick: bool) -> str:
+    """A toy of the zoo gets the width of a real model; others are measured as they are."""
+    return "100m" if _is_toy(model) and not quick else "none"
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _integers(text: str, name: str) -> tuple[int, ...]:
@@ -168,7 +263,7 @@ def _numbers(text: str, name: str) -> tuple[float, ...]:
     from foretoken.engine.errors import ConfigError
 
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        return tuple(map(float, _split(text)))
     except ValueError:
         raise ConfigError(f"--{name} is {text!r}; give numbers with commas between them") from None
 
@@ -176,7 +271,7 @@ def _numbers(text: str, name: str) -> tuple[float, ...]:
 def _chosen(parts: str) -> list[str]:
     from foretoken.engine.errors import ConfigError
 
-    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    chosen = _split(parts)
     unknown = [part for part in chosen if part not in (*PARTS, *EXTRA_PARTS)]
     if unknown:
         raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join((*PARTS, *EXTRA_PARTS))}")

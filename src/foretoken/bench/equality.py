@@ -10,11 +10,14 @@ import torch
 
 from foretoken.bench.arms import Sampling
 from foretoken.bench.measure import Trial
+from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import as_int64, gumbel
 from foretoken.engine.sampling import SamplingLaw, log_probs
 
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
+
+_CHUNK = 512  # tokens per forward behind a long text
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def check(trial: Trial, model: Any, reference: str, arms: Seq[str]) -> list[Equa
     """Compare the arms' outputs with the reference's, every prompt and every run.
 
     Args:
-      model: the target as a transformers model; a plain forward of it measures the gaps.
+      model: the target, which measures the gaps by a plain forward: a transformers model, or its adapter.
     """
     expected = trial.outputs(reference)
     results = []
@@ -104,7 +107,7 @@ def first_difference(one: Seq[int], other: Seq[int]) -> int | None:
 def preference_gap(model: Any, prompt: Seq[int], output: Seq[int], sampling: Sampling, one: int, other: int) -> float:
     """By how much the token after prompt and output is rather the one than the other, noise of the draw included."""
     text = [*prompt, *output]
-    logits = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0]  # (1, V)
+    logits = _next_logits(model, text)  # (1, V)
     values = logits[0].double()
     if not sampling.is_greedy:
         law = SamplingLaw(sampling.params(1), vocab_size=logits.shape[1], prompt_ids=prompt)
@@ -114,3 +117,16 @@ def preference_gap(model: Any, prompt: Seq[int], output: Seq[int], sampling: Sam
         values = log_probs(logits, [law], [()])[0].double()
         values[pair] += gumbel(seeds, positions, pair)[0]
     return abs(float(values[one] - values[other]))
+
+
+def _next_logits(model: Any, text: Seq[int]) -> torch.Tensor:
+    """(1, V), behind the whole text."""
+    if not isinstance(model, CausalLM):
+        logits: torch.Tensor = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0]
+        return logits
+    cache = model.new_cache(1, capacity=len(text))
+    *chunks, last = [text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK)]
+    for chunk in chunks:
+        model.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
+        cache.commit([range(len(chunk))])
+    return model.forward(Nodes.from_chains([last]), cache)[0, -1:].cpu()

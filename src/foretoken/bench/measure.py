@@ -107,13 +107,18 @@ def interleave(
 
 def compare(trial: Trial, arm: str, base: str) -> Comparison:
     """The ratio of two arms of a trial. Prompts on which either had nothing to decode are left out."""
-    pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
-    ratios = [slow / fast for slow, fast in pairs if not math.isnan(slow / fast)]
+    ratios = [ratio for ratio in prompt_ratios(trial, arm, base) if ratio is not None]
     if not ratios:
         nan = float("nan")
         return Comparison(arm, base, nan, nan, nan, nan, nan, 0)
     low, high = bootstrap_median(ratios)
     return Comparison(arm, base, statistics.median(ratios), low, high, min(ratios), max(ratios), len(ratios))
+
+
+def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
+    """Of every prompt, how many times faster one arm decodes than another; None where either had nothing to decode."""
+    pairs = zip(trial.seconds_per_token(base), trial.seconds_per_token(arm), strict=True)
+    return [None if math.isnan(slow / fast) else slow / fast for slow, fast in pairs]
 
 
 def bootstrap_median(values: Seq[float], level: float = 0.95) -> tuple[float, float]:

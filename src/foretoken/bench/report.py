@@ -48,17 +48,23 @@ def plain_data(value: Any) -> Any:
     return value
 
 
-def table_of(title: str, columns: Iterable[str], left: Iterable[str] = ()) -> Table:
+def table_of(columns: Iterable[str], left: Iterable[str] = ()) -> Table:
     """A table that fits 80 columns: no rules between narrow columns, text folds and is never cut off.
 
     Args:
       left: columns of text; all others hold figures, which do not fold.
     """
-    table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for column in columns:
         is_text = column in left
         table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return table
+
+
+def show_table(console: Console, title: str, table: Table) -> None:
+    """A table under its title, which may be wider than the table."""
+    console.print(f"\n{title}", markup=False)
+    console.print(table)
 
 
 def show_provenance(console: Console, facts: dict[str, Any], model: str, dtype: str, execution: str) -> None:
@@ -73,7 +79,9 @@ def show_speed(console: Console, table: SpeedTable) -> None:
     """Tokens per second and ratios; every ratio is a median over prompts with its 95 % interval."""
     wide = _speed(table, is_narrow=False)
     fits = Measurement.get(console, console.options.update(max_width=_UNLIMITED), wide).maximum <= console.width
-    console.print(wide if fits else _speed(table, is_narrow=True))
+    context = f"context {table.context}" if table.context else f"{table.num_prompt_tokens:.0f} prompt tokens"
+    title = f"{table.title}: {table.sampling}, {context}"
+    show_table(console, title, wide if fits else _speed(table, is_narrow=True))
     console.print(
         f"[dim]{count(table.num_prompts, 'prompt')}, {count(table.runs_per_prompt, 'interleaved run')} each; ratio: "
         f"median of the prompts{' (95 % interval)' if table.num_prompts > 1 else ', of which one has no interval'}; "
@@ -98,13 +106,12 @@ def show_load(console: Console, other_cpu_share: float) -> None:
 
 def _speed(table: SpeedTable, *, is_narrow: bool) -> Table:
     bases = list(dict.fromkeys(found.base for row in table.rows for found in row.comparisons))
-    context = f"context {table.context}" if table.context else f"{table.num_prompt_tokens:.0f} prompt tokens"
     ratios = [f"x {_without_settings(base)}" for base in bases]
     last = ["tau", "accepted", "repeats", "same tokens"]
     if is_narrow:
         ratios = [f"x {_short(base)}" for base in bases]
         last = ["tau", "accep-\nted", "repe-\nats", "same"]
-    shown = table_of(f"{table.title}: {table.sampling}, {context}", ("arm", "tok/s", *ratios, *last), ("arm",))
+    shown = table_of(("arm", "tok/s", *ratios, *last), ("arm",))
     if not is_narrow:
         shown.padding = (0, 1)
     for row in table.rows:
@@ -153,13 +160,15 @@ def show_efficiency(console: Console, tables: Seq[EfficiencyTable]) -> None:
     console.print("\nefficiency = speed-up / (tau T(1) / (T_draft + T(n)))")
     for table in tables:
         title = f"drafter {table.drafter}, c {table.measured_cost:.3f}, context {table.context}"
-        shown = table_of(title, heads, ("arm",))
+        shown = table_of(heads, ("arm",))
         for row in table.rows:
             shown.add_row(*_efficiency(row))
         if table.rows:
-            console.print(shown)
+            show_table(console, title, shown)
         else:
-            console.print(f"{title}: nothing to time, all tokens came with the first emission; raise --max-new-tokens")
+            console.print(
+                f"\n{title}: nothing to time, all tokens came with the first emission; raise --max-new-tokens"
+            )
     console.print(
         "[dim]T in ms, measured by making the very forwards of the run again with nothing in between; forwards: their "
         "share of the loop, plain / drafted[/dim]"
@@ -182,7 +191,7 @@ def _efficiency(row: Efficiency) -> tuple[str, ...]:
 def show_batch(console: Console, rows: Seq[BatchRow]) -> None:
     """Throughput together and alone."""
     heads = ("arm", "rows", "together", "one by one", "gain")
-    shown = table_of("ragged batches, tokens per second of decoding", heads, ("arm",))
+    shown = table_of(heads, ("arm",))
     shown.padding = (0, 1)
     for row in rows:
         shown.add_row(
@@ -192,7 +201,7 @@ def show_batch(console: Console, rows: Seq[BatchRow]) -> None:
             f"{row.alone_per_second:.1f}",
             f"{row.gain:.2f}",
         )
-    console.print(shown)
+    show_table(console, "ragged batches, tokens per second of decoding", shown)
 
 
 def show_profiles(console: Console, cells: Seq[ProfileCell]) -> None:
@@ -201,10 +210,10 @@ def show_profiles(console: Console, cells: Seq[ProfileCell]) -> None:
     heads = ("vocab-\nulary", "context", "sampling", "step\nms", "models\nms")
     for arm in dict.fromkeys(cell.profile.arm for cell in cells):
         title = f"step profile of {arm}: shares of a step outside of the models, in %"
-        shown = table_of(title, (*heads, *(verbs.get(verb, verb) for verb in VERBS), "outside"), ("sampling",))
+        shown = table_of((*heads, *(verbs.get(verb, verb) for verb in VERBS), "outside"), ("sampling",))
         for cell in (one for one in cells if one.profile.arm == arm):
             shown.add_row(*_profile(cell))
-        console.print(shown)
+        show_table(console, title, shown)
 
 
 def _profile(cell: ProfileCell) -> tuple[str, ...]:
@@ -223,7 +232,7 @@ def _profile(cell: ProfileCell) -> tuple[str, ...]:
 def show_drafting(console: Console, costs: Seq[DraftCost]) -> None:
     """Microseconds per step."""
     columns = ("drafter", "context", "store", "start\nms", "propose\nus", "p90\nus", "observe\nus", "nodes")
-    shown = table_of("drafting without forwards: host time per step, medians", columns, ("drafter",))
+    shown = table_of(columns, ("drafter",))
     for cost in costs:
         shown.add_row(
             cost.drafter,
@@ -233,7 +242,7 @@ def show_drafting(console: Console, costs: Seq[DraftCost]) -> None:
             *(f"{micros:.0f}" for micros in (cost.propose_us, cost.propose_p90_us, cost.observe_us)),
             f"{cost.nodes:.1f}",
         )
-    console.print(shown)
+    show_table(console, "drafting without forwards: host time per step, medians", shown)
 
 
 def count(number: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from foretoken import zoo
 from foretoken.bench import costs, equality
 from foretoken.bench.arms import Arm, EngineArm, Sampling, TransformersArm
 from foretoken.bench.drafting import DraftCost, draft_costs
@@ -182,10 +183,17 @@ class Suite:
     def plain_arm(self, num_rows: int = 1) -> EngineArm:
         return self.engine_arm(PLAIN, {"method": "none"}, num_rows=num_rows)
 
+    @property
+    def default_method(self) -> str:
+        """How to draft where nothing else is said: with the pair's drafter, else as the zoo or the command line do."""
+        if self.drafter is not None:
+            return "draft_model"
+        return "ngram" if self.pair.zoo_name is None else zoo.manifest(self.pair.zoo_name).default_method
+
     def draft_arms(self) -> list[EngineArm]:
-        """The pair's drafter as chain and as tree."""
+        """The pair's drafter as chain and as tree; without one, the default method."""
         if self.drafter is None:
-            return []
+            return [self.engine_arm(self.default_method, self._config(self.default_method))]
         tree = {"num_draft_branches": self.settings.num_branches}
         return [
             self.engine_arm("draft_model", self._config("draft_model")),
@@ -396,9 +404,10 @@ class Suite:
         while len(prompts) < size:
             prompts.append(prompts[len(prompts) % len(prompts)])
         self._say(f"batch of {size}")
-        configs: dict[str, dict[str, Any]] = {PLAIN: {"method": "none"}}
-        if self.drafter is not None:
-            configs["draft_model"] = self._config("draft_model")
+        configs: dict[str, dict[str, Any]] = {
+            PLAIN: {"method": "none"},
+            self.default_method: self._config(self.default_method),
+        }
         return [self._batch_row(name, config, prompts, sampling) for name, config in configs.items()]
 
     def _batch_row(
@@ -421,18 +430,23 @@ class Suite:
         )
 
     def profiles(self, samplings: Iterable[Sampling]) -> Iterator[ProfileCell]:
-        """The step profile at every vocabulary and context, with the drafter where there is one."""
+        """The step profile at every vocabulary and context, of the default method."""
         samplings = list(samplings)
-        for vocab_size in self.settings.vocab_sizes:
+        for vocab_size in self._vocab_sizes():
             with self._padded(vocab_size) as suite:
-                method = "none" if suite.drafter is None else "draft_model"
-                arm = suite.engine_arm(method, suite._config(method) if method != "none" else {"method": "none"})
+                arm = suite.engine_arm(suite.default_method, suite._config(suite.default_method))
                 for context in self.settings.profile_contexts:
                     prompts = [prompt.token_ids for prompt in suite.prompts(context, count=2)]
                     for sampling in samplings:
                         self._say(f"profile at vocabulary {vocab_size}, context {context}, {sampling.label}")
                         found = profile(arm, prompts, self.settings.max_new_tokens, sampling)
                         yield ProfileCell(suite.target.vocab_size, context, sampling.label, found)
+
+    def _vocab_sizes(self) -> list[int]:
+        """Those that are wanted, none below the model's own; of a model that is measured as it is, its own alone."""
+        own = self.pair.target.config.vocab_size
+        wanted = [max(own, size) for size in self.settings.vocab_sizes]
+        return [own] if self.scale == "none" else list(dict.fromkeys(wanted))
 
     def drafting(self, progress: Progress | None = None) -> Iterator[DraftCost]:
         """Host time of the drafters that need no forward, by context and size of the datastore."""

@@ -16,6 +16,10 @@ from typing import Any
 from foretoken.engine.errors import ConfigError
 
 COPY = "copy"
+AGAIN = "again"
+"""The kind of prompts that are made by letting the model answer: see `asked_again`."""
+UNNAMED = "prompt"
+"""The kind of a prompt whose file does not name one."""
 _COPIED_WORDS = 16  # of the passage's beginning that follow the passage in a copying prompt
 _TOPIC_CHARACTERS = 4000  # some topics alone are longer than the context
 _REPEATED = 8
@@ -23,11 +27,16 @@ _REPEATED = 8
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a prompts file: the first turn of a conversation, of some kind."""
+    """One line of a prompts file: the first turn of a conversation, of some kind.
+
+    Args:
+      token_ids: of a prompt that is given as token ids; it has no text.
+    """
 
     id: int
     category: str
     text: str
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,27 +49,46 @@ class Prompt:
 
 
 def read_questions(path: Path | None = None) -> list[Question]:
-    """Read ``question.jsonl`` of Spec-Bench (arXiv:2401.07851); by default the prompts that ship with the package.
+    """Read prompts: those that ship with the package, or a file.
 
-    Raises: ConfigError for a missing file, or a line that lacks ``question_id``, ``category`` or ``turns``.
+    A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851), or has one prompt per line: JSON with ``turns``,
+    ``prompt``, ``text`` or ``prompt_token_ids``, a JSON string, or plain text where its name ends in .txt. The keys
+    ``category`` and ``question_id`` may be left out.
+
+    Raises: ConfigError for a file that cannot be read or is empty, and for a line without a prompt.
     """
-    source = resources.files("foretoken.bench") / "prompts.jsonl" if path is None else path
+    source = resources.files("foretoken.bench") / "prompts.jsonl" if path is None else path.expanduser()
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts file {source}: {error}") from None
-    return [_question(line, number, str(source)) for number, line in enumerate(lines, 1) if line.strip()]
+        text = source.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the prompts file {source} cannot be read: {reason}; check the path") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError(f"the prompts file {source} is empty; give one prompt per line")
+    if str(source).endswith(".txt"):
+        return [Question(number, UNNAMED, line.rstrip("\r")) for number, line in lines]
+    return [_question(line, number, str(source)) for number, line in lines]
 
 
 def _question(line: str, number: int, source: str) -> Question:
     try:
-        record: dict[str, Any] = json.loads(line)
-        return Question(int(record["question_id"]), str(record["category"]), str(record["turns"][0]))
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+        record: Any = json.loads(line)
+        if isinstance(record, str):
+            record = {"text": record}
+        turns = record.get("turns", [record.get("prompt", record.get("text"))])
+        ids = record.get("prompt_token_ids")
+        question_id, category = int(record.get("question_id", number)), str(record.get("category", UNNAMED))
+        if ids is not None:
+            return Question(question_id, category, "", tuple(map(int, ids)))
+        if not isinstance(turns[0], str):
+            raise TypeError("no text under turns, prompt or text")
+    except (ValueError, AttributeError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"line {number} of {source} is no question ({type(error).__name__}: {error}); every line needs "
-            'Spec-Bench\'s keys "question_id", "category" and "turns"'
+            f"line {number} of {source} holds no prompt ({type(error).__name__}: {error}); give JSON with turns (a "
+            "list of text), prompt, text or prompt_token_ids, or plain text in a file that ends in .txt"
         ) from None
+    return Question(question_id, category, turns[0])
 
 
 def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = False) -> list[Question]:
@@ -78,13 +106,17 @@ def load_prompts(
 ) -> list[Prompt]:
     """Turn questions into prompts in the tokenizer's chat format; those of the kind "copy" become passage + beginning.
 
+    Token ids stay as they are given.
+
     Args:
       context: pad each prompt in front with real text to this many tokens; a longer one stays as it is.
       max_length: prompts beyond it are left out.
+
+    Raises: ConfigError for text without a tokenizer.
     """
     prompts = []
     for question in questions:
-        ids = _encode(tokenizer, copying_text(question.text) if question.category == COPY else None, question.text)
+        ids = _token_ids(tokenizer, question)
         if context is not None:
             ids = (*_padding(tokenizer, context - len(ids), question.id), *ids)
         if max_length is None or len(ids) <= max_length:
@@ -108,7 +140,7 @@ def asked_again(
     gap = tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
     prompts = []
     for question in questions:
-        ids = _encode(tokenizer, None, question.text)
+        ids = _token_ids(tokenizer, question)
         ids = (*ids, *answer(ids), *gap, *ids)
         if max_length is None or len(ids) <= max_length:
             prompts.append(Prompt(f"{question.category}-{question.id}-again", question.category, ids))
@@ -120,6 +152,14 @@ def copying_text(passage: str) -> str:
     words = list(re.finditer(r"\S+", passage))[:_COPIED_WORDS]
     end = words[-1].end() if words else 0
     return f"{passage.rstrip()}\n\n{passage[:end]}"
+
+
+def _token_ids(tokenizer: Any, question: Question) -> tuple[int, ...]:
+    if question.token_ids is not None:
+        return question.token_ids
+    if tokenizer is None:
+        raise ConfigError("the prompts are text, and the model has no tokenizer; give a file with prompt_token_ids")
+    return _encode(tokenizer, copying_text(question.text) if question.category == COPY else None, question.text)
 
 
 def _encode(tokenizer: Any, raw: str | None, question: str) -> tuple[int, ...]:

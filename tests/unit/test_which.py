@@ -1,0 +1,313 @@
+"""`bench --methods`: what a comparison says, when it is silent, and that its advice can be used."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from foretoken.bench import cli, which_cli, which_report
+from foretoken.bench.advice import advise, by_kind, ranked
+from foretoken.bench.arms import EngineArm, Run, Sampling
+from foretoken.bench.equality import Divergence, Equality
+from foretoken.bench.measure import Comparison, bootstrap_median
+from foretoken.bench.which import (
+    Candidate,
+    MethodRow,
+    Outcome,
+    Refused,
+    Which,
+    WhichSettings,
+    read_candidates,
+    split_outside_brackets,
+)
+from foretoken.engine.errors import ConfigError
+from foretoken.params import SpeculativeConfig
+
+SETTINGS = WhichSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ignore_eos=True))
+
+
+# -- candidates --------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_names_compositions_and_json() -> None:
+    text = 'ngram, suffix+draft_model,ngram>nasd,{"method": "suffix", "num_speculative_tokens": 4},ngram'
+    found = read_candidates(text, "zoo:tiny", None)
+    assert [candidate.name for candidate in found] == [
+        "ngram",
+        "suffix+draft_model",
+        "ngram>nasd",
+        "suffix num_speculative_tokens=4",
+    ]
+    assert found[1].given == {"method": "suffix+draft_model", "model": "zoo:tiny"}, "the drafter goes where one is used"
+    assert "model" not in found[0].given
+    assert found[3].config.num_speculative_tokens == 4
+    lengths = read_candidates('ngram,{"method": "suffix", "num_speculative_tokens": 4}', None, 7)
+    assert [candidate.config.num_speculative_tokens for candidate in lengths] == [7, 4]
+    assert len(read_candidates("all", None, None)) > 10
+
+
+def test_commas_inside_of_json_do_not_split() -> None:
+    text = 'a,{"b": [1, 2], "c": "x,}\\",y"}, d'
+    assert split_outside_brackets(text) == ["a", '{"b": [1, 2], "c": "x,}\\",y"}', "d"]
+
+
+@pytest.mark.parametrize("text", ["", "ngrm", "none", '{"method": "ngram"', '{"method": "ngram", "nonsense": 1}'])
+def test_what_is_not_a_method_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_candidates(text, None, None)
+
+
+# -- advice ------------------------------------------------------------------------------------------------------
+
+
+def row(method: str, *ratios: float | None) -> MethodRow:
+    timed = [ratio for ratio in ratios if ratio is not None]
+    middle = sorted(timed)[len(timed) // 2] if timed else float("nan")
+    low, high = bootstrap_median(timed) if timed else (middle, middle)
+    found = Comparison(method, "plain", middle, low, high, middle, middle, len(timed))
+    return MethodRow(method, {"method": method}, 10.0, found, ratios, 2.0, 0.5, 3.0, 0.001, 1_000_000, None, None)
+
+
+def outcome(*rows: MethodRow, kinds: tuple[str, ...] | None = None, **changes: Any) -> Outcome:
+    num_prompts = len(rows[0].prompt_ratios) if rows else 7
+    found = Outcome(
+        sampling="greedy",
+        kinds=kinds or ("chat",) * num_prompts,
+        num_prompts_planned=num_prompts,
+        runs_per_prompt=2,
+        other_cpu_share=0.0,
+        promised="default",
+        repeated_share=0.0,
+        plain=replace(row("plain"), comparison=None),
+        rows=rows,
+        different=(),
+        refused=(),
+    )
+    return replace(found, **changes)
+
+
+def test_the_fastest_method_is_recommended_and_ties_are_named() -> None:
+    fast = row("suffix", 1.5, 1.6, 1.4, 1.6, 1.7, 1.6, 1.5)
+    near = row("ngram", 1.5, 1.5, 1.5, 1.5, 1.6, 1.7, 1.4)
+    slow = row("jacobi", 0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5)
+    advice = advise(outcome(slow, near, fast))
+    assert advice.config == {"method": "suffix"}
+    assert "1.60" in advice.reason
+    (note,) = advice.notes
+    assert "do not tell suffix from ngram" in note
+    assert "jacobi" not in note
+    assert [one.method for one in ranked(outcome(slow, near, fast))] == ["suffix", "ngram", "jacobi"]
+
+
+def test_plain_decoding_is_recommended_where_nothing_beats_it() -> None:
+    slow = row("jacobi", 0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5)
+    advice = advise(outcome(slow))
+    assert advice.config == {"method": "none"}
+    assert "no method beats plain decoding here: the best, jacobi" in advice.reason
+    doubtful = row("ngram", 0.9, 1.1, 0.8, 1.2, 1.05, 0.9, 1.1)
+    advice = advise(outcome(doubtful))
+    assert advice.config == {"method": "none"}
+    assert "may be chance" in advice.reason
+    assert any("--num-prompts 14" in note for note in advice.notes)
+
+
+def test_a_small_sample_and_a_looping_model_are_named() -> None:
+    advice = advise(outcome(row("ngram", 2.0, 2.1, 1.9), repeated_share=0.6))
+    assert advice.config == {"method": "ngram"}
+    assert any("3 prompts are too few" in note for note in advice.notes)
+    assert any("60%" in note and "loops" in note for note in advice.notes)
+    assert any(
+        "interrupted after 3 of 9" in note for note in advise(outcome(row("a", 2, 2, 2), num_prompts_planned=9)).notes
+    )
+
+
+def test_nothing_timed_is_nothing_recommended() -> None:
+    advice = advise(outcome(row("ngram", None, None)))
+    assert advice.config == {"method": "none"}
+    assert "nothing was timed" in advice.reason
+
+
+def test_kinds_are_told_apart() -> None:
+    rows = (row("ngram", 1.0, 3.0, 1.2, None), row("suffix", 1.1, 2.0, 1.0, 2.0))
+    chat, code = by_kind(outcome(*rows, kinds=("chat", "code", "chat", "code")))
+    assert (chat.kind, chat.num_prompts, chat.ratios) == ("chat", 2, (("ngram", 1.1), ("suffix", 1.05)))
+    assert code.ratios == (("ngram", 3.0), ("suffix", 2.0)), "of one prompt where the other was over at once"
+
+
+# -- what people see ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
+    divergence = Divergence("ngram", "chat-1", 5, 1, 2, 0.125)
+    strict = Equality("ngram", "plain", 3, 3, ())
+    loose = Equality("ngram", "plain", 3, 2, (divergence,))
+    best = replace(row("ngram>token_recycling", 12.11, 12.11, 12.11), equality=strict, timed_equality=loose)
+    untimed = row("suffix", None, None, None)
+    wrong = Equality("lookahead", "plain", 3, 2, (replace(divergence, arm="lookahead"),))
+    found = outcome(
+        best,
+        untimed,
+        kinds=("chat", "code", "chat"),
+        promised="strict",
+        different=(wrong,),
+        refused=(Refused("rest", "method 'rest' needs a datastore [and a reason]"),),
+    )
+    console = Console(width=width, record=True, file=io.StringIO())
+    which_report.show(console, found, "zoo:tiny", ["a note"])
+    text = console.export_text()
+    flat = " ".join(text.split())
+    assert "nan" not in text
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    usage = [line for line in text.splitlines() if "--speculative-config" in line or "LLM(" in line]
+    assert len(usage) == 2, "each on one line, whatever the width"
+    config = usage[0].split("'")[1]
+    assert SpeculativeConfig.parse(config).title == "ngram>token_recycling"
+    others = [line.rstrip() for line in text.splitlines() if line not in usage]
+    assert max(map(len, others)) <= width
+    for part in (
+        "12.11 (12.11-12.11)",
+        "strict mode, before anything was timed: 3 of 3",
+        "at most 0.12 apart in logits",
+        "lookahead differs from plain decoding on 1 of 3 prompts, first on chat-1 at token 5 (gap 0.125)",
+        "needs a datastore [and a reason]",
+        "3 prompts are too few",
+        "note: a note",
+        "raise --max-new-tokens",
+    ):
+        assert part in flat, part
+
+
+def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
+    quantized, lookup = Candidate("a", {"method": "quantized_self"}), Candidate("b", {"method": "ngram"})
+    assert any("flattered" in note for note in which_cli.model_notes("zoo:smollm2", [lookup, quantized]))
+    assert which_cli.model_notes("zoo:smollm2", [lookup]) == ()
+    assert which_cli.model_notes("somewhere/else", [quantized]) == ()
+
+
+# -- the comparison itself ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def which(request: pytest.FixtureRequest) -> Which:
+    return Which("zoo:tiny", request.param, "none", SETTINGS)
+
+
+def test_methods_are_compared_with_plain_decoding(which: Which) -> None:
+    """In float32 by the timed runs, in bfloat16 in strict mode; what does not apply is listed with its reason."""
+    seen: list[int] = []
+    candidates = read_candidates('ngram,draft_model,{"method": "rest", "datastore": "/nowhere"}', None, None)
+    found = which.run(candidates, lambda outcome: seen.append(outcome.num_prompts))
+    assert seen == [1, 2]
+    assert [one.method for one in found.rows] == ["ngram", "draft_model"]
+    assert [one.method for one in found.refused] == ["rest datastore=/nowhere"]
+    assert found.promised == ("default" if which.target.dtype.itemsize == 4 else "strict")
+    for one in found.rows:
+        assert one.equality is not None
+        assert one.equality.num_identical == one.equality.num_prompts == 2
+        assert one.tokens_per_step >= 1
+    assert found.plain.tokens_per_step == 1.0
+    data = json.loads(json.dumps(which_report.as_data(found)))
+    assert SpeculativeConfig.parse(data["recommended_config"])
+    assert data["methods"]["rows"][0]["equality"]["num_identical"] == 2
+
+
+def test_a_method_whose_tokens_differ_gets_no_figures(which: Which, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = EngineArm.run
+
+    def lying(self: EngineArm, *args: Any) -> Run:
+        run = honest(self, *args)
+        return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], 0))
+
+    monkeypatch.setattr(EngineArm, "run", lying)
+    found = which.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
+    assert [one.method for one in found.rows] == ["suffix"]
+    assert [one.arm for one in found.different] == ["ngram"]
+    assert advise(found).config["method"] != "ngram"
+
+
+def test_no_method_at_all_is_an_error(which: Which) -> None:
+    with pytest.raises(ConfigError, match=r"none of the methods applies.*datastore"):
+        which.run(read_candidates('{"method": "rest", "datastore": "/nowhere"}', None, None), lambda outcome: None)
+
+
+def test_kinds_come_in_turn_and_unknown_ones_are_refused(which: Which) -> None:
+    which.settings = replace(SETTINGS, num_prompts=5, kinds=("code", "again"))
+    which.__dict__.pop("prompts", None)
+    assert [prompt.category for prompt in which.prompts] == ["code", "again"] * 2 + ["code"]
+    which.settings = replace(SETTINGS, kinds=("poetry",))
+    which.__dict__.pop("prompts", None)
+    with pytest.raises(ConfigError, match=r"'poetry'.*chat"):
+        _ = which.prompts
+    which.settings = SETTINGS
+    which.__dict__.pop("prompts", None)
+    assert "copy" not in {prompt.category for prompt in which.prompts}
+
+
+# -- the verb ----------------------------------------------------------------------------------------------------
+
+QUICK = ["--model", "zoo:tiny", "--quick", "--dtype", "float32"]
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(cli.run)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_verb_writes_a_config_that_the_library_takes(tmp_path: Path) -> None:
+    results, config = tmp_path / "deep" / "results.json", tmp_path / "config.json"
+    found = invoke(
+        *QUICK, "--methods", "ngram,layer_skip", "--output", str(results), "--save-config", str(config), "--json"
+    )
+    assert found.exit_code == 0, found.output
+    written = json.loads(results.read_text())
+    assert json.loads(found.stdout) == written
+    assert SpeculativeConfig.parse(f"@{config}") == SpeculativeConfig.parse(written["recommended_config"])
+    assert written["dtype"] == "float32"
+    assert {one["method"] for one in written["methods"]["rows"]} == {"ngram", "layer_skip"}
+
+
+def test_an_interrupted_comparison_shows_and_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = 0
+    honest = EngineArm.run
+
+    def interrupted(self: EngineArm, *args: Any) -> Run:
+        nonlocal runs
+        runs += 1
+        if runs > 10:  # warm-ups, four runs of the first prompt, and into the second
+            raise KeyboardInterrupt
+        return honest(self, *args)
+
+    monkeypatch.setattr(EngineArm, "run", interrupted)
+    results = tmp_path / "results.json"
+    found = invoke(*QUICK, "--methods", "ngram", "--output", str(results))
+    assert found.exit_code == 130, found.output
+    assert "interrupted after 1 of 2 prompts" in " ".join(found.stdout.split())
+    assert len(json.loads(results.read_text())["methods"]["kinds"]) == 1
+
+
+def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = EngineArm.run
+
+    def lying(self: EngineArm, *args: Any) -> Run:
+        run = honest(self, *args)
+        return run if self.name == "plain" else replace(run, token_ids=run.token_ids[:-1])
+
+    monkeypatch.setattr(EngineArm, "run", lying)
+    found = invoke(*QUICK, "--methods", "ngram")
+    assert found.exit_code == 3, found.output
+    assert "no speed is shown" in " ".join(found.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [["--methods", "ngrm"], ["--methods", "ngram", "--kinds", "poetry"]])
+def test_mistakes_end_with_2(arguments: list[str]) -> None:
+    assert invoke(*QUICK, *arguments).exit_code == 2
