@@ -66,7 +66,9 @@ TopP = Annotated[float, typer.Option("--top-p", help="1 is off.")]
 MinP = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="1 is off.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Drawn, and reported, when left out.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto is bfloat16 where the device computes in it, else float32.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto: the checkpoint's where the device computes in it, else float32.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto is the GPU where there is one.")]
 Execution = Annotated[
     str, typer.Option("--execution", help="auto (packed on x86, else eager), eager, packed or compiled.")

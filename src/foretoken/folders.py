@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
 
@@ -21,3 +28,48 @@ def cache_folder(*parts: str) -> Path:
     else:
         root = Path(os.path.expanduser("~/.cache/foretoken"))
     return root.joinpath(*parts)
+
+
+def temporary_folder(*parts: str) -> Path:
+    """A folder of this user among the temporary files, for a cache that cannot be written. It need not exist."""
+    user = str(os.getuid()) if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir(), f"foretoken-{user}", *parts)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is there and nobody but this user can have put anything into it."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    is_ours = not hasattr(os, "getuid") or found.st_uid == os.getuid()
+    return stat.S_ISDIR(found.st_mode) and is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone.
+
+    Raises: OSError, also where somebody else has made it.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise PermissionError(errno.EPERM, "others can write to it", str(folder))
+
+
+@contextmanager
+def locked(file: Path, longest_wait_seconds: float) -> Iterator[bool]:
+    """Keep other processes that ask for the same lock out.
+
+    Yields: False where that cannot be had (a file system without locks, a process that holds it too long); who enters
+      must then be prepared for company.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=longest_wait_seconds)
+    except (Timeout, OSError, NotImplementedError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

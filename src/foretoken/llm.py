@@ -55,14 +55,16 @@ class LLM:
     Calls from several threads give right results; they take turns step by step and share batches.
 
     Args:
-      model: a directory, a hub id, ``zoo:NAME``, or a loaded model, which keeps its dtype and stays as it is.
+      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model, which keeps its dtype and stays as it
+        is.
       speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None, the default, for plain
         decoding. "ngram" needs no second model and is what the command line takes for most models.
       tokenizer: by default the one beside the model; without any, prompts and results are token ids.
-      dtype, device: of what is loaded here. "auto" is the GPU where there is one, and bfloat16 where the device
-        computes in it, else float32.
+      dtype, device: of what is loaded here. "auto" is the GPU where there is one, and the dtype of the checkpoint where
+        the device computes in it, else float32; GGUF files with quantised weights count as bfloat16.
       execution: "auto" (packed on x86 CPUs where memory allows, else eager), "eager", "packed" or "compiled".
       revision, trust_remote_code: of a model from the hub.
+      gguf_file: in a directory or at a hub id with several kinds of weights. A GGUF file by its path needs no option.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
@@ -91,6 +93,7 @@ class LLM:
         execution: str = "auto",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        gguf_file: str | None = None,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         max_num_seqs: int = EngineConfig.max_num_seqs,
@@ -109,7 +112,15 @@ class LLM:
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
         config = SpeculativeConfig.parse(speculative_config)
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
-        loaded = load_model(model, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            with_tokenizer=chosen is None,
+        )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         self.target = CausalLM(loaded.model, execution=execution, release_originals=loaded.is_owned)
         self.model_info = describe(loaded, self.target)
@@ -120,6 +131,7 @@ class LLM:
             zoo_name=str(model) if is_zoo(model) else None,
             execution=execution,
             trust_remote_code=trust_remote_code,
+            dtype=dtype,
         )
         self._model_argument = loaded.name if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)

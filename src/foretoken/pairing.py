@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import zoo
@@ -46,6 +47,8 @@ class Pairing:
       tokenizer: of the target, where one is known.
       zoo_name: of a target of the zoo, which brings along what drafters need.
       execution, trust_remote_code: for a drafter that is a model.
+      dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
+        target's.
     """
 
     loaded: Loaded
@@ -54,6 +57,7 @@ class Pairing:
     zoo_name: str | None = None
     execution: str = "auto"
     trust_remote_code: bool = False
+    dtype: str | torch.dtype = "auto"
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
         """Load what the config asks for and check that it fits.
@@ -82,7 +86,8 @@ class Pairing:
         return load_model(
             name,
             part="draft",
-            dtype=config.dtype or self.target.dtype,
+            dtype=config.dtype or self.dtype,
+            widest_dtype=self.target.dtype,
             device=self.target.device,
             revision=config.revision,
             trust_remote_code=self.trust_remote_code,

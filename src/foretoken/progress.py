@@ -76,3 +76,17 @@ def build_bar() -> Iterator[Callable[[str, int, int], None] | None]:
                 progress.update(task, description=stage, completed=done, total=total)
 
         yield report
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hide those of `transformers`: small files need none. The user's setting is put back."""
+    from transformers.utils import logging
+
+    is_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            logging.enable_progress_bar()

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken import LLM, SamplingParams, zoo
+from foretoken.dtypes import choose_dtype
 from foretoken.engine.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
-from foretoken.engine.execution import cpu_has_bfloat16
 from foretoken.llm import eos_token_ids
-from foretoken.loading import choose_device, choose_dtype, load_model, load_tokenizer, resolve
+from foretoken.loading import choose_device, load_model, load_tokenizer, resolve
 from foretoken.pairing import check_same_tokenizer, check_vocab_sizes
 from foretoken.testing import toy_model
 
@@ -144,13 +144,89 @@ def test_a_tokenizer_that_is_not_there(checkpoint: Path) -> None:
 # -- dtype and device ------------------------------------------------------------------------------------------------
 
 
-def test_auto_is_bfloat16_where_the_cpu_has_it() -> None:
-    expected = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    assert choose_dtype("auto", torch.device("cpu")) == expected
-    assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert choose_dtype("fp16", torch.device("cpu")) == torch.float16
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_auto_keeps_what_the_device_computes_in(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 checkpoints became bfloat16 without a word, and their texts others than those of `transformers`."""
+    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    kept = {CPU: {torch.float32, torch.float64}, GPU: {torch.float32, torch.float64, torch.float16, torch.bfloat16}}
+    kept[CPU] |= {torch.bfloat16} if has_bfloat16 else set()
+    for device, dtypes in kept.items():
+        for stored in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            assert choose_dtype("auto", device, stored) == (stored if stored in dtypes else torch.float32)
+        assert choose_dtype("auto", device) == choose_dtype("auto", device, torch.int8) == torch.float32
+        assert choose_dtype("auto", device, torch.float32, widest=torch.bfloat16) == torch.bfloat16
+    assert choose_dtype("fp16", CPU, torch.float32) == torch.float16
     with pytest.raises(ConfigError, match="dtype is 'int4'; choose auto"):
-        choose_dtype("int4", torch.device("cpu"))
+        choose_dtype("int4", CPU)
+
+
+@pytest.mark.parametrize("names_dtype", [True, False], ids=["config", "weights"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_of_a_checkpoint_is_known(
+    stored: torch.dtype, names_dtype: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its config, or from the header of its weights where the config is silent."""
+    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: True)
+    LlamaForCausalLM.from_pretrained(checkpoint, dtype=stored).save_pretrained(checkpoint)
+    if not names_dtype:
+        edit(checkpoint, dtype=None, torch_dtype=None)
+    loaded = load_model(checkpoint, device="cpu")
+    assert loaded.stored_dtype == stored
+    assert loaded.model.dtype == (torch.float32 if stored == torch.float16 else stored)
+
+
+def test_the_dtype_of_a_checkpoint_in_parts_is_known(tmp_path: Path) -> None:
+    zoo.load("tiny")[1].save_pretrained(tmp_path, max_shard_size="1MB")
+    edit(tmp_path, dtype=None)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert load_model(tmp_path).stored_dtype == torch.float32
+
+
+def test_a_dtype_that_nobody_knows_is_single_precision(checkpoint: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(model.state_dict(), checkpoint / "pytorch_model.bin")
+    edit(checkpoint, dtype=None)
+    loaded = load_model(checkpoint)
+    assert (loaded.stored_dtype, loaded.model.dtype) == (None, torch.float32)
+
+
+def test_a_float32_checkpoint_gives_the_text_of_transformers(checkpoint: Path) -> None:
+    LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(checkpoint)
+    llm = LLM(checkpoint, tokenizer="zoo:tiny")
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    assert llm.model_info.dtype == str(model.dtype).removeprefix("torch.") == "float32"
+    ids = torch.tensor([[260, 300, 17, 42]])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    output = llm.generate(ids.tolist(), SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert list(output.token_ids) == expected[0, 4:].tolist()
+
+
+def test_a_drafter_has_its_own_dtype_and_is_never_wider_than_its_target(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice for all counts for the drafter too; one of its own counts most."""
+    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: True)
+    config = {"method": "draft_model", "model": str(checkpoint)}  # stored in bfloat16, as zoo:tiny is
+    single = checkpoint.parent / "single"
+    LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(single)
+
+    def dtypes(llm: LLM) -> tuple[str, str]:
+        assert llm.drafting.info is not None
+        return llm.model_info.dtype, llm.drafting.info.dtype
+
+    assert dtypes(LLM("zoo:tiny", config)) == ("bfloat16", "bfloat16")
+    assert dtypes(LLM("zoo:tiny", {**config, "model": str(single)})) == ("bfloat16", "bfloat16")
+    assert dtypes(LLM("zoo:tiny", config, dtype="float32")) == ("float32", "float32")
+    mixed = LLM(single, config, tokenizer="zoo:tiny")
+    assert dtypes(mixed) == ("float32", "bfloat16")
+    plain = mixed.with_speculative_config(None).generate("Once upon", GREEDY)[0].outputs[0].token_ids
+    assert mixed.generate("Once upon", GREEDY)[0].outputs[0].token_ids == plain
+    assert dtypes(LLM("zoo:tiny", {**config, "dtype": "float32"})) == ("bfloat16", "float32")
 
 
 def test_the_dtype_asked_for_is_the_dtype_loaded(checkpoint: Path) -> None:

@@ -62,7 +62,9 @@ def run(
         str | None,
         typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for a toy."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto is bfloat16 where the CPU computes in it, else float32.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto: the checkpoint's where the CPU computes in it, else float32.")
+    ] = "auto",
     execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None,
     parts: Annotated[

@@ -11,8 +11,6 @@ A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manif
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +142,10 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from foretoken.progress import no_progress_bars
+
     options = {"dtype": dtype or torch.float32, "local_files_only": True}
-    with _quiet():
+    with no_progress_bars():
         target, drafter = (
             AutoModelForCausalLM.from_pretrained(path(name, part), **options).eval() if brings(name, part) else None
             for part in ("target", "draft")
@@ -160,17 +160,3 @@ def _known(value: str, allowed: list[str], what: str) -> str:
     nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.0)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ConfigError(f"{value!r} is not a {what}{hint} Known: {', '.join(allowed) or 'none'}.")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Two small files need no progress bar; the user's setting is put back."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Models in GGUF files: read, dequantised and given to `transformers`, the same on every version of it."""

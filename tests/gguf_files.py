@@ -1,0 +1,184 @@
+"""Small GGUF files, and the plain model with the very weights that are in them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken import zoo
+from foretoken.testing import strengthen
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+RANDOM_BLOCKS = (Kind.Q4_K, Kind.Q6_K)  # gguf unpacks them, and has no code to make them
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Wide enough for the widest blocks (256)."""
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": 0,
+        "eos_token_id": 3,
+        "pad_token_id": 0,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file, and the model that reading it must give, in float32."""
+
+    path: Path
+    model: LlamaForCausalLM
+
+
+def write_llama(
+    path: Path, kind: Kind = Kind.F32, *, metadata: dict[str, Any] | None = None, **changes: Any
+) -> Written:
+    """Write a random Llama whose matrices are stored as ``kind``.
+
+    Args:
+      metadata: more entries, or others; None leaves one out.
+      changes: of the config.
+    """
+    config = llama_config(**changes)
+    model = strengthen(LlamaForCausalLM(config).eval(), 1, 0.05)
+    writer = gguf.GGUFWriter(path, "llama")
+    entries = {
+        "general.name": "small",
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": config.rope_parameters["rope_theta"],
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.vocab_size": config.vocab_size,
+        **tokenizer_entries(),
+        **(metadata or {}),
+    }
+    for key, value in entries.items():
+        _add(writer, key, value)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            data, heads = weight.numpy(), _heads(name, config)
+            stored, wanted = _encoded(
+                _interleaved(data, heads) if heads else data, kind if data.ndim > 1 else Kind.F32, rng
+            )
+            writer.add_tensor(_gguf_name(name), stored, raw_dtype=kind if data.ndim > 1 else Kind.F32)
+            weight.copy_(torch.from_numpy(_rotated(wanted, heads) if heads else wanted))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Written(path, model)
+
+
+def tokenizer_entries() -> dict[str, Any]:
+    """The tokenizer of zoo:tiny, as a GGUF file describes it."""
+    folder = zoo.path("tiny", "tokenizer")
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = described["model"]["vocab"]
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    control = {token["id"] for token in described["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if place in control else 1 for place in range(len(tokens))],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in described["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(encoding="utf-8"),
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, np.ndarray):
+        writer.add_tensor(key, value)
+    elif value is not None:
+        writer.add_array(key, value)
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    return f"{NAMES[stem]}.{suffix}"
+
+
+def _heads(name: str, config: LlamaConfig) -> int:
+    """Heads whose rotary halves llama.cpp stores interleaved."""
+    if ".q_proj." in name:
+        return config.num_attention_heads
+    return config.num_key_value_heads if ".k_proj." in name else 0
+
+
+def _interleaved(data: np.ndarray, heads: int) -> np.ndarray:
+    shape = data.shape
+    return data.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _rotated(data: np.ndarray, heads: int) -> np.ndarray:
+    shape = data.shape
+    return np.ascontiguousarray(
+        data.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    )
+
+
+def _encoded(data: np.ndarray, kind: Kind, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """What is stored, and what it stands for."""
+    data = np.ascontiguousarray(data)
+    if kind in RANDOM_BLOCKS:
+        elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, size=(data.size // elements, num_bytes), dtype=np.uint8)
+        scales = slice(0, 4) if kind is Kind.Q4_K else slice(-2, None)
+        blocks[:, scales] = np.full(blocks[:, scales].shape[1] // 2, 1e-4, dtype=np.float16).view(np.uint8)
+        stored = blocks.reshape(data.shape[0], -1)
+    else:
+        stored = gguf.quantize(data, kind)
+    return stored, np.asarray(gguf.dequantize(stored, kind), dtype=np.float32).reshape(data.shape)
