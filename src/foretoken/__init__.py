@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.runner import Stream
     from foretoken.trajectories import Trajectory, trajectory
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "LLM",
