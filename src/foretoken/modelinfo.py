@@ -97,7 +97,7 @@ def load_line(
       drafter: of the method ``draft_model``.
     """
     dtype = info.dtype
-    note = dtype_note(dtype, name_of(stored_dtype), is_chosen=is_dtype_chosen)
+    note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
     parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype, info.execution]
     if info.device != "cpu":
         parts.append(f"on {info.device}")
@@ -112,14 +112,16 @@ def load_line(
     return f"{info.name}: {', '.join(parts)}"
 
 
-def dtype_note(used: str, stored: str | None, *, is_chosen: bool) -> str:
+def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
     """Why a model runs in another dtype than its checkpoint has; empty where it does not, or where nobody knows."""
     if stored is None or stored == used:
         return ""
     if is_chosen:
         return f"as asked; the checkpoint is {stored}"
+    if used == "float32" and (stored, device) == ("float16", "cpu"):
+        return "a float16 checkpoint, which CPUs compute in float32 here"
     if used == "float32":
-        return f"a {stored} checkpoint, and this CPU has no {stored} arithmetic"
+        return f"a {stored} checkpoint, and this {'CPU' if device == 'cpu' else 'device'} has no {stored} arithmetic"
     return f"a {stored} checkpoint; dtype={stored!r} keeps it"
 
 

@@ -605,7 +605,8 @@ def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptu
         ("float32", "float32", False, ""),
         ("float32", None, False, ""),
         ("float32", "float16", True, "as asked; the checkpoint is float16"),
-        ("float32", "float16", False, "a float16 checkpoint, and this CPU has no float16 arithmetic"),
+        ("float32", "float16", False, "a float16 checkpoint, which CPUs compute in float32 here"),
+        ("float32", "bfloat16", False, "a bfloat16 checkpoint, and this CPU has no bfloat16 arithmetic"),
         ("bfloat16", "float32", False, "a float32 checkpoint; dtype='float32' keeps it"),
     ],
 )
