@@ -30,12 +30,18 @@ class LoraLinear(nn.Module):
         self.disable_adapters = False
         self.merged_adapters: list[str] = []
 
+    @property
+    def merged(self) -> bool:
+        return bool(self.merged_adapters)
+
     def delta(self, name: str) -> torch.Tensor:
         return self.lora_b[name].weight @ self.lora_a[name].weight * self.scaling[name]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.disable_adapters and self.merged:
+            self.unmerge()  # PEFT does so in the forward, too
         result = self.base_layer(x)
-        if not (self.disable_adapters or self.merged_adapters):
+        if not (self.disable_adapters or self.merged):
             for name in self.active_adapters:
                 result = result + self.lora_b[name](self.lora_a[name](x)) * self.scaling[name]
         return result

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from foretoken import zoo
 from foretoken.dtypes import choose_dtype, stored_dtype
 from foretoken.engine.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.engine.wrappers import check_unwrapped
 from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, is_gguf, read_header
 from foretoken.gguf.tokenizer import read_tokenizer
@@ -97,7 +98,8 @@ def load_model(
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, torch.nn.Module):
+        model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file)
         return Loaded.of(model, model_name(model), False)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from foretoken import zoo
 from foretoken.engine.errors import TokenizerMismatchError
@@ -81,7 +81,7 @@ class Pairing:
         return self.zoo_name if self.zoo_name is not None and zoo.brings(self.zoo_name, "draft") else None
 
     def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
-        if isinstance(name, PreTrainedModel):
+        if isinstance(name, torch.nn.Module):
             return load_model(name)
         return load_model(
             name,

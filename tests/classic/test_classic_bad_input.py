@@ -72,7 +72,10 @@ def test_prompts(call: Any, prompt: Any, error: type[Exception], text: str) -> N
 
 @every_call
 def test_a_prompt_may_be_a_tensor_or_a_tuple(call: Any) -> None:
-    outputs = [call(prompt, max_gen_len=3) for prompt in (PROMPT, tuple(PROMPT), torch.tensor(PROMPT))]
+    outputs = []
+    for prompt in (PROMPT, tuple(PROMPT), torch.tensor(PROMPT)):
+        torch.manual_seed(0)  # of the tokens that stand for an unknown context
+        outputs.append(call(prompt, max_gen_len=3))
     assert outputs[0] == outputs[1] == outputs[2]
 
 
@@ -207,7 +210,7 @@ def test_a_model_that_returns_nan_is_blamed_itself() -> None:
 
 
 def test_models() -> None:
-    with pytest.raises(UnsupportedModelError, match="a Linear; give a loaded transformers model"):
+    with pytest.raises(UnsupportedModelError, match="a Linear, which holds no model of transformers"):
         autoregressive_generate(PROMPT, torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="a str"):
         autoregressive_generate(PROMPT, "gpt2")  # type: ignore[arg-type]

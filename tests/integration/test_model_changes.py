@@ -105,6 +105,21 @@ def test_merged_adapters_are_followed(face: str) -> None:
     assert speak() == plain(model) == before
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_adapters_merged_and_disabled_are_refused(face: str) -> None:
+    """Their forward takes them out of the weights. In a shadow, the owner's layers would not know of it."""
+    model = lora.lora_model()
+    speak = FACES[face](model)
+    expected = speak()
+    for layer in lora.layers(model):
+        layer.merge()
+    with lora.disabled(model), pytest.raises(UnsupportedModelError, match="both merged and disabled"):
+        speak()
+    for layer in lora.layers(model):
+        layer.unmerge()
+    assert speak() == plain(model) == expected
+
+
 def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switching to and fro costs a new shadow; weights that are the same stay packed."""
     model = lora.lora_model()

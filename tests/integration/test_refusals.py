@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from architectures import ARCHITECTURES, REFUSED, target_model
+from foretoken import LLM, speculate
+from foretoken.classic.sampling import autoregressive_generate
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.model import CausalLM
+from foretoken.engine.wrappers import unwrapped
 from foretoken.params import SamplingParams
 from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
@@ -31,20 +35,81 @@ def test_unsupported_models_are_refused_by_name(name: str) -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """As adapters wrap a model: everything is passed on, and the signature says nothing."""
+    """As PEFT and DDP wrap a model: everything is passed on, and the signature says nothing."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.base_model = torch.nn.Module()
+        self.base_model.model = model
         self.config = model.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self.base_model.model(*args, **kwargs)
 
 
-def test_a_wrapped_model_is_told_to_come_unwrapped() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Wrapped wraps another model.*merge_and_unload"):
-        CausalLM(Wrapped(toy_model(64)))  # type: ignore[arg-type]
+FACES: dict[str, Callable[[Any], Any]] = {
+    "CausalLM": CausalLM,
+    "LLM": LLM,
+    "classic": lambda model: autoregressive_generate([1, 2], model, 3),
+    "draft model": lambda model: LLM(toy_model(64), {"method": "draft_model", "model": model}),
+    "draft model of the hook": lambda model: toy_model(64).generate(
+        torch.tensor([[1, 2]]), max_new_tokens=2, custom_generate=speculate("draft_model", model=model)
+    ),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_wrapped_model_is_told_to_come_unwrapped(face: str) -> None:
+    """The first version printed all layers of the wrapper."""
+    with pytest.raises(UnsupportedModelError, match="the model is a Wrapped around a LlamaForCausalLM") as refusal:
+        FACES[face](Wrapped(toy_model(64)))
+    assert "give the one inside: model.base_model.model." in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+    with pytest.raises(UnsupportedModelError, match="the model is a Linear, which holds no model of transformers"):
+        FACES[face](torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_compiled_model_is_the_model(face: str) -> None:
+    """``torch.compile`` wraps lazily: nothing is compiled here, and nothing would be by our forwards."""
+    FACES[face](torch.compile(toy_model(64)))
+
+
+def said(model: PreTrainedModel) -> tuple[int, ...]:
+    (output,) = LLM(model, "ngram").generate([{"prompt_token_ids": [5, 6, 7]}], {"max_tokens": 8, "temperature": 0.0})
+    return output.outputs[0].token_ids
+
+
+def _compile_whole(model: PreTrainedModel) -> Any:
+    return torch.compile(model)
+
+
+def _compile_forward(model: PreTrainedModel) -> Any:
+    model.forward = torch.compile(model.forward)
+    return model
+
+
+def _compile_decoder(model: PreTrainedModel) -> Any:
+    model.model = torch.compile(model.model)
+    return model
+
+
+def _compile_layer(model: PreTrainedModel) -> Any:
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return model
+
+
+@pytest.mark.parametrize("compile_", [_compile_whole, _compile_forward, _compile_decoder, _compile_layer])
+def test_shadows_run_what_was_given_to_the_compiler(
+    compile_: Callable[[PreTrainedModel], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled parts of a model would be compiled anew for every shape of a step, which takes minutes."""
+    model = compile_(toy_model(64))
+    before = fingerprint(unwrapped(model))
+    torch._dynamo.reset()
+    assert said(model) == said(toy_model(64))
+    assert not torch._dynamo.utils.counters["frames"], "something was compiled"
+    assert_unchanged(before, fingerprint(unwrapped(model)))
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -88,6 +89,29 @@ def test_encoder_decoder_models_are_refused() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         run(model=T5ForConditionalGeneration(config).eval())
+
+
+def test_virtual_tokens_are_refused() -> None:
+    """PEFT puts them before the text by a method of its own on the model, and puts the model's own back after."""
+    model = toy_model()
+    own = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
+    with pytest.raises(UnsupportedModelError, match="prompt tuning"):
+        run(model=model)
+    model.prepare_inputs_for_generation = own
+    assert run(model=model).shape == (1, 7)
+
+
+@pytest.mark.parametrize("name", ["adapter_names", "alora_offsets"])
+def test_adapters_by_row_or_place_are_refused(name: str) -> None:
+    """PEFT hands them to its layers by hooks, which count the rows and tokens of a plain call."""
+    model = toy_model()
+    inject = functools.partial(lambda module, args, kwargs, **more: (args, kwargs), **{name: ["one"]})
+    handle = model.lm_head.register_forward_pre_hook(inject, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=f"{name} .* leave it out"):
+        run(model=model)
+    handle.remove()
+    assert run(model=model).shape == (1, 7)
 
 
 def test_models_that_cannot_be_rolled_back_are_refused() -> None:

@@ -6,10 +6,10 @@ import threading
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from foretoken.engine.errors import UnsupportedModelError
 from foretoken.engine.model import CausalLM
+from foretoken.engine.wrappers import check_unwrapped
 
 _ENTRIES: WeakKeyDictionary[nn.Module, CausalLM] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -22,10 +22,11 @@ def adapter_of(model: nn.Module) -> CausalLM:
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError as `CausalLM` does.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}; give a loaded transformers model (AutoModelForCausalLM)"
         )
+    model = check_unwrapped(model)
     with _LOCK:
         adapter = _ENTRIES.get(model)
         if adapter is None:

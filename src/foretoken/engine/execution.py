@@ -33,6 +33,7 @@ from foretoken.engine.packing import (
     packed_dtype,
     packing_bytes,
 )
+from foretoken.engine.wrappers import take_out_compilation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,12 +59,14 @@ def shadow(model: Model) -> Model:
     ]
     memo: dict[int, Any] = {id(item): item for item in shared}
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, copy.Error) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} holds something that cannot be copied ({error}), and foretoken only changes "
             "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
         ) from error
+    take_out_compilation(copied)
+    return copied
 
 
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:

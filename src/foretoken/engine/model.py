@@ -21,6 +21,7 @@ from foretoken.engine.nodes import Nodes
 from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
 from foretoken.engine.state import ModelState
 from foretoken.engine.tree import DraftTree
+from foretoken.engine.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,6 +76,7 @@ class CausalLM:
         probe: bool = True,
         earlier: Execution | None = None,
     ) -> None:
+        model = check_unwrapped(model)
         check_supported(model)
         self._wanted_execution = execution
         # weights that are released cannot be read again, and nobody else holds the model
@@ -326,13 +328,13 @@ def check_supported(model: PreTrainedModel) -> None:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
+    for path, module in model.named_modules():
+        if getattr(module, "merged", False) is True and getattr(module, "disable_adapters", False) is True:
+            raise UnsupportedModelError(
+                f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
+                "in the forward; call unmerge_adapter() before the adapters are disabled."
+            )
     parameters = inspect.signature(model.forward).parameters
-    named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if "past_key_values" not in parameters and len(named) < 2:
-        raise UnsupportedModelError(
-            f"{name} wraps another model (its forward takes anything), so what it needs cannot be told. Hand over the "
-            "model inside; of an adapter (PEFT), what merge_and_unload() returns."
-        )
     if "past_key_values" not in parameters:
         raise UnsupportedStateError(
             f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.engine.model import CausalLM
@@ -80,7 +81,7 @@ class Adapters:
 def _key(config: SpeculativeConfig) -> Any:
     """The config as a key that keeps no model alive."""
     values = {name: value for name, value in vars(config).items() if value is not None}
-    if isinstance(config.model, PreTrainedModel):
+    if isinstance(config.model, nn.Module):
         values["model"] = weakref.ref(config.model)
     if config.drafters is not None:
         values["drafters"] = tuple(_key(part) for part in config.drafters)

@@ -62,8 +62,34 @@ _REMEDIES = {
 }
 
 
+_BY_PLACE = {
+    "adapter_names": "gives every row of the batch an adapter of its own",
+    "alora_offsets": "switches activated adapters on at a place in the text",
+    "task_ids": "gives every row of the batch a task of its own",
+}
+"""What PEFT hands to its layers through hooks for the time of a call, by the name of the argument."""
+
+
 def check_model(model: PreTrainedModel) -> None:
-    """Raises: UnsupportedModelError for an encoder-decoder model."""
+    """Raises: UnsupportedModelError for an encoder-decoder model, and for inputs that a wrapper changes.
+
+    A wrapper of PEFT calls ``generate`` of the model inside, having replaced one of its methods or hooked its layers.
+    """
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise UnsupportedModelError(
+            f"prepare_inputs_for_generation of this {type(model).__name__} is not its own (prompt tuning and prefix "
+            "tuning put virtual tokens before the text by it), and drafts are verified without it; call generate "
+            "without custom_generate"
+        )
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            for name in _BY_PLACE.keys() & getattr(hook, "keywords", {}).keys():
+                raise UnsupportedModelError(
+                    f"{name} {_BY_PLACE[name]}, and in a step rows and tokens have other places than in plain "
+                    "generation; leave it out, set the adapter for the whole call, or call generate without "
+                    "custom_generate"
+                )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; foretoken decodes causal language models, so call "
