@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import secrets
+import shlex
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -133,7 +134,7 @@ class LLM:
             trust_remote_code=trust_remote_code,
             dtype=dtype,
         )
-        self._model_argument = loaded.name if loaded.is_owned else "MODEL"
+        self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)
         self._seed = seed
         self._lock = threading.RLock()
