@@ -25,8 +25,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [line for page in PAGES for block in blocks(page, "console") for line in block.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line]
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +61,9 @@ def test_every_page_shows_something_that_runs_or_is_read() -> None:
     assert len(commands()) >= 8
     assert {page.name for page in PAGES} >= {"README.md", "cli.md", "exactness.md", "index.md"}
     for page in PAGES:
-        languages = {language for language, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
-        assert languages <= {"python", "console", "sh", "text"}, page
+        found = BLOCK.findall(page.read_text(encoding="utf-8"))
+        assert {language for language, _ in found} <= {"python", "bash", "sh", "text"}, page
+        assert not any(re.search(r"^\$ ", body, re.MULTILINE) for _, body in found), f"{page}: cannot be pasted"
 
 
 def test_links_lead_somewhere() -> None:
