@@ -13,7 +13,7 @@ SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_termi
 	tree.py tune.py verify.py)
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-full test-oldest check lint format bench clean
+.PHONY: setup demo picture test test-full test-oldest check lint format bench clean
 
 setup: .venv/.ready
 	@.venv/bin/foretoken --version
@@ -36,6 +36,10 @@ setup: .venv/.ready
 
 demo: .venv/.ready
 	.venv/bin/foretoken demo
+
+# docs/demo.svg, which opens the README; on a machine that does nothing else
+picture: .venv/.ready
+	.venv/bin/foretoken demo --svg docs/demo.svg
 
 test: .venv/.ready test-oldest
 	$(call PYTEST,.venv) -m "not full"

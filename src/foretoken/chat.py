@@ -10,6 +10,7 @@ from foretoken.engine.errors import ConfigError, ContextLengthError
 from foretoken.llm import LLM, SpeculativeLike
 from foretoken.outputs import RequestOutput, StreamOutput
 from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.prompts import check_unicode
 
 PLAIN = "none"
 Put = Callable[[StreamOutput], None]
@@ -21,11 +22,13 @@ class Turn:
     """One question and its answer.
 
     Args:
+      message: what the user said.
       method: how the answer was drafted.
       output: prompt, tokens, text, seed and metrics.
       is_stopped: the user ended the answer.
     """
 
+    message: str
     method: str
     output: RequestOutput
     is_stopped: bool = False
@@ -177,13 +180,15 @@ class Conversation:
             and neither is its question.
 
         Raises:
+          PromptError: the message is not valid Unicode.
           ContextLengthError: there is no room for an answer.
           NumericsError: the model returned no usable distribution. The conversation stays as it was.
         """
+        check_unicode(text, "the message")
         question = {"role": "user", "content": text}
         prompt = self.llm.chat_prompt([*self.messages, question])
         self._check_room(len(prompt["prompt_token_ids"]))
-        turn = self._answer(self.llm, prompt, self.params, put, stop)
+        turn = self._answer(self.llm, text, prompt, self.params, put, stop)
         self.totals.add(turn)
         if turn.text:
             self.messages += [question, {"role": "assistant", "content": turn.text}]
@@ -202,7 +207,7 @@ class Conversation:
         last = self.turns[-1]
         params = replace(self.params, seed=last.seed, max_tokens=len(last.token_ids))
         prompt = {"prompt": last.output.prompt, "prompt_token_ids": list(last.output.prompt_token_ids)}
-        return self._answer(self._llm(method), prompt, params, put, stop)
+        return self._answer(self._llm(method), last.message, prompt, params, put, stop)
 
     def _check_room(self, num_tokens: int) -> None:
         limit = self.max_length
@@ -213,14 +218,14 @@ class Conversation:
             )
 
     @staticmethod
-    def _answer(llm: LLM, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop) -> Turn:
+    def _answer(llm: LLM, message: str, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop) -> Turn:
         with llm.stream(prompt, params) as stream:
             for delta in stream:
                 put(delta)
                 if delta.finish_reason is None and stop():
                     break
             is_stopped = stream.num_finished == 0
-        return Turn(str(llm.speculative_config.method), stream.output(0), is_stopped)
+        return Turn(message, str(llm.speculative_config.method), stream.output(0), is_stopped)
 
 
 def _ratio(part: float, whole: float) -> float:

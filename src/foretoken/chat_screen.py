@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from foretoken.cli_generate import as_record, write_segments
-from foretoken.cli_options import EXIT_INTERRUPTED
+from foretoken.cli_options import EXIT_INTERRUPTED, put_json
 from foretoken.engine.errors import ForetokenError
 
 if TYPE_CHECKING:
-    from foretoken.chat import Conversation, Turn
+    from foretoken.chat import Turn
     from foretoken.outputs import StreamOutput
 
 
@@ -31,12 +30,11 @@ class Screen:
         self._console = Console(highlight=False, soft_wrap=True)
         self._notices = Console(stderr=not self.is_interactive, highlight=False, soft_wrap=True)
 
-    def greet(self, conversation: Conversation) -> None:
+    def greet(self) -> None:
         if self.is_interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  line editing and history for input()
-            info = conversation.llm.model_info
-            self.say(f"{info.name}, {info.dtype}, method {conversation.method}; /help lists the commands")
+            self.say("/help lists the commands")
 
     def lines(self) -> Iterator[str]:
         """Lines with something in them, to the end of input."""
@@ -109,15 +107,11 @@ class JsonScreen(Screen):
         """Answers are written whole."""
 
     def finish(self, turn: Turn, **facts: Any) -> None:
-        record = as_record(turn.output)
-        self._write({**record, "num_cached_tokens": turn.output.num_cached_tokens, "method": turn.method, **facts})
+        record = as_record(turn.output, turn.message)
+        put_json({**record, "num_cached_tokens": turn.output.num_cached_tokens, "method": turn.method, **facts})
 
     def table(self, values: dict[str, Any]) -> None:
-        self._write({"stats": values})
-
-    def _write(self, record: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-        sys.stdout.flush()
+        put_json({"stats": values})
 
 
 def _shown(value: Any) -> str:

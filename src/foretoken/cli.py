@@ -8,7 +8,7 @@ import typer
 
 from foretoken import __version__, cli_chat, cli_datastore, cli_demo, cli_generate, cli_info, cli_trajectory, cli_tune
 from foretoken.bench import cli as cli_bench
-from foretoken.cli_options import respell
+from foretoken.cli_options import notices, respell, tolerate_encodings
 
 app = typer.Typer(
     name="foretoken",
@@ -36,9 +36,12 @@ def _version(shown: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Exit codes: 0 done, 1 unexpected error, 2 usage, configuration or refusal, 3 outputs differ, 130 interrupted."""
+    tolerate_encodings()
+    context.with_resource(notices())
 
 
 def main() -> None:

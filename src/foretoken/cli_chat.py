@@ -10,7 +10,6 @@ import typer
 
 from foretoken.chat_screen import JsonScreen, Screen
 from foretoken.cli_options import (
-    DEFAULT_MODEL,
     DEFAULTS,
     EXIT_DIFFERS,
     EXIT_REFUSED,
@@ -29,6 +28,7 @@ from foretoken.cli_options import (
     Temperature,
     TopK,
     TopP,
+    choose_model,
     exit_codes,
     load_llm,
     sampling,
@@ -53,7 +53,7 @@ HELP = {
 
 
 def chat(
-    model: Model = DEFAULT_MODEL,
+    model: Model = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -89,6 +89,7 @@ def chat(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
+        model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         llm = load_llm(
             model,
@@ -127,7 +128,7 @@ class Chat:
 
     def run(self) -> int:
         """Until the end of input or /quit; the exit code, which is 0 on a terminal whatever was mistyped."""
-        self.screen.greet(self.conversation)
+        self.screen.greet()
         for line in self.screen.lines():
             if line.split()[:1] in (["/quit"], ["/exit"]):
                 break

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from foretoken.cli_options import DEFAULT_MODEL, AsJson, exit_codes
+from foretoken.cli_options import AsJson, choose_model, exit_codes
+from foretoken.methods import METHODS
 from foretoken.progress import build_bar
 
 if TYPE_CHECKING:
-    from foretoken.retrieval.datastore import Match
+    from foretoken.retrieval.datastore import Lookup, Match
     from foretoken.retrieval.manifest import Manifest
 
 app = typer.Typer(
@@ -27,8 +28,20 @@ Corpora = Annotated[
     list[Path],
     typer.Argument(metavar="CORPUS...", help="Files or directories: text, JSONL, Parquet; also .gz, .xz, .bz2."),
 ]
+_TOKENIZER = ("--tokenizer", "-t")
 Tokenizer = Annotated[
-    str, typer.Option("--tokenizer", "-t", metavar="PATH|HUB_ID|zoo:NAME", help="Of the model that will draft from it.")
+    str | None,
+    typer.Option(
+        *_TOKENIZER,
+        metavar="PATH|HUB_ID|zoo:NAME",
+        help="Of the model that will draft from it; zoo:smollm2 where it is installed, else zoo:tiny.",
+    ),
+]
+SameTokenizer = Annotated[
+    str | None,
+    typer.Option(
+        *_TOKENIZER, metavar="PATH|HUB_ID|zoo:NAME", help="Where the one lies that the datastore was built with."
+    ),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The datastore.")]
 Field = Annotated[str, typer.Option("--field", help="Key of JSONL records and column of Parquet that hold the text.")]
@@ -41,21 +54,25 @@ Memory = Annotated[
 def build_(
     corpora: Corpora,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Directory to write.")],
-    tokenizer: Tokenizer = DEFAULT_MODEL,
+    tokenizer: Tokenizer = None,
     field: Field = "text",
     memory: Memory = 2.0,
     restart: Annotated[bool, typer.Option("--restart", help="Drop what the directory holds and begin anew.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""
+    from foretoken.loading import load_tokenizer
     from foretoken.retrieval.build import Limits, build
 
+    with exit_codes():
+        name = choose_model(tokenizer)
+        loaded = load_tokenizer(name)
     with exit_codes(), build_bar() as report:
         manifest = build(
             corpora,
-            _tokenizer(tokenizer),
+            loaded,
             out,
-            tokenizer_name=tokenizer,
+            tokenizer_name=name,
             field=field,
             limits=Limits(int(memory * 1e9)),
             restart=restart,
@@ -68,7 +85,7 @@ def build_(
 def append_(
     folder: Folder,
     corpora: Corpora,
-    tokenizer: Tokenizer = DEFAULT_MODEL,
+    tokenizer: SameTokenizer = None,
     field: Field = "text",
     memory: Memory = 2.0,
     as_json: AsJson = False,
@@ -76,10 +93,10 @@ def append_(
     """Add corpora to a datastore; what is added counts as more recent."""
     from foretoken.retrieval.build import Limits, append
 
+    with exit_codes():
+        loaded = _tokenizer_of(folder, tokenizer)
     with exit_codes(), build_bar() as report:
-        manifest = append(
-            folder, corpora, _tokenizer(tokenizer), field=field, limits=Limits(int(memory * 1e9)), progress=report
-        )
+        manifest = append(folder, corpora, loaded, field=field, limits=Limits(int(memory * 1e9)), progress=report)
     _show(_facts(folder, manifest), as_json)
 
 
@@ -99,26 +116,42 @@ def info(folder: Folder, as_json: AsJson = False) -> None:
 def query(
     folder: Folder,
     text: Annotated[str, typer.Argument(help="What to look up the end of.")],
-    tokenizer: Tokenizer = DEFAULT_MODEL,
+    tokenizer: SameTokenizer = None,
     num_nodes: Annotated[int, typer.Option("--num-nodes", "-n", help="Nodes of the tree, root included.", min=2)] = 16,
     depth: Annotated[int, typer.Option("--depth", help="Longest continuation.", min=1, max=64)] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Show what follows the longest known end of a text, and how often."""
-    from foretoken.retrieval.datastore import Datastore, Lookup
+    """Show what follows the longest known end of a text, and how often.
+
+    It is looked up as method rest does by default.
+    """
+    from foretoken.retrieval.datastore import Datastore
 
     with exit_codes():
-        loaded = _tokenizer(tokenizer)
+        loaded = _tokenizer_of(folder, tokenizer)
         datastore = Datastore.open(folder, tokenizer=loaded, checksums=False)
         ids = loaded(text, add_special_tokens=False)["input_ids"]
         start = perf_counter()
-        match = datastore.query(ids, Lookup(depth=depth))
+        match = datastore.query(ids, _lookup(depth))
         answer = _answer(match, ids, loaded, num_nodes, depth)
         answer["seconds"] = perf_counter() - start
         if as_json:
             sys.stdout.write(json.dumps(answer) + "\n")
         else:
             _show_answer(answer)
+
+
+def _lookup(depth: int) -> Lookup:
+    """How ``rest`` asks unless it is told otherwise."""
+    from foretoken.retrieval.datastore import Lookup
+
+    defaults = METHODS["rest"].defaults
+    return Lookup(
+        match_min=defaults["retrieval_match_min"],
+        match_max=defaults["retrieval_match_max"],
+        max_hits=defaults["retrieval_max_hits"],
+        depth=depth,
+    )
 
 
 def _answer(match: Match | None, ids: list[int], tokenizer: Any, num_nodes: int, depth: int) -> dict[str, Any]:
@@ -177,7 +210,22 @@ def _show(facts: dict[str, Any], as_json: bool) -> None:
     )
 
 
-def _tokenizer(name: str) -> Any:
-    from foretoken.loading import load_tokenizer
+def _tokenizer_of(folder: Path, named: str | None) -> Any:
+    """The tokenizer that a datastore was built with: where its manifest says, unless the user says where else.
 
-    return load_tokenizer(name)
+    Raises: DatastoreError, CheckpointError.
+    """
+    from foretoken.engine.errors import CheckpointError, ConfigError
+    from foretoken.loading import load_tokenizer
+    from foretoken.retrieval.manifest import Manifest
+
+    if named is not None:
+        return load_tokenizer(named)
+    name = Manifest.read(folder.expanduser()).tokenizer
+    try:
+        return load_tokenizer(name)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(
+            f"{folder} was built with the tokenizer {name}, which cannot be had: {error}. Say with --tokenizer where "
+            "it lies"
+        ) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from foretoken.cli_options import (
-    DEFAULT_MODEL,
     DEFAULTS,
     EXIT_INTERRUPTED,
     AsJson,
@@ -32,17 +29,20 @@ from foretoken.cli_options import (
     Temperature,
     TopK,
     TopP,
+    choose_model,
     exit_codes,
     load_llm,
-    read_prompts,
+    put_json,
     sampling,
     speculative,
 )
+from foretoken.cli_prompts import Asked, Chat, Raw, ask, check_template, read_prompts
 from foretoken.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
     from foretoken.engine.stats import StepTrace
     from foretoken.outputs import RequestOutput, StreamOutput
+    from foretoken.params import SamplingParams
     from foretoken.runner import Stream
     from foretoken.textstream import Segments
 
@@ -55,7 +55,7 @@ def generate(
         str | None,
         typer.Option(metavar="FILE", help="JSONL with turns, prompt or text; a .txt has one prompt per line."),
     ] = None,
-    model: Model = DEFAULT_MODEL,
+    model: Model = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -74,7 +74,8 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Samples per prompt.")] = DEFAULTS.n,
     min_tokens: Annotated[int, typer.Option(help="No end before that many.")] = DEFAULTS.min_tokens,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos,
-    chat: Annotated[bool, typer.Option("--chat", help="Put every prompt through the chat template.")] = False,
+    chat: Chat = False,
+    raw: Raw = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     execution: Execution = "auto",
@@ -88,7 +89,8 @@ def generate(
 ) -> None:
     """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
 
-    Every prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what there is.
+    An instruct model gets text as a message, through its chat template; --raw gives it the text as it is. Every
+    prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what there is.
     """
     with exit_codes():
         params = sampling(
@@ -107,16 +109,17 @@ def generate(
             min_tokens=min_tokens,
             ignore_eos=ignore_eos,
         )
+        check_template(chat, raw)
         read = read_prompts(prompts or (), prompts_file)
         if trace_plot is not None:
             check_picture(trace_plot)
+        model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
         llm = load_llm(model, config, dtype=dtype, device=device, execution=execution, exactness=exactness, **rows)
-        if chat:
-            read = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in read]
-        writer = JsonWriter(with_trace=trace) if as_json else TextWriter(params.n)
-        with llm.stream(read, params) as stream:
+        asked = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
+        writer = JsonWriter(asked, with_trace=trace) if as_json else TextWriter(params)
+        with llm.stream([one.prompt for one in asked], params) as stream:
             try:
                 for delta in stream:
                     writer.write(delta, stream)
@@ -144,7 +147,8 @@ def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[Step
 class JsonWriter:
     """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
 
-    def __init__(self, with_trace: bool = False) -> None:
+    def __init__(self, asked: Sequence[Asked], with_trace: bool = False) -> None:
+        self._asked = asked
         self._with_trace = with_trace
         self._num_written = 0
         self._num_running: dict[int, int] = {}
@@ -169,21 +173,21 @@ class JsonWriter:
         """Everything has been written."""
 
     def _put(self, output: RequestOutput) -> None:
-        record = as_record(output)
+        one = self._asked[self._num_written]
+        record = as_record(output, one.given if one.is_templated else None)
         if self._with_trace:
             record["trace"] = [asdict(step) for step in output.metrics.trace]
-        sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-        sys.stdout.flush()
+        put_json(record)
         self._num_written += 1
 
 
 class TextWriter:
     """The text of every sample, in order; the first unfinished one is written as it grows."""
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._num_samples = num_samples
+        self._num_samples, self._budget = params.n, params.max_tokens
         self._waiting: dict[int, list[StreamOutput]] = {}
         self._current = 0
 
@@ -215,10 +219,25 @@ class TextWriter:
     def finish(self, stream: Stream) -> None:
         """Statistics, on standard error."""
         outputs = stream.outputs()
+        for place, output in enumerate(outputs):
+            said = ending(output, self._budget)
+            if said:
+                self._errors.print(Text(f"prompt {place}: {said}" if len(outputs) > 1 else said, "yellow"))
         self._errors.print(Text(summary(outputs), "dim"))
         if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
             legend = Text("tokens proposed by the drafter are ", "dim")
             self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
+
+
+def ending(output: RequestOutput, budget: int | None) -> str:
+    """What is worth saying about how a text ended; nothing when the model ended it."""
+    if any(not sample.text.strip() and sample.finish_reason == "stop" for sample in output.outputs):
+        return "the model ended the text before its first word"
+    longest = max(len(sample.token_ids) for sample in output.outputs)
+    if any(sample.finish_reason == "length" for sample in output.outputs):
+        remedy = "--max-new-tokens allows more" if longest == budget else "the context of the model is full"
+        return f"cut off after {longest} tokens; {remedy}"
+    return ""
 
 
 def write_segments(console: Console, segments: Segments) -> None:
@@ -251,12 +270,17 @@ def summary(outputs: Sequence[RequestOutput]) -> str:
     return ", ".join(parts)
 
 
-def as_record(output: RequestOutput) -> dict[str, Any]:
-    """The JSON object of one prompt. With several samples, the top level holds the first and ``samples`` all."""
+def as_record(output: RequestOutput, message: str | None = None) -> dict[str, Any]:
+    """The JSON object of one prompt. With several samples, the top level holds the first and ``samples`` all.
+
+    Args:
+      message: what the chat template was put around, if it was.
+    """
     first = output.outputs[0]
     metrics = output.metrics
     record: dict[str, Any] = {
-        "prompt": output.prompt if output.prompt is not None else list(output.prompt_token_ids),
+        "prompt": message if message is not None else output.prompt or list(output.prompt_token_ids),
+        "chat_template": message is not None,
         "text": first.text,
         "token_ids": list(first.token_ids),
         "finish_reason": first.finish_reason,

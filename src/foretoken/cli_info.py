@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from foretoken.cli_options import (
-    DEFAULT_MODEL,
     AsJson,
     Device,
     DraftModel,
@@ -25,6 +24,7 @@ from foretoken.cli_options import (
     Model,
     NumSpeculativeTokens,
     SpeculativeOption,
+    choose_model,
     exit_codes,
     load_llm,
     speculative,
@@ -38,7 +38,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 def info(
-    model: Model = DEFAULT_MODEL,
+    model: Model = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -52,6 +52,7 @@ def info(
 ) -> None:
     """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
     with exit_codes():
+        model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         llm = load_llm(model, config, dtype=dtype, device=device, execution=execution)
         report = describe(llm, context, repeats)

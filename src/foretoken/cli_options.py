@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.engine.errors import ForetokenError, PromptError
+from foretoken.engine.errors import ForetokenError
 from foretoken.methods import METHODS
 from foretoken.params import SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
+_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
+
 EXIT_REFUSED = 2
 EXIT_DIFFERS = 3
 EXIT_INTERRUPTED = 130
 
-DEFAULTS = SamplingParams(temperature=0.0, max_tokens=128)
-"""Of the command line: greedy, and long enough to see something. Everything else is `SamplingParams`' own."""
-
-DEFAULT_MODEL = "zoo:tiny"
+DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
+"""Of the command line: greedy, and long enough for an answer. Everything else is `SamplingParams`' own."""
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", metavar="PATH|HUB_ID|zoo:NAME", help="The model whose text is wanted.")
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="PATH|HUB_ID|zoo:NAME",
+        show_default=False,
+        help="The model whose text is wanted; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+    ),
 ]
 DraftModel = Annotated[
     str | None,
@@ -44,7 +53,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help=f"{', '.join(METHODS)}. By default the drafter of a zoo model, else ngram.",
+        help=f"{', '.join(METHODS)}. By default what suits a zoo model, else ngram.",
     ),
 ]
 NumSpeculativeTokens = Annotated[
@@ -97,10 +106,23 @@ def respell(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
+def choose_model(model: str | None) -> str:
+    """The model that was named, else the best one at hand; where that is a toy, the user is told."""
+    from foretoken import zoo
+
+    if model is not None:
+        return model
+    chosen = zoo.default()
+    if zoo.manifest(chosen).is_toy:
+        real = next(name for name in zoo.names() if not zoo.manifest(name).is_toy)
+        typer.echo(f"foretoken: {chosen} is a toy that babbles. {zoo.why_missing(real)}", err=True)
+    return chosen
+
+
 def speculative(
     model: str, config: str | None, method: str | None, draft_model: str | None, num_speculative_tokens: int | None
 ) -> SpeculativeConfig:
-    """One config from the options; the default is the zoo's own drafter, else prompt lookup.
+    """One config from the options; the default is what suits a model of the zoo, else prompt lookup.
 
     Raises: ConfigError.
     """
@@ -115,8 +137,15 @@ def speculative(
             raise typer.BadParameter(f"leave out {_options(given)}, or put it into --speculative-config")
         return SpeculativeConfig.parse(config)
     if method is None:
-        given["method"] = "draft_model" if draft_model is not None or model.startswith("zoo:") else "ngram"
+        given["method"] = "draft_model" if draft_model is not None else _default_method(model)
     return SpeculativeConfig.parse(given)
+
+
+def _default_method(model: str) -> str:
+    from foretoken import zoo
+    from foretoken.loading import is_zoo
+
+    return zoo.manifest(model).default_method if is_zoo(model) else "ngram"
 
 
 def _options(given: Mapping[str, Any]) -> str:
@@ -129,67 +158,60 @@ def sampling(**given: Any) -> SamplingParams:
     return replace(DEFAULTS, **{key: value for key, value in given.items() if value is not None})
 
 
+class _Notices(logging.Handler):
+    """Shows what the library says about models, and what went another way than asked, on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"foretoken: {self.format(record)}\n")  # which a progress display may have replaced
+
+
+@contextmanager
+def notices() -> Iterator[None]:
+    """While a verb runs: one line for every model that is loaded, and warnings."""
+    logger = logging.getLogger("foretoken")
+    handler, level = _Notices(logging.INFO), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
 def load_llm(model: str, config: SpeculativeConfig | None, **options: Any) -> LLM:
     """The model behind a verb. Progress of loading shows on terminals only."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from foretoken.llm import LLM
 
     if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
     return LLM(model, config, **options)
 
 
-def read_prompts(prompts: Sequence[str], file: str | None) -> list[Any]:
-    """Prompts of the command line ("-" is standard input) and of a file.
+def put_json(record: Mapping[str, Any]) -> None:
+    """One object on a line of standard output: readable where its encoding can hold it, escaped elsewhere.
 
-    Raises: PromptError when there is none, or a line cannot be read.
+    What some readers take for a line end (U+2028, U+2029, U+0085) is always escaped.
     """
-    read: list[Any] = [_stdin() if prompt == "-" else prompt for prompt in prompts]
-    if file is not None:
-        read += read_prompts_file(file)
-    if not read:
-        raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
-    return read
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(record)
+    sys.stdout.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    sys.stdout.flush()
 
 
-def read_prompts_file(file: str) -> list[Any]:
-    """Prompts of a JSONL file (``turns``, ``prompt``, ``text`` or ``prompt_token_ids``), or one per line of a .txt.
+def tolerate_encodings() -> None:
+    """No text of a model or a user breaks a stream: what its encoding cannot hold is written as an escape.
 
-    Of several turns the first is taken. "-" is JSONL on standard input.
+    Bytes of standard input that are not text are marked, so that prompts with them are refused by name.
     """
-    try:
-        text = _stdin() if file == "-" else Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PromptError(f"prompts file {file!r} cannot be read: {reason}; check the path") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if file.endswith(".txt"):
-        return [line for _, line in lines]
-    return [_json_prompt(line, f"{file}, line {number}") for number, line in lines]
-
-
-def _json_prompt(line: str, place: str) -> Any:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{place} is no JSON: {error}; write one object per line, or name the file .txt") from None
-    if isinstance(entry, str):
-        return entry
-    if isinstance(entry, Mapping):
-        turns = entry.get("turns")
-        if isinstance(turns, list) and turns and isinstance(turns[0], str):
-            return turns[0]
-        for key in ("prompt", "text"):
-            if isinstance(entry.get(key), str):
-                return entry[key]
-        if isinstance(entry.get("prompt_token_ids"), list):
-            return {"prompt_token_ids": entry["prompt_token_ids"]}
-    raise PromptError(f"{place} holds no prompt; give turns (a list of text), prompt, text or prompt_token_ids")
-
-
-def _stdin() -> str:
-    return sys.stdin.read()
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from foretoken.cli_options import (
-    DEFAULT_MODEL,
     DEFAULTS,
     AsJson,
     Device,
@@ -20,16 +19,17 @@ from foretoken.cli_options import (
     Temperature,
     TopK,
     TopP,
+    choose_model,
     exit_codes,
     load_llm,
-    read_prompts,
     sampling,
 )
+from foretoken.cli_prompts import Chat, Raw, ask, check_template, read_prompts
 
 
 def trajectory(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
-    model: Model = DEFAULT_MODEL,
+    model: Model = None,
     block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
     initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
     max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
@@ -37,7 +37,8 @@ def trajectory(
     top_k: TopK = DEFAULTS.top_k,
     top_p: TopP = DEFAULTS.top_p,
     seed: Seed = DEFAULTS.seed,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the chat template.")] = False,
+    chat: Chat = False,
+    raw: Raw = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
     dtype: Dtype = "auto",
@@ -54,11 +55,12 @@ def trajectory(
         from foretoken.trajectories import write_text
 
         params = sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        read = read_prompts([prompt], None)[0]
+        check_template(chat, raw)
+        read = read_prompts([prompt], None)
+        model = choose_model(model)
         llm = load_llm(model, None, dtype=dtype, device=device, execution=execution)
-        if chat:
-            read = llm.chat_prompt([{"role": "user", "content": read}])
-        found = trace(llm, read, block, params, initial_guess=initial_guess)
+        (asked,) = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
+        found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
         if html is not None:
             write_text(html, found.html())
         if jsonl is not None:

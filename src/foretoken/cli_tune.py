@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from foretoken.cli_options import (
-    DEFAULT_MODEL,
     EXIT_INTERRUPTED,
     AsJson,
     Dtype,
     Execution,
     NumSpeculativeTokens,
+    choose_model,
     exit_codes,
-    read_prompts_file,
 )
+from foretoken.cli_prompts import Raw, ask, read_prompts_file
 
 if TYPE_CHECKING:
     from foretoken.bench.workload import Prompt
@@ -48,11 +48,16 @@ def _tune() -> None:
 def layer_skip(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The layer set to write.")],
     model: Annotated[
-        str, typer.Argument(metavar="PATH|HUB_ID|zoo:NAME", help="The model that will draft for itself.")
-    ] = DEFAULT_MODEL,
+        str | None,
+        typer.Argument(
+            metavar="PATH|HUB_ID|zoo:NAME",
+            help="The model that will draft for itself; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        ),
+    ] = None,
     prompts: Annotated[
         str, typer.Option("--prompts", help="JSONL or .txt file with prompts like those to come, or built-in.")
     ] = BUILT_IN,
+    raw: Raw = False,
     num_prompts: Annotated[int, typer.Option(help="The first so many of them.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32,
     trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100,
@@ -83,7 +88,17 @@ def layer_skip(
     with exit_codes():
         job = _Job.of(
             _Options(
-                model, prompts, num_prompts, max_new_tokens, objective, keep_layers, scale, dtype, execution, seed
+                choose_model(model),
+                prompts,
+                raw,
+                num_prompts,
+                max_new_tokens,
+                objective,
+                keep_layers,
+                scale,
+                dtype,
+                execution,
+                seed,
             ),
             _draft_keys(speculative_config, num_speculative_tokens),
             repeats,
@@ -116,6 +131,7 @@ class _Options:
 
     model: str
     prompts: str
+    raw: bool
     num_prompts: int
     max_new_tokens: int
     objective: str
@@ -274,7 +290,7 @@ def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[Layer
 
 
 def _prompts(options: _Options, tokenizer: Any) -> list[Prompt]:
-    """Token ids to continue; questions in the tokenizer's chat format.
+    """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
 
     Raises: PromptError, ConfigError.
     """
@@ -284,7 +300,8 @@ def _prompts(options: _Options, tokenizer: Any) -> list[Prompt]:
 
     if options.prompts != BUILT_IN:
         given = read_prompts_file(options.prompts)[: options.num_prompts]
-        return [Prompt(str(i), "file", read_prompt(one, tokenizer, i).token_ids) for i, one in enumerate(given)]
+        asked = ask(tokenizer, options.model, given, raw=options.raw)
+        return [Prompt(str(i), "file", read_prompt(one.prompt, tokenizer, i).token_ids) for i, one in enumerate(asked)]
     if tokenizer is None:
         raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
     return load_prompts(tokenizer, select(read_questions(), options.num_prompts))

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.applicability import applicable
 from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.prefixes import PrefixStore
@@ -35,7 +34,7 @@ from foretoken.pairing import Pairing
 from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.payoff import PayoffWatch
 from foretoken.progress import progress_bar
-from foretoken.prompts import Prompts, read_params, read_prompts
+from foretoken.prompts import Prompts, chat_prompt, read_params, read_prompts
 from foretoken.runner import Runner, Stream
 
 logger = logging.getLogger("foretoken")
@@ -244,12 +243,7 @@ class LLM:
 
     def chat_prompt(self, messages: Any, **template_options: Any) -> dict[str, Any]:
         """The prompt of one conversation, for `generate` or `stream`."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ConfigError("this model has no chat template; give plain prompts, or a tokenizer with a template")
-        options = {"add_generation_prompt": True, **template_options}
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return {"prompt": text, "prompt_token_ids": ids}
+        return chat_prompt(self.tokenizer, messages, **template_options)
 
     @property
     def profile(self) -> StepProfile:

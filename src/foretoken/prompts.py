@@ -68,6 +68,18 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
     return Prompt(tuple(ids), prompt)
 
 
+def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **template_options: Any) -> dict[str, Any]:
+    """One conversation through the chat template, as text and as token ids.
+
+    Raises: ConfigError when there is no template.
+    """
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ConfigError("this model has no chat template; give plain prompts, or a tokenizer with a template")
+    options = {"add_generation_prompt": True, **template_options}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+
 def check_unicode(text: str, name: str) -> None:
     """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
     try:

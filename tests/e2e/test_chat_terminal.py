@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import pytest
 
-CHAT = [sys.executable, "-m", "foretoken", "chat", "--dtype", "float32", "--max-new-tokens"]
+CHAT = [sys.executable, "-m", "foretoken", "chat", "--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens"]
 PATIENCE = 90.0  # seconds, on a machine that does other things too
 
 pytestmark = pytest.mark.slow

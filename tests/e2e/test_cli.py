@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, cli_demo
+from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.cli import app
-from foretoken.cli_options import DEFAULTS, respell, speculative
+from foretoken.cli_options import DEFAULTS, choose_model, respell, speculative
+from foretoken.demo import Lane
 from foretoken.runner import Stream
 
 STORY = "Once upon a time there was a"
-SHORT = ["--max-new-tokens", "12", "--dtype", "float32"]
+TINY = ["--model", "zoo:tiny"]
+SHORT = [*TINY, "--max-new-tokens", "12", "--dtype", "float32"]
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
@@ -57,10 +62,12 @@ def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
     outputs = plain.generate(prompts, SamplingParams(temperature=1, seed=5, max_tokens=12))
     assert [line["prompt"] for line in lines] == prompts
     assert [line["token_ids"] for line in lines] == [list(output.outputs[0].token_ids) for output in outputs]
-    assert result.stderr == ""
+    assert result.stderr.startswith("foretoken: zoo:tiny: 5.5 M parameters, float32")
+    assert result.stderr.count("\n") == 1
     for line, output in zip(lines, outputs, strict=True):
         assert set(line) == {
             "prompt",
+            "chat_template",
             "text",
             "token_ids",
             "finish_reason",
@@ -129,8 +136,19 @@ def test_prompts_come_from_files_and_from_standard_input(tmp_path: Path) -> None
 
 
 def test_chat_uses_the_template(plain: LLM) -> None:
+    """JSON keeps what the user gave as the prompt, so that lines can be joined with what was asked."""
     (line,) = records(run("generate", "--chat", "Who are you?", *SHORT, "--json"))
-    assert line["prompt"] == plain.chat_prompt([{"role": "user", "content": "Who are you?"}])["prompt"]
+    (output,) = plain.chat([{"role": "user", "content": "Who are you?"}], SamplingParams(temperature=0, max_tokens=12))
+    assert (line["prompt"], line["chat_template"]) == ("Who are you?", True)
+    assert line["num_prompt_tokens"] == len(output.prompt_token_ids)
+    assert line["token_ids"] == list(output.outputs[0].token_ids)
+
+
+def test_a_base_model_gets_text_as_it_is(plain: LLM) -> None:
+    (line,) = records(run("generate", "Who are you?", *SHORT, "--json"))
+    (output,) = plain.generate("Who are you?", SamplingParams(temperature=0, max_tokens=12))
+    assert line["chat_template"] is False
+    assert line["token_ids"] == list(output.outputs[0].token_ids)
 
 
 def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +165,7 @@ def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "message"),
     [
         (["generate"], "there is no prompt"),
-        (["generate", ""], "prompt 0 is empty"),
+        (["generate", "", *TINY], "prompt 0 is empty"),
         (["generate", "x", "--model", "/no/such"], "/no/such does not exist"),
         (["generate", "x", "--model", "zoo:tinny"], "tiny"),
         (["generate", "x", "--method", "ngrm"], "did you mean 'ngram'"),
@@ -156,8 +174,8 @@ def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "x", "--speculative-config", "@/no/file"], "cannot be read"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--num-speculative-tokens", "-1"], "-1"),
-        (["generate", "x", "--max-new-tokens", "0"], "max_tokens is 0"),
-        (["generate", "x", "--dtype", "int3"], "dtype is 'int3'"),
+        (["generate", "x", *TINY, "--max-new-tokens", "0"], "max_tokens is 0"),
+        (["generate", "x", *TINY, "--dtype", "int3"], "dtype is 'int3'"),
         (["generate", "x", "--no-such-option"], "--no-such-option"),
         (["generate", "x", "--prompts-file", "/no/file.jsonl"], "/no/file.jsonl"),
         (["generate", "x", "--method", "ngram", "--speculative-config", "nasd"], "leave out --method"),
@@ -174,7 +192,10 @@ def test_refusals_exit_with_2_and_leave_standard_output_empty(arguments: list[st
 
 def test_a_bad_line_of_a_prompts_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    for text, message in [('{"prompt": "a"}\n{', "line 2 is no JSON"), ('{"question": "a"}', "line 1 holds no prompt")]:
+    for text, message in [
+        ('{"prompt": "a"}\n{', "line 2 is not JSON"),
+        ('{"question": "a"}', "line 1 holds no prompt"),
+    ]:
         file.write_text(text)
         result = run("generate", "--prompts-file", str(file))
         assert result.exit_code == 2
@@ -205,7 +226,7 @@ def test_an_interrupt_keeps_partial_output(monkeypatch: pytest.MonkeyPatch, as_j
 
 @pytest.mark.slow
 def test_ctrl_c_on_the_real_program_exits_with_130() -> None:
-    command = [sys.executable, "-m", "foretoken", "generate", STORY, "--max-new-tokens", "1900", "--ignore-eos"]
+    command = [sys.executable, "-m", "foretoken", "generate", STORY, *TINY, "--max-new-tokens", "1900", "--ignore-eos"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 64)
@@ -219,7 +240,9 @@ def test_ctrl_c_on_the_real_program_exits_with_130() -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m foretoken generate '{STORY}' A B C --json --max-new-tokens 40 | head -c 20"
+    command = (
+        f"{sys.executable} -m foretoken generate '{STORY}' A B C -m zoo:tiny --json --max-new-tokens 40 | head -c 20"
+    )
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
@@ -265,6 +288,39 @@ def test_the_default_method_is_the_zoos_drafter_else_prompt_lookup() -> None:
     assert method("zoo:tiny", config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
 
 
+def test_the_manifest_names_the_default_method() -> None:
+    for name in zoo.names():
+        assert speculative(f"zoo:{name}", None, None, None, None).method == zoo.manifest(name).default_method
+
+
+def test_the_default_model_is_a_real_one_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(zoo, "why_missing", lambda name: None)
+    assert choose_model(None) == "zoo:smollm2"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(zoo, "why_missing", lambda name: None if name == "tiny" else "install it with: the command")
+    assert choose_model("some/model") == "some/model"
+    assert choose_model("zoo:tiny") == "zoo:tiny"
+    assert capsys.readouterr().err == ""
+    assert choose_model(None) == "zoo:tiny"
+    said = capsys.readouterr().err
+    assert "zoo:tiny is a toy" in said
+    assert "install it with: the command" in said
+
+
+def test_help_loads_nothing() -> None:
+    """Neither torch nor a model: what is read before an option is known must not be slow."""
+    verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query", "tune layer-skip"]
+    code = (
+        "import sys; from typer.testing import CliRunner; from foretoken.cli import app\n"
+        f"for verb in {verbs}:\n"
+        "    assert CliRunner().invoke(app, [*verb.split(), '--help']).exit_code == 0, verb\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_defaults_are_those_of_sampling_params_but_two() -> None:
     ours, theirs = vars(DEFAULTS), vars(SamplingParams())
     assert {key for key in ours if ours[key] != theirs[key]} == {"temperature", "max_tokens"}
@@ -282,7 +338,7 @@ def test_version_and_help() -> None:
 
 
 def test_info_tells_what_a_model_is_and_costs() -> None:
-    (report,) = records(run("info", "--repeats", "1", "--context", "16", "--dtype", "float32", "--json"))
+    (report,) = records(run("info", *TINY, "--repeats", "1", "--context", "16", "--dtype", "float32", "--json"))
     assert report["model"]["architecture"] == "LlamaForCausalLM"
     assert report["probe"] == "trees and chains"
     assert report["step_cost"]["1"] == 1.0
@@ -290,42 +346,96 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     assert report["peak_memory_bytes"] > report["model"]["weight_bytes"]
     assert report["drafter"]["tokenizer"] == "same as the target's"
     assert report["drafter"]["cost"] > 0
-    text = run("info", "--repeats", "1", "--context", "16", "--method", "ngram").stdout
+    text = run("info", *TINY, "--repeats", "1", "--context", "16", "--method", "ngram").stdout
     assert "T(k)/T(1)" in text
     assert "zoo:tiny" in text
 
 
-DEMO = ["demo", "--no-inflate", "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
+DEMO = ["demo", *TINY, "--no-inflate", "--num-prompts", "2", "--max-new-tokens", "8", "--dtype", "float32"]
 
 
 def test_demo_compares_before_it_speaks_of_speed() -> None:
     (report,) = records(run(*DEMO, "--json"))
     assert (report["num_prompts"], report["num_identical"]) == (2, 2)
     assert report["speedup"]["lowest"] <= report["speedup"]["median"] <= report["speedup"]["highest"]
+    assert [one["speedup"] is not None for one in report["questions"]] == [True, True]
     text = " ".join(run(*DEMO).stdout.split())
+    assert report["questions"][0]["question"] in text
+    assert report["questions"][0]["text"].split()[0] in text
     assert "2 of 2 identical" in text
     assert text.index("identical") < text.index("x plain")
 
 
 def test_demo_gives_no_speed_when_texts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = cli_demo.measure
+    advance = Lane.advance
 
-    def tampered(arms: Any, prompts: Any, params: Any) -> None:
-        measure(arms, prompts, params)
-        arms[1].token_ids[1] = (*arms[1].token_ids[1][:-1], 9)
+    def tampered(self: Lane, stream: Stream) -> None:
+        advance(self, stream)
+        if self.output is not None and self.title != "plain":
+            sample = self.output.outputs[0]
+            wrong = replace(sample, token_ids=(*sample.token_ids[:-1], 9))
+            self.output = replace(self.output, outputs=(wrong,))
 
-    monkeypatch.setattr(cli_demo, "measure", tampered)
+    monkeypatch.setattr(Lane, "advance", tampered)
     result = run(*DEMO)
     assert result.exit_code == 3
-    assert "1 of 2 texts differ" in " ".join(result.stdout.split())
+    assert "2 of 2 texts differ" in " ".join(result.stdout.split())
     assert "x plain" not in result.stdout
     result = run(*DEMO, "--json")
     assert result.exit_code == 3
-    assert json.loads(result.stdout)["speedup"] is None
+    report = json.loads(result.stdout)
+    assert report["speedup"] is None
+    assert all("speedup" not in one and one["first_difference"] is not None for one in report["questions"])
 
 
 def test_demo_labels_the_inflated_model() -> None:
-    options = ["--num-prompts", "1", "--max-new-tokens", "4", "--dtype", "float32", "--json"]
+    options = [*TINY, "--num-prompts", "1", "--max-new-tokens", "4", "--dtype", "float32", "--json"]
     (report,) = records(run("demo", *options))
     assert "inflated in width to 98.6 M parameters" in report["model"]
     assert report["num_identical"] == 1
+
+
+def test_demo_takes_questions_and_draws_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "demo.svg"
+    assert run(*DEMO, "Who are you?", "--svg", str(picture)).exit_code == 0
+    drawn = picture.read_text(encoding="utf-8")
+    assert drawn.startswith("<svg")
+    shown = drawn.replace("&#160;", " ")
+    for text in ("question 1 of 1", "Who are you?", "plain: done in", "per step"):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--svg", "demo.png"], "name it FILE.svg"),
+        (["--svg", "/no/such/folder/demo.svg"], "its folder does not exist"),
+        (["--max-new-tokens", "1"], "max-new-tokens"),
+    ],
+)
+def test_demo_refuses_before_it_loads(options: list[str], message: str) -> None:
+    result = run("demo", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [50, 80])
+def test_demo_in_a_terminal(columns: int) -> None:
+    """From the first second on something is on the screen; at the end questions, answers and the table stay there."""
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "-m", "foretoken", *DEMO]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)})
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while piece := os.read(terminal, 65536):
+            shown += piece
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = shown.decode()
+    assert text.index("starting") < text.index("warming up") < text.index("question 1 of 2") < text.index("Same text")
+    assert "\x1b[32m" in text  # drafted tokens are coloured
+    table = text[text.rindex("speed") :].replace("\r", "")
+    assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", table).splitlines())) <= columns

@@ -145,7 +145,7 @@ def test_nothing_to_give_again() -> None:
 
 
 def chat(*lines: str, options: tuple[str, ...] = ()) -> Result:
-    arguments = ["chat", "--max-new-tokens", "24", "--dtype", "float32", *options]
+    arguments = ["chat", "--model", "zoo:tiny", "--max-new-tokens", "24", "--dtype", "float32", *options]
     return CliRunner().invoke(app, respell(arguments), input="".join(line + "\n" for line in lines))
 
 
@@ -203,7 +203,7 @@ def test_a_cut_answer_says_so() -> None:
 
 def test_two_slashes_are_one() -> None:
     result = chat("//stats", options=("--json",))
-    assert json.loads(result.stdout)["prompt"].startswith("<|user|>/stats\n")
+    assert json.loads(result.stdout)["prompt"] == "/stats"
 
 
 def test_json_is_one_object_per_answer() -> None:
@@ -211,8 +211,8 @@ def test_json_is_one_object_per_answer() -> None:
     assert result.exit_code == 0
     answer, again, stats = [json.loads(line) for line in result.stdout.splitlines()]
     assert answer["token_ids"] == again["token_ids"]
-    assert answer["prompt"] == again["prompt"] != ""
-    assert isinstance(answer["prompt"], str)
+    assert answer["prompt"] == again["prompt"] == QUESTIONS[0]
+    assert answer["chat_template"]
     assert (answer["method"], again["method"], again["identical"]) == ("draft_model", "none", True)
     assert (answer["num_cached_tokens"], again["num_cached_tokens"]) == (0, answer["num_prompt_tokens"] - 1)
     assert stats["stats"]["num_turns"] == 1
@@ -233,6 +233,6 @@ def test_an_answer_that_differs_shows_in_the_exit_code(monkeypatch: pytest.Monke
 
 
 def test_the_end_of_input_without_a_line_break_still_is_a_message() -> None:
-    result = CliRunner().invoke(app, ["chat", "--max-new-tokens", "4"], input="Hello")
+    result = CliRunner().invoke(app, ["chat", "--model", "zoo:tiny", "--max-new-tokens", "4"], input="Hello")
     assert result.exit_code == 0
     assert result.stdout.strip()

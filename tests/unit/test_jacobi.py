@@ -206,10 +206,11 @@ def test_state_ends_with_its_row() -> None:
 
 
 def test_the_command_line_shows_and_writes_a_trajectory(tmp_path: Path) -> None:
+    command = ["trajectory", "--model", "zoo:tiny"]
     files = ["--html", str(tmp_path / "page.html"), "--jsonl", str(tmp_path / "lines.jsonl")]
-    shown = CliRunner().invoke(app, ["trajectory", "Once upon a time", "--block", "4", "--max-new-tokens", "8", *files])
+    shown = CliRunner().invoke(app, [*command, "Once upon a time", "--block", "4", "--max-new-tokens", "8", *files])
     assert shown.exit_code == 0, shown.output
     assert "8 tokens in" in shown.output
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert len((tmp_path / "lines.jsonl").read_text().splitlines()) == 2
-    assert CliRunner().invoke(app, ["trajectory", "Hi", "--block", "0"]).exit_code == 2
+    assert CliRunner().invoke(app, [*command, "Hi", "--block", "0"]).exit_code == 2

@@ -17,7 +17,18 @@ from foretoken.engine.errors import ConfigError
 from foretoken.engine.stats import StepTrace
 from foretoken.traceplot import check_picture, plot_traces
 
-SHORT = ["generate", "A lion and a", "--dtype", "float32", "--max-new-tokens", "12", "--seed", "1"]
+SHORT = [
+    "generate",
+    "A lion and a",
+    "--model",
+    "zoo:tiny",
+    "--dtype",
+    "float32",
+    "--max-new-tokens",
+    "12",
+    "--seed",
+    "1",
+]
 EGAG = ["--speculative-config", '{"method": "draft_model", "length_policy": "egag"}']
 STEPS = [StepTrace(0, 4, 0.1, 5, 5, 2), StepTrace(0, 7, None, None, 0, 0)]
 
