@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foretoken.applicability import applicable
 from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.kernels import KernelFacts
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.prefixes import PrefixStore
@@ -122,7 +123,9 @@ class LLM:
             with_tokenizer=chosen is None,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
-        self.target = CausalLM(loaded.model, execution=execution, release_originals=loaded.is_owned)
+        self.target = CausalLM(
+            loaded.model, execution=execution, release_originals=loaded.is_owned, packs_all=exactness == "strict"
+        )
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
             loaded,
@@ -164,6 +167,12 @@ class LLM:
             f"LLM({info.name!r}, dtype={info.dtype}, execution={self.target.execution.kind}, "
             f"method={self.speculative_config.title})"
         )
+
+    @property
+    def kernel_facts(self) -> KernelFacts:
+        """At which shapes the kernels of this machine keep the bits of a row; measured when first asked."""
+        with self._lock:
+            return self.target.kernel_facts(self.engine_config.strict_width)
 
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """Every method with None, or with the reason why this model cannot draft by it as it stands.

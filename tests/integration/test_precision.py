@@ -38,6 +38,7 @@ Seen on qwen3-moe: stepwise logits 2.09 from float64, those of one forward 0.15,
 """
 
 STRICT = EngineConfig(exactness="strict", max_num_seqs=5, prefill_chunk_size=16, strict_width=8, max_model_len=64)
+RELAXED = EngineConfig(exactness="relaxed")
 
 
 @cache
@@ -73,12 +74,12 @@ def mixed(name: str) -> list[Request]:
 
 
 def differences(name: str, dtype: torch.dtype, asked: list[Request], alone: tuple[int, ...]) -> list[Divergence]:
-    """Of a tree drafter in a batch, and of these rows alone, from the plain loop in one batch."""
+    """Of a tree drafter in a batch, and of these rows alone, from the plain loop in one batch; all at free shapes."""
     lm = adapter(name, dtype)
-    plain = decode(lm, EmptyDrafter(), asked)
-    found = divergences(lm, asked, decode(lm, drafter(name, dtype, 3), asked), plain)
+    plain = decode(lm, EmptyDrafter(), asked, config=RELAXED)
+    found = divergences(lm, asked, decode(lm, drafter(name, dtype, 3), asked, config=RELAXED), plain)
     for row in alone:
-        trace = decode(lm, drafter(name, dtype, 1), [asked[row]])
+        trace = decode(lm, drafter(name, dtype, 1), [asked[row]], config=RELAXED)
         found += divergences(lm, [asked[row]], trace, Trace({"0.0": plain.outputs[f"{row}.0"]}, {}, 0))
     return found
 
@@ -135,12 +136,6 @@ def test_every_prompt_in_every_precision(name: str, mode: str, record_property: 
     check_single_precision(name, requests(mode), every_row)
     record_property("divergences", check_half_precision(name, requests(mode), every_row))
     check_strict(name, requests(mode), every_row)
-
-
-def test_half_precision_does_differ_without_strict_mode() -> None:
-    """The control of the test above: at free shapes some of these texts part."""
-    names = ("qwen2-sliding", "qwen3", "gemma3", "gpt2", "falcon", "stablelm", "mistral-filled")
-    assert any(differences(name, torch.bfloat16, requests(mode), ALONE) for name in names for mode in MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)

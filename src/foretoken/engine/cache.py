@@ -55,7 +55,8 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         if window.columns is None:
             rows[:, :, window.offset : window.offset + states.shape[2]] = states
         else:
-            rows.scatter_(2, window.columns.expand_as(states), states)
+            # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer
+            rows.transpose(1, 2)[window.row_index, window.columns] = states.transpose(1, 2)  # (B, N, heads, head_dim)
         return rows[:, :, : window.view_length]
 
     @torch.inference_mode()
@@ -85,14 +86,15 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Window:
-    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns of their own."""
+    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own."""
 
-    __slots__ = ("columns", "first_row", "offset", "view_length")
+    __slots__ = ("columns", "first_row", "offset", "row_index", "view_length")
 
     def __init__(self, first_row: int, offset: int, columns: torch.Tensor | None, view_length: int) -> None:
         self.first_row = first_row
         self.offset = offset
         self.columns = columns
+        self.row_index = None if columns is None else torch.arange(len(columns), device=columns.device)[:, None]
         self.view_length = view_length
 
 
@@ -144,8 +146,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self.reserve(max(needed, view_length or 0), first_row + num_rows)
         columns = None
         if min(lengths) != max(lengths):
-            offsets = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
-            columns = offsets[:, None, :, None]  # (B, 1, N, 1)
+            columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
         self.window = _Window(first_row, max(lengths), columns, view_length or needed)
         return self.window.view_length
 

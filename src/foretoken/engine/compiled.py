@@ -103,7 +103,7 @@ class CompiledForward:
         if window.columns is None:
             columns = torch.arange(window.offset, window.offset + width, device=ids.device)
         else:
-            columns = window.columns[:, 0, :, 0].contiguous()  # (B, N)
+            columns = window.columns  # (B, N)
         rows = slice(window.first_row, window.first_row + num_rows)
         for view, layer in zip(self._cache.layers, cache.layers, strict=True):
             view.columns = columns

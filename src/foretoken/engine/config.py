@@ -16,9 +16,12 @@ class EngineConfig:
       max_model_len: limit for prompt and output together; the model's context by default.
       prefill_chunk_size: prompt tokens of one row per prefill step.
       acceptance: "match", "standard" (rejection) or "block".
-      exactness: "default", or "strict": every step runs at one padded shape, so that plain and speculative decoding
-        round alike and agree bit for bit, in half precision too. Chains only.
-      strict_width: number of nodes of that shape.
+      exactness: "strict" runs every step at shapes that keep the bits of a row on this machine, so that plain and
+        speculative decoding round alike and agree bit for bit, whatever the dtype; trees are reduced to chains.
+        "default" does so in half precision for drafts that are chains, where CPU kernels allow it. "relaxed" never
+        does: every step runs at its own shape, and near-ties may fall differently.
+      strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
+        at them too, so compare results of one width.
       output_scores, output_logits: hand out processed scores and raw logits of every emitted token.
     """
 
@@ -27,7 +30,7 @@ class EngineConfig:
     prefill_chunk_size: int = 512
     acceptance: str = "match"
     exactness: str = "default"
-    strict_width: int = 8
+    strict_width: int = 16
     output_scores: bool = False
     output_logits: bool = False
 
@@ -38,8 +41,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more")
         if self.acceptance not in ("match", "standard", "block"):
             raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
-        if self.exactness not in ("default", "strict"):
-            raise ConfigError(f"exactness is {self.exactness!r}; choose default or strict")
+        if self.exactness not in ("default", "strict", "relaxed"):
+            raise ConfigError(f"exactness is {self.exactness!r}; choose default, strict or relaxed")
 
     @property
     def is_strict(self) -> bool:

@@ -18,9 +18,11 @@ from foretoken.engine.batch import Batch, Run
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.errors import ConfigError, EngineBusyError, TreeError
 from foretoken.engine.features import concatenate, gather, recording
+from foretoken.engine.kernels import Bucket
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import Emitted, RowOutput, TokenLogprobs
+from foretoken.engine.packing import HALVES, packed_dtype
 from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.sampling import SamplingLaw, failure
 from foretoken.engine.sequence import Sequence, check_prompt
@@ -85,6 +87,8 @@ class Engine:
                 "other shapes; keep no prefixes, or use exactness='default'"
             )
         self._prefixes = prefixes
+        is_half = target.dtype in HALVES and packed_dtype(target.dtype) == target.dtype
+        self._wants_bucket = self.config.is_strict or (self.config.exactness == "default" and is_half)
         self.cache = target.new_cache()
         self.drafter.bind(target, self.cache)
         self.profile = StepProfile()
@@ -291,17 +295,44 @@ class Engine:
             self.drafter.forget([run.row])
         self._batch.remove(run, erase=run.row.finish_reason in (None, "error"))
 
+    # -- shapes ------------------------------------------------------------------------------------------------
+
+    @property
+    def _bucket(self) -> Bucket | None:
+        """The shapes at which steps of chains run, or None where each runs at its own."""
+        return self.target.kernel_facts(self.config.strict_width).bucket if self._wants_bucket else None
+
+    @property
+    def _longest_chain(self) -> int:
+        """How many tokens a draft may have that is to run at shapes which keep bits."""
+        if self._bucket is not None:
+            return self._bucket.max_nodes - 1
+        return self.config.strict_width - 1 if self._has_one_shape else DEFAULT_MAX_LENGTH
+
+    @property
+    def _has_one_shape(self) -> bool:
+        """Strict mode where no smaller shapes keep the bits of a row: every step then runs at the largest there is."""
+        return self.config.is_strict and self._bucket is None
+
+    @property
+    def _view_length(self) -> int | None:
+        if not self._has_one_shape:
+            return None
+        spare = max(self.config.prefill_chunk_size, self.config.strict_width)
+        return self.max_model_len + spare
+
     # -- prefill -----------------------------------------------------------------------------------------------
 
     def _prefill(self, runs: list[Run]) -> None:
         """Feed one chunk of the prompt, all but its last token, of every row that still needs it."""
         start = perf_counter()
-        runs = runs[:1] if self.config.is_strict else runs
+        if self._bucket is not None or self._has_one_shape:
+            runs = runs[:1]  # what a prompt leaves in the cache then depends on the prompt alone
         size = self.config.prefill_chunk_size
         first_row = self._batch.num_decoding
         ends = [min(run.num_prefilled + size, run.num_to_prefill) for run in runs]
         chunks = [run.row.token_ids[run.num_prefilled : end] for run, end in zip(runs, ends, strict=True)]
-        nodes = Nodes.from_chains(chunks, size if self.config.is_strict else None)
+        nodes = Nodes.from_chains(chunks, size if self._has_one_shape else None)
         requires = self.drafter.requires.of_prompt
         with recording(self.target, requires) as record:
             keep = None if requires.last_hidden or requires.top_k else slice(0, 0)
@@ -318,14 +349,6 @@ class Engine:
             if run.is_prefilled:
                 self._enter(run)
         self.profile.prefill_seconds += perf_counter() - start
-
-    @property
-    def _view_length(self) -> int | None:
-        """Strict mode lets attention always run over the same number of columns."""
-        if not self.config.is_strict:
-            return None
-        spare = max(self.config.prefill_chunk_size, self.config.strict_width)
-        return self.max_model_len + spare
 
     # -- decode ------------------------------------------------------------------------------------------------
 
@@ -362,7 +385,7 @@ class Engine:
 
     def _propose(self, runs: list[Run]) -> list[DraftTree]:
         """Drafts, cut to what a row may still emit: accepted tokens and the bonus together fit its budget."""
-        limit = self.config.strict_width - 1 if self.config.is_strict else DEFAULT_MAX_LENGTH
+        limit = self._longest_chain if self.config.is_strict else DEFAULT_MAX_LENGTH
         rows = [run.row for run in runs]
         budgets = [0 if run.is_in_doubt else min(run.row.num_remaining_tokens - 1, limit) for run in runs]
         chains_only = self.config.is_strict or self.config.acceptance == "block" or not self.target.supports_trees
@@ -373,15 +396,21 @@ class Engine:
             if min(tree.tokens) < 0 or max(tree.tokens) >= self.target.vocab_size:
                 raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self.target.vocab_size - 1}")
             trees.append((tree.main_chain() if chains_only else tree).cut(budget))
+        if all(tree.is_chain for tree in trees):
+            trees = [tree.cut(self._longest_chain) for tree in trees]
         return trees
 
     def _verify(self, trees: list[DraftTree]) -> torch.Tensor:
         """Logits (B, N, V) of every node, in one forward of the target."""
-        if not self.config.is_strict:
+        if self._has_one_shape:
+            padding = [DraftTree.root(0)] * (self.config.max_num_seqs - len(trees))
+            nodes = Nodes.from_trees([*trees, *padding], self.config.strict_width)
+            return self.target.forward(nodes, self.cache, view_length=self._view_length)
+        if self._bucket is None or not all(tree.is_chain for tree in trees):
             return self.target.forward(Nodes.from_trees(trees), self.cache)
-        padding = [DraftTree.root(0)] * (self.config.max_num_seqs - len(trees))
-        nodes = Nodes.from_trees([*trees, *padding], self.config.strict_width)
-        return self.target.forward(nodes, self.cache, view_length=self._view_length)
+        width = max(map(len, trees))
+        nodes = Nodes.from_trees(trees, self._bucket.width(len(trees), width))
+        return self.target.forward(nodes, self.cache, bucket=self._bucket)[:, :width]
 
     def _emit(self, run: Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor) -> RowOutput:
         """Append the accepted tokens and the bonus, cut where the row ends.

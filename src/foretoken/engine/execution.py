@@ -11,7 +11,8 @@ import difflib
 import logging
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,12 +24,15 @@ from foretoken.engine.compiled import CompiledForward
 from foretoken.engine.errors import ConfigError, UnsupportedModelError
 from foretoken.engine.packing import (
     MIN_ELEMENTS,
+    LimitedLinear,
     PackedLinear,
     RMSNorm,
+    RowLimit,
     as_operator,
     available_memory_bytes,
     can_pack,
     cpu_has_bfloat16,
+    linears,
     packable,
     packed_dtype,
     packing_bytes,
@@ -55,7 +59,7 @@ def shadow(model: Model) -> Model:
     shared = [
         *model.parameters(),
         *model.buffers(),
-        *(forward for forward in forwards if isinstance(forward, (PackedLinear, RMSNorm))),
+        *(forward for forward in forwards if isinstance(forward, (PackedLinear, LimitedLinear, RMSNorm))),
     ]
     memo: dict[int, Any] = {id(item): item for item in shared}
     try:
@@ -107,12 +111,29 @@ class Execution:
         self.compiled: CompiledForward | None = None
         self._packed: list[PackedLinear] = []
         self._num_norms = 0
+        self._row_limit: RowLimit | None = None
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
         if self.compiled is not None:
             return self.compiled(**kwargs)
         return self.model(**kwargs)
+
+    @contextmanager
+    def calls_of(self, max_rows: int | None) -> Iterator[None]:
+        """Inside, linear layers take at most ``max_rows`` rows in one call; None lifts the limit."""
+        if max_rows is None:
+            yield
+            return
+        if self._row_limit is None:
+            self._row_limit = RowLimit()
+            for layer in linears(self.model):
+                layer.forward = LimitedLinear(layer.forward, self._row_limit)
+        self._row_limit.max_rows = max_rows
+        try:
+            yield
+        finally:
+            self._row_limit.max_rows = None
 
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -17,7 +17,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.execution import Execution, apply_execution, shadow
+from foretoken.engine.kernels import Bucket, KernelFacts, measure
 from foretoken.engine.nodes import Nodes
+from foretoken.engine.packing import MIN_ELEMENTS
 from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
 from foretoken.engine.state import ModelState
 from foretoken.engine.tree import DraftTree
@@ -32,6 +34,7 @@ __all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "fit_vocabulary",
 
 logger = logging.getLogger("foretoken")
 
+Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_PROBED = 16
 """Structures of one model whose probe is remembered."""
@@ -60,6 +63,7 @@ class CausalLM:
       execution: "auto", "eager", "packed" or "compiled".
       release_originals: let packed weights replace the originals; only for models nobody else holds.
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
+      packs_all: pack small layers too. They run slower then, and a row keeps its bits among more numbers of rows.
       earlier: of another adapter of the same model; see `apply_execution`.
 
     Raises:
@@ -74,11 +78,13 @@ class CausalLM:
         execution: str = "auto",
         release_originals: bool = False,
         probe: bool = True,
+        packs_all: bool = False,
         earlier: Execution | None = None,
     ) -> None:
         model = check_unwrapped(model)
         check_supported(model)
         self._wanted_execution = execution
+        self._packs_all = packs_all
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
@@ -100,12 +106,17 @@ class CausalLM:
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
         reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
         self.execution: Execution = apply_execution(
-            self._shadow, execution, release_originals=release_originals, earlier=earlier
+            self._shadow,
+            execution,
+            release_originals=release_originals,
+            min_packed_elements=0 if packs_all else MIN_ELEMENTS,
+            earlier=earlier,
         )
         self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         self._additive_mask = self._is_eager_attention or self.execution.uses_grouped_attention
         self._masks_needed = set(self._layer_types) - {FULL}
+        self._facts: dict[int, KernelFacts] = {}
         if reference is not None:
             self._probe(reference)
             self._probed[self._state.structure] = self.supports_trees
@@ -136,7 +147,13 @@ class CausalLM:
         """Become the adapter of the model as it is now, for all who hold this one."""
         probed = self._probed
         is_known = not probed or state.structure in probed
-        fresh = CausalLM(model, execution=self._wanted_execution, probe=not is_known, earlier=self.execution)
+        fresh = CausalLM(
+            model,
+            execution=self._wanted_execution,
+            probe=not is_known,
+            packs_all=self._packs_all,
+            earlier=self.execution,
+        )
         if state.structure in probed:
             fresh.supports_trees = probed[state.structure]
         while len(probed) >= MAX_PROBED:
@@ -167,7 +184,33 @@ class CausalLM:
         other.execution = self.execution.over(other._shadow)
         edit(other, other._shadow)
         other.num_forwards = 0
+        other._facts = {}
         return other
+
+    def kernel_facts(self, max_nodes: int) -> KernelFacts:
+        """At which shapes this model keeps the bits of a row here; measured when first asked, then remembered."""
+        if max_nodes not in self._facts:
+            count = self.num_forwards
+            self._facts[max_nodes] = measure(self, max_nodes)
+            self.num_forwards = count
+        return self._facts[max_nodes]
+
+    @torch.inference_mode()
+    def first_layers(self, num_layers: int) -> CausalLM:
+        """An adapter over the first layers only, more where a kind of attention comes later. Its text means nothing."""
+        kinds = [self._layer_types.index(kind) for kind in set(self._layer_types)]
+        count = max(num_layers, *(index + 1 for index in kinds))
+
+        def cut(other: CausalLM, _: PreTrainedModel) -> None:
+            del other._hooks.layers[count:]
+            other.num_layers, other._layer_types = count, self._layer_types[:count]
+
+        return self if count >= self.num_layers else self.variant("first layers", cut)
+
+    @property
+    def shadow(self) -> PreTrainedModel:
+        """The private modules that `forward` runs, over the tensors of the user's model."""
+        return self._shadow
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -183,6 +226,7 @@ class CausalLM:
         first_row: int = 0,
         keep: slice | None = None,
         view_length: int | None = None,
+        bucket: Bucket | None = None,
     ) -> torch.Tensor:
         """Logits of every node, given the committed part of its row and its own ancestors.
 
@@ -192,6 +236,7 @@ class CausalLM:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
           keep: which of the N node columns need logits; all by default, an empty slice for none.
           view_length: fix the number of cache columns that attention runs over.
+          bucket: run at shapes that keep the bits of a row, as measured; the nodes are padded already.
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
@@ -199,18 +244,22 @@ class CausalLM:
         self.num_forwards += 1
         num_rows, width = nodes.tokens.shape
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        if bucket is not None and view_length is None:
+            view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
         columns = cache.open(first_row, num_rows, width, view_length)
         starts = torch.tensor(trunks, device=self.device)[:, None]
         positions = starts + nodes.depths.to(self.device)  # (B, S + N)
         kept = range(width)[keep] if keep is not None else range(width)
-        output = self.execution.run(
-            input_ids=nodes.tokens.to(self.device),
-            position_ids=positions[:, nodes.num_fed :],
-            attention_mask=self._mask(nodes, starts, positions, columns, view_length is not None),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=_logits_to_keep(kept, width, self.device),
-        )
+        most = bucket.max_rows if bucket is not None and num_rows * width > bucket.max_rows else None
+        with self.execution.calls_of(most):
+            output = self.execution.run(
+                input_ids=nodes.tokens.to(self.device),
+                position_ids=positions[:, nodes.num_fed :],
+                attention_mask=self._mask(nodes, starts, positions, columns, view_length is not None),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=_logits_to_keep(kept, width, self.device),
+            )
         logits: torch.Tensor = output.logits
         return logits[:, : len(kept)]
 
@@ -235,7 +284,7 @@ class CausalLM:
 
     def _mask(
         self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    ) -> Mask:
         """4-D mask (B, 1, N, T), one per layer type where the model has several."""
         if nodes.is_one_token and not self._masks_needed and not self._is_eager_attention and not fixed_shape:
             return None  # a single token sees every column of the view

@@ -1,7 +1,7 @@
 """Linear layers through oneDNN with weights packed once, for CPUs.
 
 Measured (docs/log.md): reading every weight once is the floor of a step; packed float32 reaches it for one row,
-costs about 1.4 times as much for five, and gives every row the same bits whatever the number of rows.
+costs about 1.4 times as much for five. In bfloat16 up to sixteen rows cost what one costs.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class PackedLinear:
       layer: whose weight is packed.
       earlier: of a layer with the same tensors; what it packed is taken over where they still hold the same values.
 
-    Exactness: equals ``F.linear`` within the rounding of the dtype; a row's bits depend on that row alone.
+    Exactness: equals ``F.linear`` within the rounding of the dtype. Up to which number of rows a row keeps its bits
+    depends on the CPU: see `foretoken.engine.kernels`.
     """
 
     def __init__(self, layer: nn.Module, earlier: PackedLinear | None = None) -> None:
@@ -196,6 +197,44 @@ def as_operator(packed: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
         return torch.ops.foretoken.packed_linear(x, number, out_features)  # type: ignore[no-any-return]
 
     return forward
+
+
+class RowLimit:
+    """How many rows linear layers take in one call; None for any number."""
+
+    max_rows: int | None = None
+
+
+class LimitedLinear:
+    """The forward of a linear layer, in several calls where its input has too many rows.
+
+    Exactness: a row's bits are those that the layer gives it in a call of that size.
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], limit: RowLimit) -> None:
+        self.inner = forward
+        self._limit = limit
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        num_rows, most = x.shape[:-1].numel(), self._limit.max_rows
+        if most is None or num_rows <= most:
+            return self.inner(x)
+        parts = x.flatten(0, -2).tensor_split(-(-num_rows // most))  # even: none is much smaller than the others
+        return torch.cat([self.inner(part) for part in parts]).view(*x.shape[:-1], -1)
+
+
+def replacement(layer: nn.Module) -> object:
+    """What runs in place of the forward of a linear layer's class, limits aside; None where nothing does."""
+    forward = vars(layer).get("forward")
+    if isinstance(forward, LimitedLinear):
+        forward = forward.inner
+    return None if getattr(forward, "__func__", None) is type(layer).forward else forward
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    """Every linear layer of a model, packed or not."""
+    return [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
 
 
 class RMSNorm:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.engine.errors import ConfigError
-from foretoken.engine.packing import PackedLinear
+from foretoken.engine.packing import PackedLinear, replacement
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 NUM_LEVELS = 16
@@ -127,14 +127,14 @@ def _fits(layer: nn.Module, group_size: int) -> bool:
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
     """Linears, those of models' own classes too (Falcon's), whose forward is their class's, or packed."""
     for layer in model.modules():
-        is_plain = isinstance(vars(layer).get("forward"), (PackedLinear, type(None)))
+        is_plain = isinstance(replacement(layer), (PackedLinear, type(None)))
         if is_plain and isinstance(layer, (nn.Linear, Conv1D)):
             yield layer
 
 
 def _weight_of(layer: nn.Module) -> torch.Tensor:
     """(out, in), also where packing has released the original."""
-    forward = vars(layer).get("forward")
+    forward = replacement(layer)
     if isinstance(forward, PackedLinear):
         return forward.dense()
     weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
