@@ -83,7 +83,7 @@ Execution = Annotated[
     str, typer.Option("--execution", help="auto (packed on x86, else eager), eager, packed or compiled.")
 ]
 Exactness = Annotated[
-    str, typer.Option("--exactness", help="strict makes half precision bit-identical to plain decoding.")
+    str, typer.Option("--exactness", help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
 
