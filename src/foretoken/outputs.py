@@ -15,7 +15,10 @@ _SHOWN_SAMPLES = 3  # of the samples of a request, in the repr of a result
 
 
 class FrozenList(tuple[T, ...]):
-    """A tuple that equals the list of the same items, too, as vLLM's results are lists. Its slices do as well."""
+    """A tuple that equals the list of the same items, too, as vLLM's results are lists.
+
+    Its slices and sums do as well. What begins as a list stays one: write ``[*mine, *frozen]``.
+    """
 
     __slots__ = ()
 
@@ -26,6 +29,9 @@ class FrozenList(tuple[T, ...]):
         return not self == other
 
     __hash__ = tuple.__hash__
+
+    def __add__(self, other: Any) -> Any:
+        return FrozenList((*self, *other)) if isinstance(other, (list, tuple)) else NotImplemented
 
     @overload
     def __getitem__(self, place: SupportsIndex, /) -> T: ...

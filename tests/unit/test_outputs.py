@@ -48,7 +48,10 @@ def test_a_frozen_list_stays_one_where_it_is_cut_copied_or_stored() -> None:
         assert type(twin) is FrozenList
         assert twin == [4, 5, 6]
     assert json.loads(json.dumps(frozen)) == [4, 5, 6]
-    assert [*frozen, 7] == [4, 5, 6, 7]
+    for more in ([7], (7,), FrozenList([7])):
+        assert frozen + more == [4, 5, 6, 7]
+    with pytest.raises(TypeError):
+        frozen + 7
     tokens = alias = [3]
     tokens += frozen
     assert alias == [3, 4, 5, 6]
