@@ -1,16 +1,20 @@
 """Engines beside each other on the same weights, prompts and machine, in turns: run with this library's python.
 
-    python benchmarks/export_pair.py PAIR                # once
-    python benchmarks/race.py PAIR --out race.json [--limit 10] [--max-new-tokens 48] [--repeats 1] [--threads 2]
-    python benchmarks/race.py PAIR --out dense.json --dense     # plain arms, with and without zeros in the weights
+    python benchmarks/build_peers.py             # once: environments for the other engines, in runs/envs
+    python benchmarks/race.py zoo:smollm2 --dtype bfloat16 --out race.json [--limit 10] [--max-new-tokens 48]
+        [--repeats 1] [--threads 2]
+    python benchmarks/race.py zoo:tiny --out dense.json --dense     # plain arms, with and without zeros in the weights
 
-Every engine runs in a process of its own with an environment of its own (ENVS/openvino: openvino-genai and
-optimum-intel; ENVS/llamacpp: xllamacpp, gguf, safetensors). All models are loaded once; then one process computes at
-a time, while the others sleep: every prompt runs through all arms forwards and backwards (A B C C B A). Greedy,
-2 threads, float32 unless the name of an arm says otherwise, to the end of the text or to the budget. Times are of
-decoding alone: what follows the first emission. transformers' settings are tuned on the prompts first.
+The model (zoo:NAME, a directory, a hub id; Llama architecture) is exported to runs/race first, unless it is a folder
+that benchmarks/export_pair.py wrote.
 
-Own arms must say what transformers says; otherwise no speed is shown and the exit code is 3. Results so far are
+Every engine runs in a process of its own with an environment of its own. All models are loaded once; then one process
+computes at a time, while the others sleep: every prompt runs through all arms forwards and backwards (A B C C B A).
+Greedy, 2 threads, in --dtype unless the name of an arm says otherwise, to the end of the text or to the budget. Times
+are of decoding alone: what follows the first emission. transformers' settings are tuned on the prompts first.
+
+In float32 own arms must say what transformers says; otherwise no speed is shown and the exit code is 3. In bfloat16
+engines round differently, so shares of equal texts and the logit gaps where they part are shown. Results so far are
 written after every prompt.
 """
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -27,6 +32,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from export_pair import export
 from peers.client import Launch, RemoteArm, Worker
 
 from foretoken.bench.arms import Sampling
@@ -39,25 +45,59 @@ TRANSFORMERS, OWN = "transformers plain", "ours plain"
 GREEDY = Sampling()
 EXIT_DIFFERS = 3
 ENGINES = ("foretoken", "openvino", "llamacpp", "llamacpp-f16")
+ROOT = Path(__file__).resolve().parents[1]
+ENVS = ROOT / "runs" / "envs"
+EXPORTS = ROOT / "runs" / "race"
+OPENVINO = {"float32": ("fp32", "f32"), "bfloat16": ("fp16", "bf16"), "float16": ("fp16", "f16")}
+"""Weights as stored and arithmetic; OpenVINO stores no bfloat16, and float16 holds what matters of it."""
+GGUF = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def launches(options: argparse.Namespace, folder: Path, suffix: str = "") -> list[Launch]:
     """How the engines start on one folder of checkpoints."""
     common = (str(folder), *(("--plain-only",) if options.dense else ()))
-    tuning = [f"--max-new-tokens={options.max_new_tokens}"]
+    tuning = [f"--max-new-tokens={options.max_new_tokens}", f"--dtype={options.dtype}"]
+    weights, precision = OPENVINO[options.dtype]
+    kind = GGUF[options.dtype]
     for name in ("assisted_lengths", "lookup_lengths"):
         if getattr(options, name):
             tuning += [f"--{name.replace('_', '-')}", *map(str, getattr(options, name))]
     python = {name: options.envs / name / "bin" / "python" for name in ("openvino", "llamacpp")}
     every = {
         "foretoken": Launch("", Path(sys.executable), "foretoken_worker.py", (*common, *tuning), suffix),
-        "openvino": Launch("OpenVINO", python["openvino"], "openvino_worker.py", common, suffix),
-        "llamacpp": Launch("llama.cpp", python["llamacpp"], "llamacpp_worker.py", common, suffix),
+        "openvino": Launch(
+            "OpenVINO",
+            python["openvino"],
+            "openvino_worker.py",
+            (*common, "--weights", weights, "--precision", precision),
+            suffix,
+        ),
+        "llamacpp": Launch("llama.cpp", python["llamacpp"], "llamacpp_worker.py", (*common, "--type", kind), suffix),
         "llamacpp-f16": Launch(
             "llama.cpp f16", python["llamacpp"], "llamacpp_worker.py", (*common, "--type", "f16"), suffix
         ),
     }
-    return [every[name] for name in options.engines]
+    wanted = options.engines or [name for name in ENGINES if name != f"llamacpp-{kind}"]
+    missing = [name for name in wanted if not every[name].python.exists()]
+    if missing:
+        raise SystemExit(
+            f"{every[missing[0]].python} is missing; python benchmarks/build_peers.py --envs {options.envs}"
+        )
+    return [every[name] for name in wanted]
+
+
+def exported(options: argparse.Namespace) -> Path:
+    """The folder to race on, written first where a model is named."""
+    folder = Path(options.model)
+    if (folder / "prompts.json").exists():
+        return folder
+    num_prompts = max(12, options.limit)  # some answers turn out too short to time
+    name = re.sub(r"[^\w.-]+", "-", options.model).strip("-")
+    folder = EXPORTS / f"{name}-{num_prompts}"
+    if not (folder / "prompts.json").exists():
+        print(f"exporting {options.model} to {folder}", file=sys.stderr, flush=True)
+        export(options.model, folder, num_prompts=num_prompts, max_new_tokens=options.max_new_tokens)
+    return folder
 
 
 def own_cpu_seconds(workers: list[Worker]) -> Callable[[], float]:
@@ -209,7 +249,12 @@ class Race:
 
     def _show(self, name: str, found: dict[str, Any]) -> bool:
         own = {arm: same for arm, same in found["equality"].items() if arm in self._judged}
-        wrong = [arm for arm, same in own.items() if same["largest_gap"] >= MAX_FLOAT32_GAP or not same["repeatable"]]
+        is_judged = self._options.dtype == "float32"
+        wrong = [
+            arm
+            for arm, same in own.items()
+            if not same["repeatable"] or (is_judged and same["largest_gap"] >= MAX_FLOAT32_GAP)
+        ]
         if wrong:
             print(f"{name}: {', '.join(wrong)} differ from transformers, so no speed is shown; see {self._options.out}")
             return False
@@ -260,10 +305,11 @@ def show_memory(workers: list[Worker]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pair", type=Path)
+    parser.add_argument("model", help="zoo:NAME, a directory, a hub id, or what benchmarks/export_pair.py wrote")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--envs", type=Path, default=Path("/work/envs"))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--dtype", choices=tuple(GGUF), default="float32")
+    parser.add_argument("--envs", type=Path, default=ENVS, help="of benchmarks/build_peers.py")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="all by default")
     parser.add_argument("--arms", nargs="+", help="patterns of names, such as '*plain*' 'ours *'; all by default")
     parser.add_argument("--groups", nargs="+", help="of prompts; all by default")
     parser.add_argument("--limit", type=int, default=10, help="prompts per group")
@@ -275,9 +321,10 @@ def main() -> None:
     parser.add_argument("--untuned", action="store_true", help="first settings of transformers instead of the best")
     parser.add_argument("--dense", action="store_true", help="plain arms alone, with and without zeros in the weights")
     options = parser.parse_args()
-    starts = launches(options, options.pair)
+    folder = exported(options)
+    starts = launches(options, folder)
     if options.dense:
-        starts += launches(options, options.pair / "dense", "(dense)")
+        starts += launches(options, folder / "dense", "(dense)")
     logs = Path(tempfile.mkdtemp(prefix="race-"))
     with ExitStack() as stack:
         workers = []
@@ -293,7 +340,7 @@ def main() -> None:
         }
         race = Race(workers, options, result)
         passed = []
-        for name, prompts in prompts_of(options.pair, options.limit).items():
+        for name, prompts in prompts_of(folder, options.limit).items():
             if not options.groups or name in options.groups:
                 passed.append(race.group(name, prompts))
         show_memory(workers)

@@ -98,7 +98,10 @@ class Worker:
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            raise WorkerError(f"{self.launch.label}: the worker ended; see {self._log}")
+            code = self._process.wait()
+            raise WorkerError(
+                f"{self.launch.label or self.launch.script}: the worker ended (exit code {code}); see {self._log}"
+            )
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise WorkerError(f"{self.launch.label}: {found['error']}")

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from protocol import Answer, Arms, Decode, first_prompt, folder_and_threads, serve
+from protocol import Answer, Arms, Decode, first_prompt, folder_and_threads, has_draft, serve
 
 from foretoken.bench.arms import Arm, Sampling
 from foretoken.bench.equality import preference_gap
@@ -19,7 +19,8 @@ from foretoken.bench.provenance import provenance
 from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.bench.workload import Prompt
 
-OWN = {"draft_model": "draft_model", "ngram": "ngram", "suffix+draft_model": "suffix+draft_model"}
+WITH_DRAFT = ("draft_model", "ngram", "suffix+draft_model")
+WITHOUT = ("ngram", "suffix")
 GREEDY = Sampling()
 
 
@@ -39,21 +40,23 @@ def say(text: str) -> None:
 class Engines:
     """Own arms at the library's defaults; transformers' arms at their best settings, once they are tuned."""
 
-    def __init__(self, folder: Path, settings: Settings, plain_only: bool) -> None:
-        draft = None if plain_only else str(folder / "draft")
-        self._suite = Suite(load_pair(str(folder / "target"), draft, "float32"), "none", settings, say)
+    def __init__(self, folder: Path, dtype: str, settings: Settings, plain_only: bool) -> None:
+        draft = str(folder / "draft") if has_draft(folder) and not plain_only else None
+        self._suite = Suite(load_pair(str(folder / "target"), draft, dtype), "none", settings, say)
         self._plain_only = plain_only
+        methods = () if plain_only else WITHOUT if draft is None else WITH_DRAFT
         self.arms = Arms(first_prompt(folder))
         self.arms.add(f"ours {PLAIN}", decode(self._suite.plain_arm()))
-        for name, config in {} if plain_only else OWN.items():
-            self.arms.add(f"ours {name}", decode(self._suite.engine_arm(name, {"method": config})))
+        for name in methods:
+            self.arms.add(f"ours {name}", decode(self._suite.engine_arm(name, {"method": name})))
         for name, candidates in self._candidates().items():
             self.arms.add(name, decode(candidates[0]))
 
     def _candidates(self) -> dict[str, Any]:
         found = {"transformers plain": self._suite.plain_candidates()}
-        if not self._plain_only:
+        if self._suite.pair.drafter is not None:
             found["transformers assisted"] = self._suite.assisted_candidates()
+        if not self._plain_only:
             found["transformers prompt lookup"] = self._suite.lookup_candidates()
         return found
 
@@ -77,6 +80,7 @@ class Engines:
 
 def main() -> None:
     parser, parse = folder_and_threads(__doc__)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--assisted-lengths", type=int, nargs="+", default=list(Settings.assisted_lengths))
     parser.add_argument("--lookup-lengths", type=int, nargs="+", default=list(Settings.lookup_lengths))
@@ -91,11 +95,11 @@ def main() -> None:
     engines: list[Engines] = []
 
     def start() -> tuple[Arms, dict[str, Any]]:
-        engines.append(Engines(options.folder, settings, options.plain_only))
+        engines.append(Engines(options.folder, options.dtype, settings, options.plain_only))
         facts = provenance()
         return engines[0].arms, {
             "engine": " and ".join(f"{name} {facts['versions'][name]}" for name in ("foretoken", "transformers")),
-            "numerics": "float32",
+            "numerics": options.dtype,
             "eos_token_ids": list(engines[0]._suite.pair.eos_token_ids),
             "provenance": facts,
         }

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import xllamacpp
-from protocol import Answer, Arms, Decode, first_prompt, folder_and_threads, serve
+from protocol import Answer, Arms, Decode, first_prompt, folder_and_threads, has_draft, serve
 from to_gguf import TYPES, convert
 
 NUM_DRAFT_TOKENS = (2, 4)
@@ -80,7 +80,7 @@ def main() -> None:
         arms = Arms(first_prompt(options.folder))
         arms.add("plain", decode(make()))
         if not options.plain_only:
-            for length in NUM_DRAFT_TOKENS:
+            for length in NUM_DRAFT_TOKENS if has_draft(options.folder) else ():
                 arms.add(f"draft model, {length}", decode(make(num_draft=length)))
             for name, sizes in NGRAMS.items():
                 arms.add(name, decode(make(ngram=True, sizes=sizes)))

@@ -63,6 +63,18 @@ class Arms:
         return asdict(self.runs[request["arm"]](request["prompt_ids"], request["max_new_tokens"]))
 
 
+def has_draft(folder: Path) -> bool:
+    """Whether a drafter was exported beside the target."""
+    return (folder / "draft" / "config.json").exists()
+
+
+def eos_token_ids(folder: Path) -> set[int]:
+    """Tokens that end a text, as the target's generation config has them."""
+    path = folder / "target" / "generation_config.json"
+    eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return set(eos) if isinstance(eos, list) else {eos} - {None}
+
+
 def first_prompt(folder: Path) -> list[int]:
     """The prompt to warm up with."""
     path = folder / "prompts.json"
