@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from foretoken import zoo
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.packing import can_pack
+from foretoken.zoo.conversion import weights_file
 
-os.environ.setdefault("FORETOKEN_CACHE", str(Path(__file__).resolve().parents[1] / ".cache"))  # ours, not the user's
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+os.environ.setdefault("FORETOKEN_CACHE", str(CACHE))  # not the user's; one for all versions and workers
+
+_PACKAGE = zoo.manifest("smollm2").package
+HAS_SMOLLM2 = _PACKAGE is not None and weights_file(_PACKAGE) is not None
+NEEDS_SMOLLM2 = HAS_SMOLLM2 or bool(os.environ.get("FORETOKEN_TEST_SMOLLM2"))
+"""Whether set-up has installed the weights of zoo:smollm2, so that a test of it that is skipped has failed."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -43,3 +51,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
         if isinstance(name, str) and "integration" in item.path.parts and name not in ALWAYS:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _smollm2_or_skip(request: pytest.FixtureRequest) -> None:
+    """Tests of zoo:smollm2 run wherever its weights are."""
+    if request.node.get_closest_marker("smollm2") and not NEEDS_SMOLLM2 and not zoo.is_available("smollm2"):
+        pytest.skip(str(zoo.why_missing("smollm2")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test of zoo:smollm2 that is skipped fails where the weights are, unless the machine packs nothing."""
+    report = yield
+    is_skipped = report.skipped and not hasattr(report, "wasxfail") and can_pack()
+    if is_skipped and item.get_closest_marker("smollm2") and NEEDS_SMOLLM2:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, though the weights of zoo:smollm2 are installed: {report.longrepr}"
+    return report

