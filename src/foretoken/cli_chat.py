@@ -18,6 +18,7 @@ from foretoken.cli_options import (
     DraftModel,
     Dtype,
     Execution,
+    GgufFile,
     Method,
     MinP,
     Model,
@@ -54,6 +55,7 @@ HELP = {
 
 def chat(
     model: Model = None,
+    gguf_file: GgufFile = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -94,6 +96,7 @@ def chat(
         llm = load_llm(
             model,
             config,
+            gguf_file=gguf_file,
             dtype=dtype,
             device=device,
             execution=execution,

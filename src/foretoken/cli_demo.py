@@ -19,6 +19,7 @@ from foretoken.cli_options import (
     Dtype,
     Exactness,
     Execution,
+    GgufFile,
     Method,
     Model,
     NumSpeculativeTokens,
@@ -55,6 +56,7 @@ LABEL = (
 def demo(
     questions: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Instead of its own.")] = None,
     model: Model = None,
+    gguf_file: GgufFile = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -93,7 +95,13 @@ def demo(
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         params = sampling(max_tokens=max_new_tokens, temperature=temperature, seed=seed)
         own = TOY_QUESTIONS if model == TOY else QUESTIONS
-        options = {"dtype": dtype, "device": device, "execution": execution, "exactness": exactness}
+        options = {
+            "gguf_file": gguf_file,
+            "dtype": dtype,
+            "device": device,
+            "execution": execution,
+            "exactness": exactness,
+        }
         llms, label = _load(model, config, status, inflate=inflate and model == TOY, options=options)
         asked = ask(llms[0].tokenizer, model, questions or own[:num_prompts], chat=model == TOY and not raw, raw=raw)
         status.update("warming up")
@@ -129,7 +137,7 @@ def _load(
     bigger = inflated(load_model(model, dtype=options["dtype"], device=options["device"]).model, **INFLATED)
     if config.method == "draft_model" and config.model is None:
         config = replace(config, model=str(zoo.path(model, "draft")))
-    drafting = load_llm(bigger, config, tokenizer=model, **{**options, "dtype": "auto"})
+    drafting = load_llm(bigger, config, tokenizer=model, **{**options, "dtype": "auto", "gguf_file": None})
     return _both(drafting), LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
 
 

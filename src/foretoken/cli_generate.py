@@ -19,6 +19,7 @@ from foretoken.cli_options import (
     Dtype,
     Exactness,
     Execution,
+    GgufFile,
     Method,
     MinP,
     Model,
@@ -56,6 +57,7 @@ def generate(
         typer.Option(metavar="FILE", help="JSONL with turns, prompt or text; a .txt has one prompt per line."),
     ] = None,
     model: Model = None,
+    gguf_file: GgufFile = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -116,7 +118,16 @@ def generate(
         model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        llm = load_llm(model, config, dtype=dtype, device=device, execution=execution, exactness=exactness, **rows)
+        llm = load_llm(
+            model,
+            config,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            device=device,
+            execution=execution,
+            exactness=exactness,
+            **rows,
+        )
         asked = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
         writer = JsonWriter(asked, with_trace=trace) if as_json else TextWriter(params)
         with llm.stream([one.prompt for one in asked], params) as stream:

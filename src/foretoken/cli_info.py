@@ -20,6 +20,7 @@ from foretoken.cli_options import (
     DraftModel,
     Dtype,
     Execution,
+    GgufFile,
     Method,
     Model,
     NumSpeculativeTokens,
@@ -39,6 +40,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 def info(
     model: Model = None,
+    gguf_file: GgufFile = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -54,7 +56,7 @@ def info(
     with exit_codes():
         model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
-        llm = load_llm(model, config, dtype=dtype, device=device, execution=execution)
+        llm = load_llm(model, config, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
         report = describe(llm, context, repeats)
         if as_json:
             sys.stdout.write(json.dumps(report) + "\n")

@@ -75,6 +75,10 @@ TopP = Annotated[float, typer.Option("--top-p", help="1 is off.")]
 MinP = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="1 is off.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Drawn, and reported, when left out.")]
+GgufFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.gguf", help="In a directory or at a hub id; --model takes a path of one as it is."),
+]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="auto: the checkpoint's where the device computes in it, else float32.")
 ]

@@ -14,6 +14,7 @@ from foretoken.cli_options import (
     Device,
     Dtype,
     Execution,
+    GgufFile,
     Model,
     Seed,
     Temperature,
@@ -30,6 +31,7 @@ from foretoken.cli_prompts import Chat, Raw, ask, check_template, read_prompts
 def trajectory(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
     model: Model = None,
+    gguf_file: GgufFile = None,
     block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
     initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
     max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
@@ -58,7 +60,7 @@ def trajectory(
         check_template(chat, raw)
         read = read_prompts([prompt], None)
         model = choose_model(model)
-        llm = load_llm(model, None, dtype=dtype, device=device, execution=execution)
+        llm = load_llm(model, None, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
         (asked,) = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
         found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
         if html is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
+from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams, zoo
+from foretoken.cli import app
 from foretoken.engine.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.gguf import packages
 from foretoken.gguf.header import read_header
@@ -277,6 +280,18 @@ def test_gguf_file_has_no_place_beside_one_model(plain: Path) -> None:
             LLM(model, gguf_file="x.gguf")
     with pytest.raises(ConfigError, match="the model is loaded already"):
         LLM(zoo.load("tiny")[1], gguf_file="x.gguf")
+
+
+def test_the_command_line_reads_gguf(plain: Path) -> None:
+    """A plain prompt goes through the chat template of the file, as for every model that has one."""
+    arguments = ["generate", "Hi", "--max-new-tokens", "4", "--json", "--model"]
+    for model in ([str(plain)], [str(plain.parent), "--gguf-file", plain.name]):
+        result = CliRunner().invoke(app, [*arguments, *model])
+        assert result.exit_code == 0, result.stderr
+        line = json.loads(result.stdout)
+        assert line["prompt"] == "Hi"
+        assert line["chat_template"]
+        assert len(line["token_ids"]) == 4
 
 
 # -- files that are refused --------------------------------------------------------------------------------------------
