@@ -7,7 +7,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +16,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError, ProbeError, UnsupportedModelError, UnsupportedStateError
-from foretoken.engine.execution import Execution, apply_execution, shadow
+from foretoken.engine.execution import Execution, apply_execution, compute_dtype, shadow
+from foretoken.engine.independence import check_rows_independent, unchanged_attributes
 from foretoken.engine.kernels import Bucket, KernelFacts, measure
 from foretoken.engine.nodes import Nodes
 from foretoken.engine.packing import MIN_ELEMENTS
@@ -36,8 +37,8 @@ logger = logging.getLogger("foretoken")
 
 Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 FULL, SLIDING = "full_attention", "sliding_attention"
-MAX_PROBED = 16
-"""Structures of one model whose probe is remembered."""
+MAX_LEARNT = 16
+"""Structures of one model, of which what was measured is remembered."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Captured:
 
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Learnt:
+    """What was measured on one structure of a model."""
+
+    supports_trees: bool
+    facts: dict[int, KernelFacts]
 
 
 def _nobody() -> None:
@@ -88,7 +97,7 @@ class CausalLM:
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
-        self._probed: dict[Any, bool] = {}  # whether trees are verified, by the structures that the model had
+        self._learnt: dict[Any, _Learnt] = {}  # by the structures that the model had
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
@@ -96,7 +105,7 @@ class CausalLM:
         self.vocab_size: int = self.config.vocab_size
         self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.dtype: torch.dtype = compute_dtype(model)
         self.num_forwards = 0
         self.supports_trees = True
         self._check_autocast()
@@ -104,6 +113,9 @@ class CausalLM:
         self._window: int | None = getattr(self.config, "sliding_window", None)
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
+        if probe:
+            with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
+                check_rows_independent(self._shadow, self.name, self.dtype, self.device)
         reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
         self.execution: Execution = apply_execution(
             self._shadow,
@@ -119,7 +131,7 @@ class CausalLM:
         self._facts: dict[int, KernelFacts] = {}
         if reference is not None:
             self._probe(reference)
-            self._probed[self._state.structure] = self.supports_trees
+            self._learnt[self._state.structure] = _Learnt(self.supports_trees, self._facts)
 
     def refresh(self) -> bool:
         """Follow the model as its owner has changed it: weights, modules, hooks, configs, attributes of modules.
@@ -145,20 +157,19 @@ class CausalLM:
 
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
         """Become the adapter of the model as it is now, for all who hold this one."""
-        probed = self._probed
-        is_known = not probed or state.structure in probed
+        known = self._learnt.get(state.structure)
         fresh = CausalLM(
             model,
             execution=self._wanted_execution,
-            probe=not is_known,
+            probe=bool(self._learnt) and known is None,
             packs_all=self._packs_all,
             earlier=self.execution,
         )
-        if state.structure in probed:
-            fresh.supports_trees = probed[state.structure]
-        while len(probed) >= MAX_PROBED:
-            del probed[next(iter(probed))]
-        fresh._probed = {**probed, **fresh._probed}
+        if known is not None:
+            fresh.supports_trees, fresh._facts = known.supports_trees, known.facts
+        while len(self._learnt) >= MAX_LEARNT:
+            del self._learnt[next(iter(self._learnt))]
+        fresh._learnt = {**self._learnt, **fresh._learnt}
         fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
         vars(self).update(vars(fresh))
 
