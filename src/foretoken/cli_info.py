@@ -73,6 +73,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     report: dict[str, Any] = {
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
+        "probe_report": None if target.probe is None else target.probe.as_dict(),
         "method": llm.speculative_config.method,
         "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
         "context_tokens": length,
@@ -141,6 +142,8 @@ def show(report: dict[str, Any]) -> None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
         facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
     console.print(facts)
+    if report["probe_report"] is not None:
+        show_probe(console, report["probe_report"])
     curve = Table(title=f"cost of one step over k tokens, {report['context_tokens']} tokens of context")
     curve.add_column("k", justify="right")
     curve.add_column("ms", justify="right")
@@ -149,6 +152,23 @@ def show(report: dict[str, Any]) -> None:
         curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
     console.print(curve)
     show_methods(console, report["methods"])
+
+
+def show_probe(console: Console, probe: dict[str, Any]) -> None:
+    """What was compared with plain forwards when the model was loaded, and what every error was held against."""
+    cost = f"{probe['num_forwards']} forwards in {probe['seconds']:.1f} s"
+    table = Table(title=f"probe: errors relative to plain forwards, {cost}")
+    table.add_column("of")
+    for column in ("error", "rounding", "a fault", "allowed"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for check in probe["checks"]:
+        error = "infinite" if check["error"] is None else f"{check['error']:.1e}"
+        numbers = (f"{check[name]:.1e}" for name in ("noise", "control", "bound"))
+        table.add_row(check["name"], error, *numbers, check["verdict"])
+    console.print(table)
+    if probe["invisible"]:
+        console.print(f"wrong {' and '.join(probe['invisible'])} would not show in this model")
 
 
 def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:

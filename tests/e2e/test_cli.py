@@ -341,6 +341,7 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     (report,) = records(run("info", *TINY, "--repeats", "1", "--context", "16", "--dtype", "float32", "--json"))
     assert report["model"]["architecture"] == "LlamaForCausalLM"
     assert report["probe"] == "trees and chains"
+    assert [check["verdict"] for check in report["probe_report"]["checks"]][:3] == ["right"] * 3
     assert report["step_cost"]["1"] == 1.0
     assert all(cost > 0 for cost in report["step_cost"].values())
     assert report["peak_memory_bytes"] > report["model"]["weight_bytes"]
@@ -348,6 +349,7 @@ def test_info_tells_what_a_model_is_and_costs() -> None:
     assert report["drafter"]["cost"] > 0
     text = run("info", *TINY, "--repeats", "1", "--context", "16", "--method", "ngram").stdout
     assert "T(k)/T(1)" in text
+    assert "probe: errors relative to plain forwards" in text
     assert "zoo:tiny" in text
 
 

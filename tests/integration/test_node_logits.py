@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.engine import model
-from foretoken.engine.execution import apply_execution
 from foretoken.engine.model import CausalLM
 from harness import adapter, node_logit_error, tolerance
 
@@ -33,11 +29,8 @@ def test_trees_are_supported(name: str, attention: str) -> None:
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("name", "attention"), CASES)
-def test_packed_execution_gives_the_same_node_logits(
-    name: str, attention: str, is_tree: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_execution_gives_the_same_node_logits(name: str, attention: str, is_tree: bool) -> None:
     """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains."""
-    monkeypatch.setattr(model, "apply_execution", partial(apply_execution, min_packed_elements=0))
-    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed")
+    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed", packs_all=True)
     assert lm.execution.num_packed_layers > 0
     assert node_logit_error(name, attention, is_tree, lm) < 1e-3

@@ -7,23 +7,24 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.cache import KVCache
-from foretoken.engine.errors import ConfigError, ProbeError, UnsupportedModelError, UnsupportedStateError
-from foretoken.engine.execution import Execution, apply_execution, compute_dtype, shadow
-from foretoken.engine.independence import check_rows_independent, unchanged_attributes
+from foretoken.engine.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
+from foretoken.engine.execution import Execution, apply_execution, choose_execution, shadow
 from foretoken.engine.kernels import Bucket, KernelFacts, measure
 from foretoken.engine.nodes import Nodes
 from foretoken.engine.packing import MIN_ELEMENTS
-from foretoken.engine.probe import PROBE_CHAINS, PROBE_LENGTHS, PROBE_TREES, Reference, reference_of
+from foretoken.engine.probe import Probe
+from foretoken.engine.prober import Prober
+from foretoken.engine.reduced import reduced
 from foretoken.engine.state import ModelState
-from foretoken.engine.tree import DraftTree
 from foretoken.engine.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ logger = logging.getLogger("foretoken")
 
 Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 FULL, SLIDING = "full_attention", "sliding_attention"
-MAX_LEARNT = 16
-"""Structures of one model, of which what was measured is remembered."""
+MAX_PROBED = 16
+"""Structures of one model whose probe is remembered."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,6 @@ class Captured:
 
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Learnt:
-    """What was measured on one structure of a model."""
-
-    supports_trees: bool
-    facts: dict[int, KernelFacts]
 
 
 def _nobody() -> None:
@@ -97,7 +90,7 @@ class CausalLM:
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
-        self._learnt: dict[Any, _Learnt] = {}  # by the structures that the model had
+        self._probed: dict[Any, Probe] = {}  # by the structures that the model had
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
@@ -105,33 +98,41 @@ class CausalLM:
         self.vocab_size: int = self.config.vocab_size
         self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = compute_dtype(model)
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.num_forwards = 0
-        self.supports_trees = True
         self._check_autocast()
         self._layer_types = layer_types(self.config)
         self._window: int | None = getattr(self.config, "sliding_window", None)
+        self._masks_needed = set(self._layer_types) - {FULL}
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
-        if probe:
-            with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
-                check_rows_independent(self._shadow, self.name, self.dtype, self.device)
-        reference = reference_of(self._shadow, self.vocab_size, self.device) if probe else None
-        self.execution: Execution = apply_execution(
-            self._shadow,
-            execution,
-            release_originals=release_originals,
-            min_packed_elements=0 if packs_all else MIN_ELEMENTS,
-            earlier=earlier,
+        self._facts: dict[int, KernelFacts] = {}
+        is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
+        prober = Prober(self, is_packed=is_packed) if probe else None
+        if prober is not None:
+            prober.before()
+        self._run_by(
+            apply_execution(
+                self._shadow,
+                execution,
+                release_originals=release_originals,
+                min_packed_elements=0 if packs_all else MIN_ELEMENTS,
+                earlier=earlier,
+            )
         )
+        self._judge(None if prober is None else prober.after())
+        if self.probe is not None:
+            self._probed[self._state.structure] = self.probe
+
+    def _run_by(self, execution: Execution) -> None:
+        self.execution = execution
         self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
-        self._additive_mask = self._is_eager_attention or self.execution.uses_grouped_attention
-        self._masks_needed = set(self._layer_types) - {FULL}
-        self._facts: dict[int, KernelFacts] = {}
-        if reference is not None:
-            self._probe(reference)
-            self._learnt[self._state.structure] = _Learnt(self.supports_trees, self._facts)
+        self._additive_mask = self._is_eager_attention or execution.uses_grouped_attention
+
+    def _judge(self, probe: Probe | None) -> None:
+        self.probe = probe
+        self.supports_trees = probe is None or probe.supports_trees
 
     def refresh(self) -> bool:
         """Follow the model as its owner has changed it: weights, modules, hooks, configs, attributes of modules.
@@ -157,19 +158,20 @@ class CausalLM:
 
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
         """Become the adapter of the model as it is now, for all who hold this one."""
-        known = self._learnt.get(state.structure)
+        probed = self._probed
+        is_known = not probed or state.structure in probed
         fresh = CausalLM(
             model,
             execution=self._wanted_execution,
-            probe=bool(self._learnt) and known is None,
+            probe=not is_known,
             packs_all=self._packs_all,
             earlier=self.execution,
         )
-        if known is not None:
-            fresh.supports_trees, fresh._facts = known.supports_trees, known.facts
-        while len(self._learnt) >= MAX_LEARNT:
-            del self._learnt[next(iter(self._learnt))]
-        fresh._learnt = {**self._learnt, **fresh._learnt}
+        if state.structure in probed:
+            fresh._judge(probed[state.structure])
+        while len(probed) >= MAX_PROBED:
+            del probed[next(iter(probed))]
+        fresh._probed = {**probed, **fresh._probed}
         fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
         vars(self).update(vars(fresh))
 
@@ -344,39 +346,37 @@ class CausalLM:
 
     # -- probe -------------------------------------------------------------------------------------------------
 
-    def _probe(self, reference: Reference) -> None:
-        chain_error = self._probe_error(reference, PROBE_CHAINS)
-        if chain_error > reference.tolerance:
-            raise ProbeError(
-                f"{self.name} does not give the same logits for a draft as for plain text (relative error "
-                f"{chain_error:.2g}, allowed {reference.tolerance:.2g}): it ignores explicit positions or 4-D masks, "
-                "so drafts cannot be verified exactly. Use a model with rotary or learned absolute positions."
-            )
-        tree_error = self._probe_error(reference, PROBE_TREES)
-        if tree_error > reference.tolerance:
-            self.supports_trees = False
-            logger.warning(
-                "%s verifies chains but not trees (relative error %.2g); drafts are reduced to chains.",
-                self.name,
-                tree_error,
-            )
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Attention type of every layer."""
+        return self._layer_types
 
-    def _probe_error(self, reference: Reference, trees: tuple[DraftTree, ...]) -> float:
-        cache = self.new_cache(len(trees), capacity=64)
-        try:
-            prefixes = [list(reference.prefix[:length]) for length in PROBE_LENGTHS]
-            self.forward(Nodes.from_chains(prefixes), cache, keep=slice(0, 0))
-            cache.commit([range(len(prefix)) for prefix in prefixes])
-            trees = tuple(reference.relabel(tree) for tree in trees)
-            logits = self.forward(Nodes.from_trees(trees), cache)
-        except Exception as error:
-            raise ProbeError(
-                f"{self.name} cannot run over 4-D masks and explicit positions ({type(error).__name__}: {error}), "
-                "so drafts cannot be verified exactly."
-            ) from error
-        finally:
-            self.num_forwards = 0
-        return reference.error(logits, prefixes, trees)
+    @property
+    def window(self) -> int | None:
+        """Width of the sliding windows, if there are any."""
+        return self._window if SLIDING in self._layer_types else None
+
+    def reduced(self, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:
+        """An adapter over a few of the layers, for the probe; see `foretoken.engine.reduced`.
+
+        Args:
+          dtype: None for the whole model as it is.
+          window: of every sliding layer, if the model has any and theirs is wider.
+        """
+        other = copy.copy(self)
+        other._owner, other._facts = _nobody, {}
+        if self.window is not None:
+            other._window = min(self.window, window)
+        other._shadow = reduced(self._shadow, self.layers, layers, dtype, other.window)
+        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other.dtype = dtype or self.dtype
+        other._run_by(Execution(other._shadow, "eager"))
+        return other
+
+    def group_attention(self) -> None:
+        """Run attention as packed execution does."""
+        self.execution.uses_grouped_attention = use_grouped_sdpa(self._shadow)
+        self._run_by(self.execution)
 
 
 def check_supported(model: PreTrainedModel) -> None:

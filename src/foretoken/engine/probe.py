@@ -1,72 +1,85 @@
-"""What the probe of a model compares: plain forwards over the paths of small trees, without cache and masks."""
+"""What the probe of a model found, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-import numpy as np
-import torch
-
-from foretoken.engine.tree import DraftTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-PROBE_LENGTHS = (11, 8)  # ragged on purpose
-PROBE_TREES = (
-    DraftTree((0, 1, 2, 3, 4, 5, 6), (-1, 0, 0, 1, 1, 2, 4)),  # two siblings on two levels
-    DraftTree((0, 1, 2, 3, 4), (-1, 0, 0, 2, 2)),
-)
-PROBE_CHAINS = (DraftTree.chain(0, (1, 2, 3, 4)), DraftTree.chain(0, (1, 2, 3)))
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
-HALF_TOLERANCE = 0.1
+Verdict = Literal["right", "wrong", "unclear"]
+MARGIN = 4.0
+"""An error below so many times the rounding is rounding; a fault below so many times the rounding cannot be seen."""
 
 
 @dataclass(frozen=True)
-class Reference:
-    """Plain forwards of the model over the paths of the probe's trees, without cache and masks."""
+class Check:
+    """One thing that was compared with plain forwards. All numbers are relative to the spread of what is right.
 
-    prefix: tuple[int, ...]
-    node_tokens: tuple[int, ...]
-    logits: dict[tuple[int, ...], torch.Tensor]
-    tolerance: float
+    Args:
+      error: what was measured.
+      noise: what rounding alone makes of it.
+      control: what the least visible of the faults that were made on purpose makes of it.
+      bound: what the error was held against: between noise and control, as far from either, and `MARGIN` times the
+        noise at least.
+      verdict: "unclear" when the control cannot be told from the noise, so that a small error proves nothing.
+    """
 
-    def relabel(self, tree: DraftTree) -> DraftTree:
-        """The same shape with real token ids."""
-        return DraftTree(tuple(self.node_tokens[token] for token in tree.tokens), tree.parents)
+    name: str
+    error: float
+    noise: float
+    control: float
+    bound: float
+    verdict: Verdict
 
-    def error(self, logits: torch.Tensor, prefixes: Sequence[list[int]], trees: Sequence[DraftTree]) -> float:
-        """Largest root-mean-square error of a node's logits, relative to the spread of the true ones."""
-        worst = 0.0
-        for row, (prefix, tree) in enumerate(zip(prefixes, trees, strict=True)):
-            for node in range(len(tree)):
-                text = (*prefix, tree.tokens[0], *tree.path_tokens(node))
-                want = self.logits[text]
-                got = logits[row, node].double().cpu()
-                spread = (want - want.mean()).square().mean().sqrt().clamp_min(1e-12)
-                error = ((got - want).square().mean().sqrt() / spread).item()
-                worst = max(worst, error if error == error else float("inf"))  # NaN counts as wrong
-        return worst
+    @classmethod
+    def of(cls, name: str, error: float, noise: float, control: float) -> Check:
+        """Hold an error against the bound that follows from noise and control."""
+        bound = max(MARGIN * noise, math.sqrt(noise * control))
+        verdict: Verdict = "wrong" if not error <= bound else "right" if control > bound else "unclear"
+        return cls(name, error, noise, control, bound, verdict)
+
+    def describe(self) -> str:
+        """The numbers in one phrase."""
+        return (
+            f"relative error {self.error:.2g}; rounding alone gives {self.noise:.2g}, a fault made on purpose "
+            f"{self.control:.2g}, allowed is {self.bound:.2g}"
+        )
 
 
-@torch.inference_mode()
-def reference_of(model: PreTrainedModel, vocab_size: int, device: torch.device) -> Reference:
-    ids = np.random.default_rng(0).permutation(vocab_size)[: max(PROBE_LENGTHS) + 7] % vocab_size
-    ids = np.resize(ids, max(PROBE_LENGTHS) + 7)
-    prefix = tuple(int(i) for i in ids[: max(PROBE_LENGTHS)])
-    node_tokens = tuple(int(i) for i in ids[max(PROBE_LENGTHS) :])
-    logits: dict[tuple[int, ...], torch.Tensor] = {}
-    for trees in (PROBE_TREES, PROBE_CHAINS):
-        for length, shape in zip(PROBE_LENGTHS, trees, strict=True):
-            tree = DraftTree(tuple(node_tokens[token] for token in shape.tokens), shape.parents)
-            for leaf in tree.leaves:
-                text = (*prefix[:length], tree.tokens[0], *tree.path_tokens(leaf))
-                ends = range(length + 1, len(text) + 1)
-                if any(text[:end] not in logits for end in ends):
-                    rows = model(input_ids=torch.tensor([text], device=device), use_cache=False).logits[0]
-                    for end in ends:
-                        logits[text[:end]] = rows[end - 1].double().cpu()
-    dtype = model.get_input_embeddings().weight.dtype
-    return Reference(prefix, node_tokens, logits, TOLERANCES.get(dtype, HALF_TOLERANCE))
+@dataclass(frozen=True)
+class Probe:
+    """What the probe of a model found.
+
+    Args:
+      checks: by name: "chains", "trees" and "branches" of the reduced model, "linears" where layers are packed,
+        "execution" of the whole model as it runs.
+      layers: decoder layers of the reduced model.
+      dtype: in which it ran.
+      window: width of its sliding windows, narrow enough for a short text to fill them; None without any.
+      invisible: faults that do not show in this model, such as wrong positions in one that has none.
+      num_forwards: of all kinds; ``num_tokens`` is the sum of rows times width over them.
+      seconds: that it took, packing not included.
+      extra_bytes: the largest of these layers in that dtype, which is held besides the model for the length of a call.
+    """
+
+    checks: tuple[Check, ...]
+    layers: tuple[int, ...]
+    dtype: str
+    window: int | None
+    invisible: tuple[str, ...]
+    num_forwards: int
+    num_tokens: int
+    seconds: float
+    extra_bytes: int
+
+    @property
+    def supports_trees(self) -> bool:
+        return all(check.verdict != "wrong" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As data for JSON, which knows no infinity: an error without a number is None."""
+        data = dataclasses.asdict(self)
+        for check in data["checks"]:
+            check["error"] = check["error"] if math.isfinite(check["error"]) else None
+        return data

@@ -1,0 +1,533 @@
+"""The probe tells faults from rounding: in every dtype, for weights of every kind, however the model runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_mutations import MUTATIONS
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from architectures import ARCHITECTURES, Architecture
+from foretoken import LLM, zoo
+from foretoken.engine import model as model_module
+from foretoken.engine.errors import ProbeError
+from foretoken.engine.execution import Execution
+from foretoken.engine.model import CausalLM
+from foretoken.engine.nodes import Nodes
+from foretoken.engine.packing import PackedLinear
+from foretoken.engine.probe import Check
+from foretoken.engine.prober import Prober
+from foretoken.engine.reduced import representatives
+from foretoken.testing import strengthen
+from mutations import Patch, shifts_positions, shows_siblings
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KINDS = ("eager", "packed")
+NUM_SEEDS = 20
+MAX_FORWARDS, MAX_WIDTH = 12, 20
+
+
+def build(name: str, dtype: torch.dtype, seed: int = 0, *, is_strong: bool = True) -> PreTrainedModel:
+    """A model with strong weights, or as its class initialises it: then a wrong mask or position hardly shows."""
+    architecture = ARCHITECTURES[name]
+    if is_strong:
+        return architecture.build(architecture.attention[0], dtype, seed)
+    config = architecture.config()
+    config._attn_implementation = architecture.attention[0]
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, architecture.model_class or f"{architecture.family}ForCausalLM")
+    return model_class(config).to(dtype).eval()
+
+
+def load(model: PreTrainedModel, kind: str = "eager") -> CausalLM:
+    """Packed to the smallest layer, where it is packed."""
+    return CausalLM(model, execution=kind, packs_all=True)
+
+
+def assert_right(lm: CausalLM) -> None:
+    assert lm.supports_trees
+    assert lm.probe is not None
+    assert {check.verdict for check in lm.probe.checks} == {"right"}, lm.probe
+    assert lm.probe.num_forwards <= MAX_FORWARDS
+    assert not lm.probe.invisible
+
+
+def draw_tokens(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Let the probe take other tokens."""
+    monkeypatch.setattr(model_module, "Prober", partial(Prober, seed=seed))
+
+
+# -- no false verdict ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sound_model_is_found_sound(name: str, dtype: str) -> None:
+    """Strong weights and those of the class, eager and packed."""
+    for is_strong in (True, False):
+        model = build(name, DTYPES[dtype], is_strong=is_strong)
+        for kind in KINDS:
+            assert_right(load(model, kind))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_sound_model_is_found_sound_with_any_weights(name: str, dtype: str) -> None:
+    for seed in range(1, NUM_SEEDS):
+        for is_strong in (True, False):
+            model = build(name, DTYPES[dtype], seed, is_strong=is_strong)
+            for kind in KINDS:
+                assert_right(load(model, kind))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("zoo:tiny", id="tiny"),
+        pytest.param("zoo:tiny:draft", id="tiny-draft", marks=pytest.mark.slow),
+        pytest.param("zoo:smollm2", id="smollm2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "seeds", [range(1), pytest.param(range(1, NUM_SEEDS), marks=pytest.mark.full)], ids=["first", "others"]
+)
+def test_a_trained_model_is_found_sound(name: str, dtype: str, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any tokens. In bfloat16, thirty layers of rounding move the logits of smollm2 by a twentieth."""
+    model = trained(name, DTYPES[dtype])
+    for seed in seeds:
+        draw_tokens(monkeypatch, seed)
+        for kind in KINDS:
+            assert_right(CausalLM(model, execution=kind))
+
+
+def trained(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    _, name, *part = name.split(":")
+    if not zoo.is_available(name):
+        pytest.skip(str(zoo.why_missing(name)))
+    return AutoModelForCausalLM.from_pretrained(zoo.path(name, *part), dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("depth", [pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gpt2"])
+def test_deep_models_are_not_mistaken_for_wrong_ones(name: str, dtype: str, depth: int) -> None:
+    """Rounding grows from layer to layer, up to where a fault cannot be told from it; the verdict then says so."""
+    architecture = deep(ARCHITECTURES[name], depth)
+    lm = load(architecture.build(architecture.attention[0], DTYPES[dtype]), "packed")
+    assert lm.probe is not None
+    *others, execution = lm.probe.checks
+    assert {check.verdict for check in others} == {"right"}
+    assert execution.verdict == "right" or (dtype != "float32" and execution.verdict == "unclear")
+    assert (execution.verdict == "unclear") == (execution.control <= execution.bound)
+    assert len(lm.probe.layers) == 2
+    assert lm.probe.num_forwards <= MAX_FORWARDS
+
+
+def deep(architecture: Architecture, depth: int) -> Architecture:
+    key = "n_layer" if "n_layer" in architecture.options else "num_hidden_layers"
+    return dataclasses.replace(architecture, options={**architecture.options, key: depth})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen2-sliding"])
+def test_a_compiled_model_is_found_sound(name: str) -> None:
+    lm = load(build(name, torch.bfloat16), "compiled")
+    assert_right(lm)
+    assert lm.execution.compiled is not None
+    assert lm.execution.compiled.num_graphs == 1
+
+
+@pytest.mark.full
+def test_a_trained_model_is_found_sound_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_right(CausalLM(trained("zoo:smollm2", torch.bfloat16), execution="compiled"))
+
+
+# -- every fault of masks, positions, windows and columns ------------------------------------------------------------
+
+
+def shifts_positions_behind_the_prefix(patch: pytest.MonkeyPatch) -> None:
+    """From the first token on, rotary positions that are all off by one are not wrong: only distances count."""
+    right = CausalLM.forward
+    shifts_positions(patch)
+    wrong = CausalLM.forward
+
+    def forward(self: CausalLM, nodes: Nodes, cache: Any, **options: Any) -> torch.Tensor:
+        is_prefix = cache.lengths[options.get("first_row", 0)] == 0
+        return (right if is_prefix else wrong)(self, nodes, cache, **options)
+
+    patch.setattr(CausalLM, "forward", forward)
+
+
+FAULTS: tuple[Patch, ...] = (
+    *(mutation.apply for mutation in MUTATIONS if mutation.apply is not shifts_positions),
+    shifts_positions_behind_the_prefix,
+)
+NEED_WINDOWS = {mutation.apply for mutation in MUTATIONS if mutation.needs_layer == "sliding_attention"}
+NEED_FULL_ATTENTION = {mutation.apply for mutation in MUTATIONS if mutation.needs_layer == "full_attention"}
+IN_TREES_ONLY = {mutation.apply for mutation in MUTATIONS if not mutation.in_chains}
+
+NOT_SEEN_AT_LOAD = {
+    "KVCache.kept and rollback": "only drafters that share the target's cache write over committed columns",
+    "KVCache.swap, fork, remove, reorder": "rows that come and go; a probe decodes two rows from beginning to end",
+    "Engine, SamplingLaw, StopChecker": "they work on logits, which are right",
+}
+"""Faults of other lists, which no comparison of logits at load time can show, and why; their own tests find them."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_fault_is_found_in_every_dtype(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Faults that chains do not have cost the trees, the others are refused. A window of 128 is no shelter."""
+    check_faults(name, DTYPES[dtype], caplog, is_strong=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_fault_is_found_at_the_weights_of_the_class(
+    name: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_faults(name, DTYPES[dtype], caplog, is_strong=False)
+
+
+def check_faults(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture, is_strong: bool) -> None:
+    model = build(name, dtype, is_strong=is_strong)
+    kinds = set(CausalLM(model, execution="eager", probe=False).layer_types)
+    for fault in FAULTS:
+        if (fault in NEED_WINDOWS and "sliding_attention" not in kinds) or (
+            fault in NEED_FULL_ATTENTION and "full_attention" not in kinds
+        ):
+            continue
+        caplog.clear()
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "foretoken"):
+            fault(patch)
+            if fault in IN_TREES_ONLY:
+                lm = load(model)
+                assert not lm.supports_trees, (fault, lm.probe)
+                assert "verifies chains but not trees (relative error" in caplog.text
+            else:
+                with pytest.raises(ProbeError, match=r"relative error .*; rounding alone gives .*, allowed is"):
+                    load(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", [shows_siblings, shifts_positions_behind_the_prefix])
+def test_faults_are_found_in_packed_execution(fault: Patch, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention over grouped heads takes the masks."""
+    model = build("llama", DTYPES[dtype])
+    fault(monkeypatch)
+    if fault is shows_siblings:
+        assert not load(model, "packed").supports_trees
+    else:
+        with pytest.raises(ProbeError):
+            load(model, "packed")
+
+
+def test_a_fault_of_one_layer_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model of six layers, five of them sliding: the window is forgotten in the first layer of that type only."""
+    config = ARCHITECTURES["gemma3"].config().to_dict()
+    config |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config))
+    model = strengthen(model).to(torch.bfloat16).eval()
+    assert_right(load(model))
+    monkeypatch.setattr(CausalLM, "_in_window", lambda *_: torch.tensor(True))
+    with pytest.raises(ProbeError):
+        load(model)
+
+
+# -- execution -------------------------------------------------------------------------------------------------------
+
+RUN = Execution.run
+
+
+def without_masks(self: Execution, **options: Any) -> Any:
+    return RUN(self, **({**options, "attention_mask": None} if self.kind == "packed" else options))
+
+
+def with_counted_positions(self: Execution, **options: Any) -> Any:
+    positions = options["position_ids"]
+    if self.kind == "packed" and positions.shape[1] > 1:
+        options["position_ids"] = positions[:, :1] + torch.arange(positions.shape[1])
+    return RUN(self, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_strong", [True, False])
+def test_a_graph_that_ignores_its_masks_is_found(is_strong: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", DTYPES[dtype], is_strong=is_strong)
+    monkeypatch.setattr(Execution, "run", without_masks)
+    assert_right(load(model))
+    with pytest.raises(ProbeError, match=rf"wrong masks in {dtype} and packed execution.*Use execution=\"eager\""):
+        load(model, "packed")
+
+
+@pytest.mark.parametrize(("dtype", "is_strong"), [*((dtype, True) for dtype in DTYPES), ("float32", False)])
+def test_a_graph_that_ignores_its_positions_loses_trees(
+    is_strong: bool, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts them, which is right for chains.
+
+    At the weights of the class, in half precision, positions move logits by less than rounding does.
+    """
+    model = build("llama", DTYPES[dtype], is_strong=is_strong)
+    monkeypatch.setattr(Execution, "run", with_counted_positions)
+    assert_right(load(model))
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        assert not load(model, "packed").supports_trees
+    assert f'comes of running it in {dtype} and packed execution: try execution="eager"' in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, however many layers surround it."""
+    pack = Execution._pack
+
+    def wrong(self: Execution, *options: Any) -> None:
+        pack(self, *options)
+        first, second = (layer.self_attn for layer in self.model.model.layers[4:6])
+        first.q_proj.forward, second.q_proj.forward = second.q_proj.forward, first.q_proj.forward
+
+    architecture = deep(ARCHITECTURES["llama"], 8)
+    model = architecture.build("sdpa", DTYPES[dtype])
+    monkeypatch.setattr(Execution, "_pack", wrong)
+    with pytest.raises(ProbeError, match=r"layer model.layers.[45].self_attn.q_proj of .* execution=\"eager\""):
+        load(model, "packed")
+
+
+def test_a_bias_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = PackedLinear._pack
+
+    def wrong(self: PackedLinear) -> None:
+        pack(self)
+        self._bias = None
+
+    monkeypatch.setattr(PackedLinear, "_pack", wrong)
+    with pytest.raises(ProbeError, match="does not compute in packed execution what it computes eagerly"):
+        load(build("starcoder2", torch.bfloat16), "packed")
+
+
+def test_a_fault_of_half_precision_alone_names_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The structure is right in float32; what is wrong is how the mask is written in the dtype of the model."""
+    as_mask = CausalLM._as_mask
+
+    def wrong(self: CausalLM, visible: torch.Tensor) -> torch.Tensor:
+        is_wrong = self.dtype == torch.bfloat16
+        visible = visible & (torch.arange(visible.shape[-1]) > 3) if is_wrong else visible
+        return as_mask(self, visible)
+
+    monkeypatch.setattr(CausalLM, "_as_mask", wrong)
+    with pytest.raises(ProbeError, match=r"in bfloat16 .*although its code takes .* in float32.*dtype=\"float32\""):
+        load(build("llama", torch.bfloat16))
+    assert_right(load(build("llama", torch.float32)))
+
+
+# -- what is refused for another reason ------------------------------------------------------------------------------
+
+
+class Quantized(torch.nn.Module):
+    """Activations in 8 bits, with one scale for all rows: dynamic quantisation."""
+
+    def __init__(self, layer: torch.nn.Linear, dim: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight, self.bias, self._dim = layer.weight, layer.bias, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(self._dim, keepdim=True).clamp_min(1e-9) / 127
+        return torch.nn.functional.linear((x / scale).round() * scale, self.weight, self.bias)
+
+
+def quantized(dtype: torch.dtype, dim: tuple[int, ...]) -> PreTrainedModel:
+    model = build("llama", dtype)
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(module, name, Quantized(child, dim))
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arithmetic_that_depends_on_the_batch_is_refused_for_that(dtype: str) -> None:
+    with pytest.raises(ProbeError, match=r"other logits to a text alone than in a batch .* Quantise weights only"):
+        load(quantized(DTYPES[dtype], (0, 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_that_are_quantized_row_by_row_pass(dtype: str) -> None:
+    """They round coarsely, but alike in every batch; the verdict may say that a fault could hide in it."""
+    lm = load(quantized(DTYPES[dtype], (-1,)))
+    assert lm.supports_trees
+    assert lm.probe is not None
+    assert all(check.verdict == "right" for check in lm.probe.checks[:3])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(6e4, r"in float16; dtype=\"float32\" has a wider range"), (float("nan"), "in float32; its weights are damaged")],
+)
+def test_nan_in_plain_text_is_named(value: float, message: str) -> None:
+    model = build("llama", torch.float16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight.fill_(value)
+    with pytest.raises(ProbeError, match=f"gives NaN for plain text {message}"):
+        load(model)
+
+
+def test_a_model_that_no_fault_moves_is_said_to_prove_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        lm = load(model)
+    assert lm.probe is not None
+    assert {check.verdict for check in lm.probe.checks} == {"unclear"}
+    assert lm.probe.invisible == ("positions", "masks")
+    assert "LlamaForCausalLM hardly reacts to a wrong mask" in caplog.text
+
+
+def test_a_model_without_positions_needs_none() -> None:
+    model = ARCHITECTURES["smollm3"]
+    model = dataclasses.replace(model, options={**model.options, "no_rope_layers": [0, 0]})
+    lm = load(model.build("sdpa", torch.bfloat16), "packed")
+    assert lm.probe is not None
+    assert lm.probe.invisible == ("positions",)
+    assert {check.verdict for check in lm.probe.checks} == {"right"}
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the model itself. Packed layers take two more rows, each layer once."""
+    model = build(name, torch.bfloat16)
+    shapes: list[tuple[int, int]] = []
+    forward = type(model).forward
+
+    def counting(self: Any, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+        shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids, *args, **options)
+
+    counting.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(model), "forward", counting)
+    lm = load(model, kind)
+    assert lm.probe is not None
+    assert len(shapes) + (kind == "packed") == lm.probe.num_forwards <= MAX_FORWARDS
+    assert max(width for _, width in shapes) <= MAX_WIDTH
+    assert sum(rows * width for rows, width in shapes) + 2 * (kind == "packed") == lm.probe.num_tokens <= 400
+    assert lm.num_forwards == 0
+
+
+def test_one_layer_at_a_time_is_held_in_single_precision() -> None:
+    model = build("gemma3", torch.bfloat16)
+    lm = CausalLM(model, execution="eager", probe=False)
+    small = lm.reduced((0, 1), torch.float32, 4)
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(tuple(layer.self_attn.q_proj.weight.dtype for layer in small.layers))
+
+    for layer in small.layers:
+        layer.self_attn.q_proj.register_forward_pre_hook(look)
+    states = small.shadow(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits
+    assert seen == [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    assert states.shape == (1, 3, 64)
+    assert states.dtype == torch.float32
+    addresses = {weight.data_ptr() for weight in model.parameters()}
+    own = [w for w in small.shadow.parameters() if w.data_ptr() not in addresses and w.numel() > 0]
+    assert not own
+    assert (small.window, lm.window) == (4, 8)
+    assert model.config.sliding_window == lm.config.sliding_window == 8
+    probed = load(model).probe
+    assert probed is not None
+    assert probed.extra_bytes == 2 * max(
+        sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers
+    )
+
+
+def test_a_model_that_does_not_run_reduced_is_probed_as_it_is() -> None:
+    """Its output layer is read past its module, so that nothing can stand in its place."""
+
+    class Direct(LlamaForCausalLM):
+        def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:
+            keep = options.pop("logits_to_keep", 0)
+            states = self.model(
+                input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **options
+            )[0]
+            kept = slice(-keep, None) if isinstance(keep, int) else keep
+            logits = torch.nn.functional.linear(states[:, kept], self.lm_head.weight)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
+
+    config = LlamaConfig(**ARCHITECTURES["llama"].config().to_dict())
+    model = strengthen(Direct(config)).to(torch.bfloat16).eval()
+    lm = load(model)
+    assert lm.probe is not None
+    assert lm.supports_trees
+    assert (lm.probe.dtype, lm.probe.layers, lm.probe.extra_bytes) == ("bfloat16", (0, 1), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        shifts_positions_behind_the_prefix(patch)
+        with pytest.raises(ProbeError):
+            load(model)
+
+
+def test_weights_may_be_released_after_the_probe() -> None:
+    llm = LLM("zoo:tiny", dtype="float32", execution="packed")
+    assert_right(llm.target)
+
+
+def test_no_probe_leaves_no_verdict() -> None:
+    lm = CausalLM(build("llama", torch.float32), execution="eager", probe=False)
+    assert lm.probe is None
+    assert lm.supports_trees
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_every_build_are_taken() -> None:
+    """At least two, no more than six, and one whose attention somebody has replaced."""
+    sliding, full = ["sliding_attention"] * 3, ["full_attention"]
+    llama = deep(ARCHITECTURES["llama"], 8).build().model.layers
+    assert representatives(llama, full * 8) == (0, 1)
+    assert representatives(llama[:1], full) == (0,)
+    assert representatives(llama, (sliding + full) * 2) == (0, 3)
+    llama[6].self_attn.forward = lambda *_: None
+    llama[7].mlp.register_forward_pre_hook(lambda *_: None)
+    assert representatives(llama, full * 8) == (0, 6, 7)
+    assert representatives(llama, [str(index) for index in range(8)]) == tuple(range(6))
+    mixed = deep(ARCHITECTURES["deepseek-v3"], 4).build().model.layers
+    assert representatives(mixed, full * 4) == (0, 1)  # dense, experts
+
+
+def test_a_check_is_held_between_rounding_and_a_fault() -> None:
+    assert Check.of("x", 1e-3, 1e-6, 1e-2) == Check("x", 1e-3, 1e-6, 1e-2, 1e-4, "wrong")
+    assert Check.of("x", 1e-5, 1e-6, 1e-2).verdict == "right"
+    assert Check.of("x", 0.3, 0.1, 0.41) == Check("x", 0.3, 0.1, 0.41, 0.4, "right")
+    assert Check.of("x", 0.3, 0.1, 0.39).verdict == "unclear"
+    assert Check.of("x", float("nan"), 0.1, 1.0).verdict == "wrong"
+    assert "relative error 0.001; rounding alone gives 1e-06" in Check.of("x", 1e-3, 1e-6, 1e-2).describe()
+
+
+def test_the_verdict_is_data() -> None:
+    lm = load(build("llama", torch.bfloat16), "packed")
+    assert lm.probe is not None
+    data = json.loads(json.dumps(lm.probe.as_dict(), allow_nan=False))
+    assert [check["name"] for check in data["checks"]] == ["chains", "trees", "branches", "linears", "execution"]
+    assert data["dtype"] == "float32"
+    assert data["layers"] == [0, 1]
+    broken = dataclasses.replace(lm.probe, checks=(Check.of("trees", float("inf"), 1e-6, 1e-2),))
+    assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["checks"][0]["error"] is None
+    assert not broken.supports_trees
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lm.probe.dtype = "float64"  # type: ignore[misc]
