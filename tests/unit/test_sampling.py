@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -338,6 +339,26 @@ class TestTruncation:
         for warper in (Warper(), Warper(top_p=0.9), Warper(0.7, 30, 0.9, 0.01)):
             quick = choice.perturbed_best(warper, warper.scaled(logits), keys, 4)
             dense = choice.perturbed_best_dense(warper, warper.scaled(logits), keys, 4)
+            assert torch.equal(quick[0], dense[0])
+            torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.2, 0.05, 0.01])
+    @pytest.mark.parametrize("scale", [1.0, 10.0])
+    def test_low_temperatures_choose_alike_and_without_warnings(self, scale: float, temperature: float) -> None:
+        """Weights far below the peak are zero in float32, or so small that dividing by them overflows.
+
+        That gave RuntimeWarnings from T = 0.2 on; and siblings beyond the range of float32 were lost.
+        """
+        generator = torch.Generator().manual_seed(0)
+        warper = Warper(temperature)
+        logits = torch.randn(40, 4096, generator=generator) * scale
+        logits[::3, torch.randperm(4096, generator=generator)[:2048]] = -math.inf
+        keys = [noise.row_key(3, position) for position in range(40)]
+        for k in (1, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                quick = choice.perturbed_best(warper, warper.scaled(logits), keys, k)
+            dense = choice.perturbed_best_dense(warper, warper.scaled(logits), keys, k)
             assert torch.equal(quick[0], dense[0])
             torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
 

@@ -20,6 +20,9 @@ from foretoken.engine.support import Support, Warper, candidates
 FEW = 1024
 """Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""
 
+MAX_REACH = 80.0
+"""Distance from the peak up to which weights and their multiples are ordinary numbers in float32."""
+
 
 def argmax(logits: Tensor) -> Tensor:
     """Lowest index of the largest logit in float32, as greedy ``generate`` takes it; -1 in bad rows.
@@ -135,21 +138,30 @@ class _Search:
 
         With e = -log u the perturbed score is log w - log e, so the largest score has the smallest e / w. Since
         e >= 1 - u =: c, a token with c > w R cannot beat a score of -log R.
+
+        Where temperatures are low, weights fall to zero or close to it: quotients overflow, which is as good as any
+        large number, and of 0 / 0 any bound follows, for every token's own score is one. Beyond the range of float32
+        the same is decided by logarithms.
         """
         rest = noise.complements(key, self._scratch)
         if len(support.ids) < self._vocab_size:
             rest = rest[support.ids]
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             ratios = rest / support.weights
         if k == 1:
             first = int(ratios.argmin())
             worst = float(support.scores[first]) + noise.token_noise(key, int(support.ids[first]))
         else:
-            worst = float(_ranked(support, np.argpartition(ratios, k - 1)[:k], key, k)[1][-1])
-        reach = np.exp(support.peak - worst)
-        found: np.ndarray = np.flatnonzero(
-            rest <= support.weights * np.float32(reach * (1 + 1e-4)) + np.float32(2.0**-31)
-        )
+            perturbed = _ranked(support, np.argpartition(ratios, k - 1)[:k], key, k)[1]
+            worst = float(perturbed[-1]) if len(perturbed) == k else -math.inf
+        if not support.peak - worst < MAX_REACH:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                logs = np.log(np.maximum(rest - 2.0**-31, 0.0, dtype=np.float64))
+                can_win = logs <= support.scores.astype(np.float64) - worst + 1e-4
+        else:
+            reach = np.float32(np.exp(support.peak - worst) * (1 + 1e-4))
+            can_win = rest <= support.weights * reach + np.float32(2.0**-31)
+        found: np.ndarray = np.flatnonzero(can_win)
         return found
 
 
