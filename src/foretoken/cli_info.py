@@ -74,6 +74,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
         "probe_report": None if target.probe is None else target.probe.as_dict(),
+        "kernels": llm.kernel_facts.as_dict(),
         "method": llm.speculative_config.method,
         "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
         "context_tokens": length,
@@ -142,6 +143,7 @@ def show(report: dict[str, Any]) -> None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
         facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
     console.print(facts)
+    show_kernels(console, report["kernels"])
     if report["probe_report"] is not None:
         show_probe(console, report["probe_report"])
     curve = Table(title=f"cost of one step over k tokens, {report['context_tokens']} tokens of context")
@@ -152,6 +154,15 @@ def show(report: dict[str, Any]) -> None:
         curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
     console.print(curve)
     show_methods(console, report["methods"])
+
+
+def show_kernels(console: Console, kernels: dict[str, Any]) -> None:
+    """At which shapes plain and speculative decoding round alike, by the kernels of this machine."""
+    from foretoken.engine.kernels import Bucket, KernelFacts
+
+    bucket = None if kernels["bucket"] is None else Bucket(**kernels["bucket"])
+    facts = KernelFacts(bucket, kernels["reason"])
+    console.print(f"kernels, measured in {kernels['seconds']:.1f} s: {facts.describe()}")
 
 
 def show_probe(console: Console, probe: dict[str, Any]) -> None:

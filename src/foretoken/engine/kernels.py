@@ -8,9 +8,9 @@ model and the machine at hand, never assumed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -84,6 +84,10 @@ class KernelFacts:
     bucket: Bucket | None
     reason: str = ""
     seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
 
     def describe(self) -> str:
         """One line for people."""
