@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken import zoo
 from foretoken.applicability import applicable
 from foretoken.drafters.base import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
@@ -151,6 +152,10 @@ class LLM:
                 drafter=self.drafting.info,
             ),
         )
+        if is_zoo(model):
+            methods = [str(part.method) for part in (config, *(config.drafters or ()))]
+            for note in zoo.manifest(str(model)).notes_about(methods):
+                logger.info("%s: %s", model, note)
 
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
         """The same target in memory with another way of drafting; this LLM stays as it is.

@@ -458,7 +458,7 @@ def _check_is_no_path(text: str) -> None:
     """Say how a file or a model is given where one stands in the place of a method."""
     if text.endswith(".json"):
         raise ConfigError(f"speculative config {text!r} is neither a method nor JSON; to read a file, write '@{text}'")
-    if "/" in text or text.startswith("zoo:"):
+    if "/" in text or text.startswith("zoo:") or text.endswith(".gguf"):
         raise ConfigError(
             f"speculative config {text!r} is neither a method nor JSON; to draft with that model, write "
             f'{{"method": "draft_model", "model": "{text}"}}'

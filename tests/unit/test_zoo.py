@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import stat
@@ -133,12 +134,13 @@ import sys
 sys.path[:] = [{str(unpacked)!r}] + [p for p in sys.path if p and not p.startswith({str(root / "src")!r})]
 from foretoken import zoo
 target, drafter, tokenizer = zoo.load("tiny")
-print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(tokenizer))
+print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(tokenizer), *zoo.names())
 """
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=empty, env=environment, check=True, capture_output=True, text=True
     )
-    assert found.stdout.split() == [str(unpacked / "foretoken/zoo/tiny/target"), "5475584", "708992", "4096"]
+    folder = str(unpacked / "foretoken/zoo/tiny/target")
+    assert found.stdout.split() == [folder, "5475584", "708992", "4096", "smollm2", "tiny"]
 
 
 # -- manifests -------------------------------------------------------------------------------------------------------
@@ -505,3 +507,13 @@ def test_a_skipped_test_of_smollm2_fails_where_set_up_has_installed_it(body: str
     environment = {**os.environ, "FORETOKEN_TEST_SMOLLM2": "required", "PYTHONPATH": path}
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert found.returncode == code, found.stdout
+
+
+@pytest.mark.smollm2
+def test_the_flattered_method_is_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """Its 4-bit drafter lies on nearly the grid of the 4-bit file that the target comes from."""
+    caplog.set_level(logging.INFO, logger="foretoken")
+    LLM("zoo:smollm2", "ngram")
+    assert "flattered" not in caplog.text
+    LLM("zoo:smollm2", "quantized_self")
+    assert "method quantized_self quantises to nearly the same grid, so its figures are flattered here" in caplog.text

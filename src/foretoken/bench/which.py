@@ -280,7 +280,7 @@ class Which:
         self._eos = tuple(eos_token_ids(loaded.model))
         self.target = CausalLM(loaded.model, execution=settings.execution, release_originals=True)
         zoo_name = model if is_zoo(model) else None
-        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, settings.execution)
+        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, settings.execution, dtype=dtype)
 
     @cached_property
     def prompts(self) -> list[Prompt]:

@@ -87,7 +87,7 @@ def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
     if not is_zoo(model):
         return ()
     named = {part.method for one in candidates for part in (one.config, *(one.config.drafters or ()))}
-    return tuple(note for note in zoo.manifest(model).notes if any(str(name) in note.split() for name in named))
+    return zoo.manifest(model).notes_about(map(str, named))
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
@@ -68,6 +69,11 @@ class Manifest:
     brings: Mapping[str, str]
     notes: tuple[str, ...] = ()
     package: Package | None = None
+
+    def notes_about(self, methods: Iterable[str]) -> tuple[str, ...]:
+        """The notes that name any of these methods."""
+        named = set(methods)
+        return tuple(note for note in self.notes if named & set(re.findall(r"\w+", note)))
 
 
 def root() -> Path:
