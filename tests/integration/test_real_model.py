@@ -1,0 +1,125 @@
+"""A real chat model, every method: drafted texts are plain texts, and those of transformers.
+
+zoo:smollm2 on prompts through its chat template, greedy and sampled. The prompts, the methods and how they are compared
+are those of ``benchmarks/real_model.py``, which prints the same evidence as a table. Plain decoding runs every request
+alone, drafting runs them in batches which rows join and leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from real_model import CHAINS, METHODS, QUESTIONS, TREES, Evidence, Study, chat_requests
+
+from foretoken import zoo
+
+pytestmark = pytest.mark.smollm2
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is decoded: so many questions, greedy and sampled, and tokens of each answer."""
+
+    num_questions: int
+    max_new_tokens: int
+    batch_size: int
+
+
+SIZES = [
+    pytest.param(Size(2, 16, 3), id="covering"),
+    pytest.param(Size(len(QUESTIONS), 48, 8), id="whole", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Study]:
+    """(dtype, exactness) -> the study; every model is loaded once."""
+    size: Size = request.param
+    made: dict[tuple[str, str], Study] = {}
+    models = {}
+
+    def get(dtype: str, exactness: str) -> Study:
+        if (dtype, exactness) not in made:
+            for wanted in {"float32", dtype} - set(models):
+                models[wanted] = zoo.load("smollm2", dtype=getattr(torch, wanted))
+            model, _, tokenizer = models[dtype]
+            made[dtype, exactness] = Study(
+                model,
+                tokenizer,
+                chat_requests(tokenizer, QUESTIONS[: size.num_questions], size.max_new_tokens),
+                exactness=exactness,
+                exact=None if dtype == "float32" else get("float32", "default").llm.target,
+                batch_size=size.batch_size,
+                folder=tmp_path_factory.mktemp("store") / "datastore",
+            )
+        return made[dtype, exactness]
+
+    return get
+
+
+GetStudy = Callable[[str, str], Study]
+
+
+def check_drafts_were_taken(found: Evidence) -> None:
+    assert 0 < found.num_accepted < found.num_drafted, found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_single_precision_is_plain_decoding_and_that_of_transformers(
+    method: str, study: GetStudy, record_property: Callable[[str, object], None]
+) -> None:
+    """But for ties closer than 1e-4, noise of the draw and the edge of the nucleus included."""
+    found = study("float32", "default").evidence(method, with_generate=True)
+    record_property("evidence", str(found))
+    for difference in (*found.differences, *found.from_generate):
+        assert difference.gap < difference.bound, difference
+    check_drafts_were_taken(found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strict_half_precision_is_plain_decoding(method: str, study: GetStudy) -> None:
+    """Every token; trees are reduced to chains."""
+    found = study("bfloat16", "strict").evidence(method)
+    assert found.differences == ()
+    check_drafts_were_taken(found)
+
+
+@pytest.mark.parametrize("method", CHAINS)
+def test_chains_in_half_precision_are_plain_decoding(
+    method: str, study: GetStudy, record_property: Callable[[str, object], None]
+) -> None:
+    """Every token by default, where the machine has shapes that keep bits; elsewhere but for near-ties."""
+    half = study("bfloat16", "default")
+    found = half.evidence(method)
+    record_property("evidence", str(found))
+    if half.keeps_bits:
+        assert found.differences == ()
+    check_gaps(found)
+    check_drafts_were_taken(found)
+
+
+@pytest.mark.parametrize("method", TREES)
+def test_trees_in_half_precision_differ_at_near_ties_only(
+    method: str, study: GetStudy, record_property: Callable[[str, object], None]
+) -> None:
+    """The share of equal texts is recorded; each first difference is one that measured rounding explains."""
+    found = study("bfloat16", "default").evidence(method)
+    record_property("evidence", str(found))
+    check_gaps(found)
+    check_drafts_were_taken(found)
+
+
+def check_gaps(found: Evidence) -> None:
+    for difference in found.differences:
+        assert difference.gap <= difference.bound, difference
+
+
+def test_the_bound_of_half_precision_tells_a_fault_from_rounding(study: GetStudy) -> None:
+    """The tokens of another answer in place of this one's are no near-tie."""
+    half = study("bfloat16", "default")
+    texts = [half.plain[(place + 2) % len(half.plain)] for place in range(len(half.plain))]
+    found = half.differences(texts, dict(enumerate(half.plain)))
+    assert any(difference.gap > difference.bound for difference in found), found
