@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ from foretoken.bench.workload import read_questions
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.packing import packed_dtype
 from foretoken.outputs import RequestOutput
-from foretoken.retrieval.build import from_tokens
+from foretoken.retrieval.build import build
 from foretoken.testing import token_gap
 
 QUESTIONS = (
@@ -201,16 +202,20 @@ def shallow(model: PreTrainedModel, layers: Seq[int]) -> LlamaForCausalLM:
     config.num_hidden_layers = len(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
-    small = LlamaForCausalLM(config).to(model.dtype).eval()
-    for place, layer in enumerate(layers):
-        mine, theirs = small.model.layers[place], model.model.layers[layer]
-        for name, weight in theirs.named_parameters():
-            module, _, leaf = name.rpartition(".")
-            setattr(mine.get_submodule(module), leaf, weight)
-    small.model.embed_tokens.weight = small.lm_head.weight = model.model.embed_tokens.weight
-    small.model.norm.weight = model.model.norm.weight
+    with torch.device("meta"):
+        small = LlamaForCausalLM(config)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if match is None:
+            weights[name] = weight
+        elif int(match[1]) in layers:
+            weights[f"model.layers.{layers.index(int(match[1]))}.{match[2]}"] = weight
+    small.load_state_dict(weights, assign=True)
+    small.tie_weights()
+    small.model.rotary_emb = model.model.rotary_emb  # its frequencies are not weights
     small.generation_config = model.generation_config
-    return small
+    return small.eval()
 
 
 class Study:
@@ -273,10 +278,12 @@ class Study:
     @cached_property
     def _store(self) -> str:
         """A datastore of a few texts and of the greedy answers to every other question."""
-        answers = [tokens for place, tokens in enumerate(self.plain) if place % 4 == 0]
-        texts = [tuple(self.llm.tokenizer(text)["input_ids"]) for text in CORPUS]
-        from_tokens([*texts, *answers], self.folder, vocab_size=self.llm.target.vocab_size)
-        return str(self.folder)
+        answers = [self.llm.tokenizer.decode(tokens) for place, tokens in enumerate(self.plain) if place % 4 == 0]
+        corpus = self.folder / "corpus.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*CORPUS, *answers)), encoding="utf-8")
+        build([corpus], self.llm.tokenizer, self.folder / "store")
+        return str(self.folder / "store")
 
     def config(self, method: str) -> dict[str, Any]:
         """The configuration of a method, with what it needs of this target."""

@@ -7,7 +7,7 @@ alone, drafting runs them in batches which rows join and leave.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +32,24 @@ SIZES = [
     pytest.param(Size(2, 16, 3), id="covering"),
     pytest.param(Size(len(QUESTIONS), 48, 8), id="whole", marks=pytest.mark.full),
 ]
+
+
+FAST = {"ngram", "ngram, tree"}
+COVERING = {
+    *("draft_model", "jacobi", "layer_skip, swift", "quantized_self", "rest, tree"),
+    *("token_recycling", "draft_model, tree", "token_recycling+ngram"),
+}
+"""What `make test` runs in half precision: chains and trees, drafts from models, lookups and the target itself."""
+
+
+def params(methods: Iterable[str], covering: Iterable[str] = COVERING) -> list[object]:
+    """Lookups belong to the fast part, what is covering to the slow one, the rest to the whole matrix."""
+    return [
+        pytest.param(
+            method, marks=() if method in FAST else pytest.mark.slow if method in covering else pytest.mark.full
+        )
+        for method in methods
+    ]
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -64,10 +82,12 @@ GetStudy = Callable[[str, str], Study]
 
 
 def check_drafts_were_taken(found: Evidence) -> None:
-    assert 0 < found.num_accepted < found.num_drafted, found
+    """Some and not all, but for a drafter whose 4-bit grid is nearly that on which this model was stored."""
+    assert found.num_accepted > 0, found
+    assert found.num_accepted < found.num_drafted or "quantized_self" in found.method, found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", params(METHODS, covering=METHODS))
 def test_single_precision_is_plain_decoding_and_that_of_transformers(
     method: str, study: GetStudy, record_property: Callable[[str, object], None]
 ) -> None:
@@ -79,7 +99,7 @@ def test_single_precision_is_plain_decoding_and_that_of_transformers(
     check_drafts_were_taken(found)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", params(METHODS))
 def test_strict_half_precision_is_plain_decoding(method: str, study: GetStudy) -> None:
     """Every token; trees are reduced to chains."""
     found = study("bfloat16", "strict").evidence(method)
@@ -87,7 +107,7 @@ def test_strict_half_precision_is_plain_decoding(method: str, study: GetStudy) -
     check_drafts_were_taken(found)
 
 
-@pytest.mark.parametrize("method", CHAINS)
+@pytest.mark.parametrize("method", params(CHAINS))
 def test_chains_in_half_precision_are_plain_decoding(
     method: str, study: GetStudy, record_property: Callable[[str, object], None]
 ) -> None:
@@ -101,7 +121,7 @@ def test_chains_in_half_precision_are_plain_decoding(
     check_drafts_were_taken(found)
 
 
-@pytest.mark.parametrize("method", TREES)
+@pytest.mark.parametrize("method", params(TREES))
 def test_trees_in_half_precision_differ_at_near_ties_only(
     method: str, study: GetStudy, record_property: Callable[[str, object], None]
 ) -> None:
