@@ -28,7 +28,7 @@ class Screen:
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._console = Console(highlight=False, soft_wrap=True)
-        self._notices = Console(stderr=not self.is_interactive, highlight=False, soft_wrap=True)
+        self._notices = Console(stderr=not self.is_interactive, highlight=False, soft_wrap=not self.is_interactive)
 
     def greet(self) -> None:
         if self.is_interactive:

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 ANSWER_TOKENS = 256
 KEPT_PREFIXES = 2  # this conversation, and the one before a /reset
 HELP = {
-    "/method [NAME]": "draft in another way (or JSON, or @file); none is plain decoding",
+    "/method [NAME]": "draft in another way (also JSON, @file); none is plain",
     "/plain": "give the last answer again by plain decoding, and compare",
     "/stats": "counters of this chat",
     "/seed [N]": "draw answers with this seed; random draws a new one each time",
     "/reset": "forget the conversation",
     "/help": "this list; a message that begins with / is written with //",
-    "/quit": "end; so does the end of input (Ctrl-D). Ctrl-C ends an answer, not the chat",
+    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer, not the chat",
 }
 
 
@@ -186,8 +186,8 @@ class Chat:
         self.screen.finish(turn, identical=is_identical)
         if is_identical:
             self.screen.say(
-                f"identical: {shown} of {len(last.token_ids)} tokens, seed {last.seed}; {last.method} took "
-                f"{_steps(last)} steps, plain decoding {_steps(turn)}"
+                f"identical: {shown} of {len(last.token_ids)} tokens{_seed(last, self.conversation)}; {last.method} "
+                f"took {_steps(last)} steps, plain decoding {_steps(turn)}"
             )
         else:
             self._fail(EXIT_DIFFERS)
@@ -249,6 +249,10 @@ def _whole(argument: str) -> int:
         return int(argument)
     except ValueError:
         raise ConfigError(f"the seed is {argument!r}; give a whole number, or random") from None
+
+
+def _seed(turn: Turn, conversation: Conversation) -> str:
+    return "" if conversation.params.is_greedy else f", seed {turn.seed}"
 
 
 def _steps(turn: Turn) -> int:

@@ -61,13 +61,14 @@ def build_(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""
-    from foretoken.loading import load_tokenizer
-    from foretoken.retrieval.build import Limits, build
-
     with exit_codes():
+        from foretoken.loading import load_tokenizer
+
         name = choose_model(tokenizer)
         loaded = load_tokenizer(name)
     with exit_codes(), build_bar() as report:
+        from foretoken.retrieval.build import Limits, build
+
         manifest = build(
             corpora,
             loaded,
@@ -91,9 +92,9 @@ def append_(
     as_json: AsJson = False,
 ) -> None:
     """Add corpora to a datastore; what is added counts as more recent."""
-    from foretoken.retrieval.build import Limits, append
-
     with exit_codes():
+        from foretoken.retrieval.build import Limits, append
+
         loaded = _tokenizer_of(folder, tokenizer)
     with exit_codes(), build_bar() as report:
         manifest = append(folder, corpora, loaded, field=field, limits=Limits(int(memory * 1e9)), progress=report)
@@ -103,9 +104,9 @@ def append_(
 @app.command("info")
 def info(folder: Folder, as_json: AsJson = False) -> None:
     """Check a datastore, checksums included, and say what it holds."""
-    from foretoken.retrieval.datastore import Datastore
-
     with exit_codes():
+        from foretoken.retrieval.datastore import Datastore
+
         manifest = Datastore.open(folder).manifest
         facts = _facts(folder, manifest)
         facts["sources"] = [{"path": path, "num_bytes": size} for path, size in manifest.sources]
@@ -125,9 +126,9 @@ def query(
 
     It is looked up as method rest does by default.
     """
-    from foretoken.retrieval.datastore import Datastore
-
     with exit_codes():
+        from foretoken.retrieval.datastore import Datastore
+
         loaded = _tokenizer_of(folder, tokenizer)
         datastore = Datastore.open(folder, tokenizer=loaded, checksums=False)
         ids = loaded(text, add_special_tokens=False)["input_ids"]
@@ -202,12 +203,16 @@ def _show(facts: dict[str, Any], as_json: bool) -> None:
         return
     console = Console(highlight=False, markup=False)
     console.print(
-        f"{facts['datastore']}: {facts['num_tokens']:,} tokens of {facts['num_documents']:,} documents in "
-        f"{facts['num_shards']} shards, {facts['num_bytes'] / 1e6:.1f} MB"
+        f"{facts['datastore']}: {facts['num_tokens']:,} tokens of {_count(facts['num_documents'], 'document')} in "
+        f"{_count(facts['num_shards'], 'shard')}, {facts['num_bytes'] / 1e6:.1f} MB"
     )
     console.print(
-        f"tokenizer {facts['tokenizer']}, {facts['vocab_size']} ids, {facts['bytes_per_token_id']} bytes each"
+        f"tokenizer {facts['tokenizer']}, {facts['vocab_size']:,} ids, {facts['bytes_per_token_id']} bytes each"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _tokenizer_of(folder: Path, named: str | None) -> Any:

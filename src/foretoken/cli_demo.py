@@ -164,7 +164,7 @@ def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: 
     import torch
 
     from foretoken.bench.provenance import cpu_name
-    from foretoken.demo import Report
+    from foretoken.demo import Report, promise_of
 
     drafting = llms[1]
     return Report(
@@ -174,6 +174,7 @@ def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: 
         dtype=drafting.model_info.dtype,
         execution=drafting.model_info.execution,
         exactness=drafting.engine_config.exactness,
+        promise=promise_of(drafting),
         num_threads=torch.get_num_threads(),
         cpu=cpu_name(),
         params=params,

@@ -197,8 +197,10 @@ class TextWriter:
 
     def __init__(self, params: SamplingParams) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
-        self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._errors = Console(stderr=True, highlight=False)
+        self._errors.soft_wrap = not self._errors.is_terminal
         self._num_samples, self._budget = params.n, params.max_tokens
+        self._is_sampled = not params.is_greedy
         self._waiting: dict[int, list[StreamOutput]] = {}
         self._current = 0
 
@@ -234,7 +236,7 @@ class TextWriter:
             said = ending(output, self._budget)
             if said:
                 self._errors.print(Text(f"prompt {place}: {said}" if len(outputs) > 1 else said, "yellow"))
-        self._errors.print(Text(summary(outputs), "dim"))
+        self._errors.print(Text(summary(outputs, is_sampled=self._is_sampled), "dim"))
         if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
             legend = Text("tokens proposed by the drafter are ", "dim")
             self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
@@ -261,8 +263,8 @@ def write_segments(console: Console, segments: Segments) -> None:
     console.file.flush()
 
 
-def summary(outputs: Sequence[RequestOutput]) -> str:
-    """One line over all prompts."""
+def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str:
+    """One line over all prompts; with the seed where it had a say."""
     counts: dict[str, int] = {}
     for output in outputs:
         for key in ("num_accepted_draft_tokens", "num_spec_steps", "num_steps"):
@@ -276,7 +278,7 @@ def summary(outputs: Sequence[RequestOutput]) -> str:
         f"mean acceptance length {1 + accepted / drafted if drafted else 1.0:.2f}",
         f"tokens per step {num_tokens / counts['num_steps'] if counts['num_steps'] else 0.0:.2f}",
     ]
-    if len(seeds) == 1:
+    if is_sampled and len(seeds) == 1:
         parts.append(f"seed {seeds[0]}")
     return ", ".join(parts)
 

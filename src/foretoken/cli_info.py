@@ -57,11 +57,19 @@ def info(
         model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         llm = load_llm(model, config, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
-        report = describe(llm, context, repeats)
+        report = {**describe(llm, context, repeats), "notes": _notes(model)}
         if as_json:
             sys.stdout.write(json.dumps(report) + "\n")
         else:
             show(report)
+
+
+def _notes(model: str) -> list[str]:
+    """What people should know when they read figures of a zoo model."""
+    from foretoken import zoo
+    from foretoken.loading import is_zoo
+
+    return list(zoo.manifest(model).notes) if is_zoo(model) else []
 
 
 def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
@@ -135,18 +143,21 @@ def show(report: dict[str, Any]) -> None:
     facts.add_row("model", f"{model['name']} ({model['architecture']})")
     facts.add_row("parameters", f"{model['num_parameters'] / 1e6:.2f} M, {model['weight_bytes'] / 1e6:.1f} MB")
     facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
-    facts.add_row("vocabulary", f"{model['vocab_size']} ids, context {model['context_length'] or 'not stated'}")
+    facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("probe", f"verifies {report['probe']} exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
     facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
     if drafter is not None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
         facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+    for note in report["notes"]:
+        facts.add_row("note", note)
     console.print(facts)
     show_kernels(console, report["kernels"])
     if report["probe_report"] is not None:
         show_probe(console, report["probe_report"])
-    curve = Table(title=f"cost of one step over k tokens, {report['context_tokens']} tokens of context")
+    console.print(f"\ncost of one step over k tokens, {report['context_tokens']} tokens of context")
+    curve = Table()
     curve.add_column("k", justify="right")
     curve.add_column("ms", justify="right")
     curve.add_column("T(k)/T(1)", justify="right")
@@ -154,6 +165,10 @@ def show(report: dict[str, Any]) -> None:
         curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
     console.print(curve)
     show_methods(console, report["methods"])
+
+
+def _count(number: int | None) -> str:
+    return "not stated" if number is None else f"{number:,}"
 
 
 def show_kernels(console: Console, kernels: dict[str, Any]) -> None:

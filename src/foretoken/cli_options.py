@@ -20,7 +20,7 @@ from foretoken.methods import METHODS
 from foretoken.params import SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from foretoken.llm import LLM
+    from foretoken.llm import LLM, SpeculativeLike
 
 _LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
 
@@ -183,7 +183,7 @@ def notices() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def load_llm(model: str, config: SpeculativeConfig | None, **options: Any) -> LLM:
+def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
     """The model behind a verb. Progress of loading shows on terminals only."""
     from transformers.utils import logging as transformers_logging
 

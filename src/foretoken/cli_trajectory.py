@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
@@ -60,7 +61,7 @@ def trajectory(
         check_template(chat, raw)
         read = read_prompts([prompt], None)
         model = choose_model(model)
-        llm = load_llm(model, None, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
+        llm = load_llm(model, "none", gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
         (asked,) = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
         found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
         if html is not None:
@@ -70,4 +71,4 @@ def trajectory(
         if as_json:
             sys.stdout.writelines(json.dumps(record) + "\n" for record in found.records())
         else:
-            sys.stdout.write(found.text())
+            sys.stdout.write(found.text(get_terminal_size().columns if sys.stdout.isatty() else None))

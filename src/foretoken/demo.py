@@ -156,7 +156,8 @@ class Report:
     Args:
       model: what was decoded, for people.
       method: how the speculative way drafts.
-      promise: the mode in which texts were compared.
+      exactness: the mode in which texts were compared.
+      promise: what that mode promises of them here.
     """
 
     model: str
@@ -165,6 +166,7 @@ class Report:
     dtype: str
     execution: str
     exactness: str
+    promise: str
     num_threads: int
     cpu: str
     params: SamplingParams
@@ -224,6 +226,7 @@ class Report:
             "dtype": self.dtype,
             "execution": self.execution,
             "exactness": self.exactness,
+            "promise": self.promise,
             "num_threads": self.num_threads,
             "cpu": self.cpu,
             "max_new_tokens": self.params.max_tokens,
@@ -259,6 +262,17 @@ class Report:
                 "speedup": answer.speedup,
             }
         return facts
+
+
+def promise_of(llm: LLM) -> str:
+    """What the exactness of an LLM promises of texts that drafts were accepted for; see docs/exactness.md."""
+    mode, dtype = llm.engine_config.exactness, llm.model_info.dtype
+    is_half = dtype in ("bfloat16", "float16")
+    if mode == "strict" or (is_half and mode == "default" and llm.kernel_facts.bucket is not None):
+        return "the same bits" if mode == "strict" else "the same bits for drafts that are chains"
+    if is_half:
+        return f"the same but for near-ties in {dtype}"
+    return "the same but for ties closer than 1e-4" if dtype == "float32" else "the same"
 
 
 def ratio(part: float, whole: float) -> float:

@@ -204,15 +204,14 @@ def notes(report: Report) -> Iterator[str]:
         speedups = report.speedups
         yield (
             f"Same text: {report.num_identical} of {len(report.answers)} identical, token for token "
-            f"(exactness {report.exactness}). Speed: {report.speedup:.2f}x plain decoding, the median; "
-            f"{min(speedups):.2f} to {max(speedups):.2f}."
+            f"(exactness {report.exactness} promises {report.promise}). "
+            f"Speed: {report.speedup:.2f}x plain decoding, the median; {min(speedups):.2f} to {max(speedups):.2f}."
         )
     else:
         differing = len(report.answers) - report.num_identical
         yield (
-            f"{differing} of {len(report.answers)} texts differ between plain and {report.method} (exactness "
-            f"{report.exactness}), so no speed is given. In half precision near-ties may fall differently: try --dtype "
-            "float32, or --exactness strict."
+            f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
+            f"exactness {report.exactness} promises {report.promise} here; try --exactness strict, or --dtype float32."
         )
     yield (
         f"{report.acceptance_rate:.0%} of the drafted tokens were accepted. {report.model}, {report.dtype}, "

@@ -172,11 +172,11 @@ class Trajectory:
         """Positions that were right before their turn."""
         return sum(sum(block.right_early) for block in self.blocks)
 
-    def text(self) -> str:
-        """All iterates as a table of text."""
+    def text(self, width: int | None = None) -> str:
+        """All iterates as tables of text, cut into parts where they are wider than ``width`` columns."""
         from foretoken.trajectory_views import text
 
-        return text(self)
+        return text(self, width)
 
     def html(self) -> str:
         """All iterates as one page that needs nothing else."""

@@ -8,6 +8,7 @@ from html import escape
 from foretoken.trajectories import Block, Trajectory
 
 _CERTAIN, _EARLY, _WRONG = "certain", "early", "wrong"
+_NUMBER = 4  # columns of the iteration
 _MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " "}
 _LEGEND = {
     _CERTAIN: "right, and nothing wrong before it",
@@ -24,17 +25,35 @@ th { text-align: right; font-weight: normal; color: #666 }
 """
 
 
-def text(trajectory: Trajectory) -> str:
-    """A table per block: a line per iteration, = for certain tokens, + for those that are right early."""
+def text(trajectory: Trajectory, width: int | None = None) -> str:
+    """A table per block: a line per iteration, = for certain tokens, + for those that are right early.
+
+    Args:
+      width: wider tables are cut into parts of fewer positions, one below the other.
+    """
     lines = [summary(trajectory), *(f"  {_MARK[state]!r} {_LEGEND[state]}" for state in _MARK)]
     for number, block in enumerate(trajectory.blocks):
         words = [[_MARK[state] + word for word, state in row] for row in _rows(trajectory, block)]
         widths = [max(map(len, column)) for column in zip(*words, strict=True)]
         lines += ["", title(number, block)]
-        for iteration, row in enumerate(words):
-            cells = " ".join(word.ljust(width) for word, width in zip(row, widths, strict=True))
-            lines.append(f"{iteration:>4} {cells}".rstrip())
+        for start, end in _parts(widths, width):
+            if end - start < len(widths):
+                lines.append(f"     positions {block.start + start} to {block.start + end - 1}")
+            for iteration, row in enumerate(words):
+                cells = " ".join(word.ljust(size) for word, size in zip(row[start:end], widths[start:end], strict=True))
+                lines.append(f"{iteration:>4} {cells}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
+    """Ranges of columns that fit: [5, 5, 5] in 17 columns, 4 of them for the iteration: (0, 2), (2, 3)."""
+    start, used = 0, _NUMBER
+    for place, size in enumerate(widths):
+        if limit is not None and place > start and used + 1 + size > limit:
+            yield start, place
+            start, used = place, _NUMBER
+        used += 1 + size
+    yield start, len(widths)
 
 
 def html(trajectory: Trajectory) -> str:

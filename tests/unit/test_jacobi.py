@@ -142,6 +142,17 @@ def test_views_show_every_iterate() -> None:
         "   1 =1  9 +3",
         "   2 =1 =2 =3",
     ]
+    assert found.text(10).splitlines()[-8:] == [
+        "     positions 1 to 2",
+        "   0 =1 =2",
+        "   1 =1  9",
+        "   2 =1 =2",
+        "     positions 3 to 3",
+        "   0  0",
+        "   1 +3",
+        "   2 =3",
+    ]
+    assert found.text(13) == found.text()
     page = found.html()
     assert page.count("<tr>") == 3
     assert '<td class="wrong">9</td><td class="early">3</td>' in page
