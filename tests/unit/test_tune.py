@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
+from foretoken.cli_tune import _Options, _prompts
 from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.llm import LLM
+from foretoken.loading import load_tokenizer
 from foretoken.testing import toy_model
 from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
 from foretoken.tune.space import Space
@@ -275,3 +278,19 @@ def test_wrong_options_are_refused(more: list[str], message: str, model: str, pr
     result = run(*options(model, prompts, tmp_path / "set.json", *more))
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_text_of_a_prompts_file_is_given_as_generate_gives_it(tmp_path: Path) -> None:
+    """To an instruct model as a message; a layer set is searched on what the model will see."""
+    tokenizer = load_tokenizer("zoo:tiny")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"Hi"\n' + json.dumps({"prompt_token_ids": [5, 6]}))
+    given = _Options("owner/model", str(path), False, 8, 4, "time", "", "none", "float32", "auto", 0)
+    message, ids = _prompts(given, tokenizer)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert message.token_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert ids.token_ids == (5, 6)
+    raw, _ = _prompts(replace(given, raw=True), tokenizer)
+    assert raw.token_ids == tuple(tokenizer("Hi")["input_ids"])
