@@ -148,7 +148,8 @@ def resolve(
             )
         return Source(location, name)
     if os.path.isdir(location):
-        file = _gguf_in(location, name, gguf_file)
+        is_enough = part == "tokenizer" and gguf_file is None and _has_tokenizer(location)
+        file = None if is_enough else _gguf_in(location, name, gguf_file)
         return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
     if _looks_like_path(name) or name.endswith(".gguf"):
         raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
@@ -203,11 +204,15 @@ def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokeniz
         return read_tokenizer(_header(source))
     if source.name.startswith(ZOO):
         source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
-    if source.is_local and not any((Path(source.location) / file).exists() for file in _TOKENIZER_FILES):
+    if source.is_local and not _has_tokenizer(source.location):
         return None
     with _as_checkpoint_error(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.options)
     return tokenizer
+
+
+def _has_tokenizer(directory: str) -> bool:
+    return any((Path(directory) / file).exists() for file in _TOKENIZER_FILES)
 
 
 def tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
@@ -308,8 +313,8 @@ def _as_checkpoint_error(source: Source, what: str) -> Iterator[None]:
 def _remedy(source: Source, error: Exception) -> str:
     if source.is_gguf and source.is_local:
         return (
-            f"transformers {transformers.__version__} cannot read this GGUF file; load the original model, or try a "
-            "newer transformers"
+            f"transformers {transformers.__version__} cannot read this GGUF file; load the original model, try a newer "
+            "transformers, or download the file again if it may be damaged"
         )
     if not source.is_local:
         return (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -18,10 +21,10 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
-from foretoken.engine.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.engine.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.gguf import packages
 from foretoken.gguf.header import read_header
-from foretoken.gguf.model import end_token_ids, llama3_factors, stored_dtype
+from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
 from foretoken.gguf.tokenizer import merges_by_score, read_tokenizer
 from foretoken.loading import load_model, load_tokenizer
 from gguf_files import tokenizer_entries, write_llama
@@ -294,6 +297,36 @@ def test_the_command_line_reads_gguf(plain: Path) -> None:
         assert len(line["token_ids"]) == 4
 
 
+def test_a_file_at_a_hub_is_fetched(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cached_file(*arguments: Any, **options: Any) -> str:
+        asked.append((*arguments, options))
+        return str(plain)
+
+    monkeypatch.setattr("foretoken.loading.cached_file", cached_file)
+    llm = LLM("owner/name", gguf_file="part/x.gguf", revision="abc")
+    assert llm.model_info.name == "owner/name"
+    assert llm.generate("A dog", GREEDY)[0].finished
+    assert asked[0] == ("owner/name", "part/x.gguf", {"revision": "abc"})
+
+
+def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached_file(*arguments: Any, **options: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("foretoken.loading.cached_file", cached_file)
+    with pytest.raises(CheckpointError, match=r"the GGUF file of owner/name cannot be loaded .*check the spelling"):
+        LLM("owner/name", gguf_file="x.gguf")
+
+
+def test_a_tokenizer_beside_gguf_files_is_found(plain: Path, tmp_path: Path) -> None:
+    load_tokenizer("zoo:tiny").save_pretrained(tmp_path)
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(plain, tmp_path / name)
+    assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer("zoo:tiny").get_vocab()
+
+
 # -- files that are refused --------------------------------------------------------------------------------------------
 
 
@@ -322,6 +355,28 @@ def test_damage_in_the_header_is_seen(file: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged"):
         LLM(file)
+
+
+def test_any_damage_in_the_header_is_a_typed_error(file: Path) -> None:
+    """Bytes of names, lengths and kinds are overwritten, by a seed: what can be noticed is refused, nothing crashes."""
+    rng = random.Random(7)
+    size, start = file.stat().st_size, read_header(file).data_start
+    front = file.read_bytes()[:start]
+    marks = [found.start() for found in re.finditer(rb"(general|llama|tokenizer|blk|token_embd)\.", front)]
+    refused = 0
+    for _ in range(120):
+        damaged = bytearray(front)
+        for _ in range(rng.randint(1, 3)):
+            damaged[max(0, rng.choice(marks) + rng.randint(-12, 60))] = rng.choice([0, 1, 255, rng.randrange(256)])
+        file.write_bytes(damaged)
+        os.truncate(file, size)
+        try:
+            header = read_header(file)
+            check_readable(header)
+            read_tokenizer(header)
+        except ForetokenError:
+            refused += 1
+    assert refused > 40
 
 
 @pytest.mark.parametrize(

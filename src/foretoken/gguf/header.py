@@ -84,11 +84,13 @@ def read_header(file: Path | str) -> Header:
     try:
         with path.open("rb") as stream:
             header = _Reader(stream, path).header()
+        _check_kind(header)
+    except CheckpointError:
+        raise
     except OSError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    _check_kind(header)
+    except (ValueError, TypeError, OverflowError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"{path} is damaged in its header ({error}); download or copy it again") from None
     return header
 
 

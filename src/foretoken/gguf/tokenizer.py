@@ -23,7 +23,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foretoken.engine.errors import CheckpointError, UnsupportedModelError
+from foretoken.engine.errors import CheckpointError, ForetokenError, UnsupportedModelError
 from foretoken.gguf.header import Header
 
 logger = logging.getLogger("foretoken")
@@ -71,17 +71,22 @@ def read_tokenizer(header: Header) -> PreTrainedTokenizerBase | None:
     tokens = entries.get("ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{header.path} names a tokenizer ({kind}) and holds no tokens; download it again")
-    if kind == "gpt2":
-        backend = _byte_level(tokens, entries, header)
-    elif kind == "llama" and not header.architecture.startswith("gemma"):
-        backend = _sentencepiece(tokens, entries, header)
-    else:
+    if kind not in ("gpt2", "llama") or header.architecture.startswith("gemma"):
         raise UnsupportedModelError(
             f"{header.path} has a tokenizer of the kind {kind!r} for {header.architecture!r}, which is not read from "
             "GGUF; give the one of the original model: tokenizer=DIRECTORY or a hub id"
         )
-    _add_tokens(backend, tokens, entries)
-    return _wrap(backend, tokens, entries)
+    try:
+        backend = (_byte_level if kind == "gpt2" else _sentencepiece)(tokens, entries, header)
+        _add_tokens(backend, tokens, entries)
+        return _wrap(backend, tokens, entries)
+    except ForetokenError:
+        raise
+    except Exception as error:  # tokenizers raises nothing more special
+        raise CheckpointError(
+            f"the tokenizer in {header.path} cannot be built ({' '.join(str(error).split())[:200]}): the file is "
+            "damaged. Download it again, or give the tokenizer of the original model: tokenizer=DIRECTORY or a hub id"
+        ) from error
 
 
 def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Header) -> Tokenizer:
