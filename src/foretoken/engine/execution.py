@@ -128,7 +128,7 @@ class Execution:
         if self._row_limit is None:
             self._row_limit = RowLimit()
             for layer in linears(self.model):
-                layer.forward = LimitedLinear(layer.forward, self._row_limit)
+                layer.forward = LimitedLinear(layer, self._row_limit)
         self._row_limit.max_rows = max_rows
         try:
             yield

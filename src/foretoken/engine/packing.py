@@ -211,8 +211,9 @@ class LimitedLinear:
     Exactness: a row's bits are those that the layer gives it in a call of that size.
     """
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], limit: RowLimit) -> None:
-        self.inner = forward
+    def __init__(self, layer: nn.Module, limit: RowLimit) -> None:
+        self.inner: Callable[[torch.Tensor], torch.Tensor] = layer.forward
+        self.replaced = vars(layer).get("forward")
         self._limit = limit
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -227,9 +228,7 @@ class LimitedLinear:
 def replacement(layer: nn.Module) -> object:
     """What runs in place of the forward of a linear layer's class, limits aside; None where nothing does."""
     forward = vars(layer).get("forward")
-    if isinstance(forward, LimitedLinear):
-        forward = forward.inner
-    return None if getattr(forward, "__func__", None) is type(layer).forward else forward
+    return forward.replaced if isinstance(forward, LimitedLinear) else forward
 
 
 def linears(model: nn.Module) -> list[nn.Module]:
