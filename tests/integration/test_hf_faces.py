@@ -22,6 +22,7 @@ from transformers import (
 
 import foretoken
 from foretoken import speculate, zoo
+from foretoken.engine.errors import ConfigError, UnsupportedModelError
 from foretoken.testing import perturbed, toy_model
 
 
@@ -164,6 +165,31 @@ def _counting(kind: Any, made: list[Any]) -> Any:
         return kind(*args, **kwargs)
 
     return make
+
+
+def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts nothing, draws nothing, and leaves no adapter and no drafter to be made by the first call."""
+    made: list[Any] = []
+    for place in ("foretoken.hf.adapters", "foretoken.pairing"):
+        monkeypatch.setattr(f"{place}.CausalLM", _counting(foretoken.engine.model.CausalLM, made))
+    model, drafter = toy_model(), toy_model(seed=1)
+    state = torch.get_rng_state()
+    hook = speculate("draft_model", model=drafter)
+    assert hook.prepare(model) is hook
+    assert len(made) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert hook.stats.num_emitted_tokens == 0
+    assert torch.equal(generate(model, custom_generate=hook), generate(model))
+    assert len(made) == 2
+
+
+def test_preparing_refuses_what_a_call_would_refuse() -> None:
+    model = toy_model()
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError):
+        speculate("ngram").prepare(model)
+    with pytest.raises(ConfigError, match="layer_skip"):
+        speculate("layer_skip").prepare(toy_model())
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "other dtype", "other attention", "loaded"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     DynamicCache,
     MambaConfig,
@@ -34,6 +35,10 @@ IDS = torch.tensor([[10, 11, 12]])
 MASK = torch.ones_like(IDS)
 
 
+def filled_cache() -> DynamicCache:
+    return toy_model()(IDS[:, :-1], use_cache=True).past_key_values
+
+
 def run(**options: Any) -> Any:
     model = options.pop("model", None) or toy_model()
     given = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False, **options}
@@ -54,7 +59,7 @@ def run(**options: Any) -> Any:
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"past_key_values": filled_cache()}, "give the whole text as input_ids"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "give input_ids"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "Leave position_ids out"),
@@ -68,11 +73,19 @@ def test_refused_by_name_with_a_remedy(options: dict[str, Any], words: str) -> N
 
 def test_a_filled_cache_is_refused_however_it_comes() -> None:
     """Called without `generate` around it, the hook sees only the cache itself."""
-    model = toy_model()
-    cache = model(IDS[:, :-1], use_cache=True).past_key_values
     with pytest.raises(ConfigError, match="past_key_values"):
-        check_inputs({"past_key_values": cache}, Caller())
+        check_inputs({"past_key_values": filled_cache()}, Caller())
     check_inputs({"past_key_values": DynamicCache()}, Caller())
+
+
+def test_an_empty_cache_is_none() -> None:
+    """Conversations begin with one. It stays empty, so that the next turn may give it again with the whole text."""
+    model, cache, ids = toy_model(), DynamicCache(), IDS
+    for _ in range(2):
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+        ids = run(model=model, input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        assert torch.equal(ids, want)
+        assert cache.get_seq_length() == 0
 
 
 def test_unknown_inputs_are_refused() -> None:
@@ -152,11 +165,59 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
         run(input_ids=torch.tensor([[10, 99, 12]]))
 
 
-def test_a_row_that_reaches_the_end_of_the_context_says_so() -> None:
-    ids = torch.randint(9, 64, (1, 250), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ContextLengthError, match="row 0 has reached the 256 tokens"):
-        run(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20)
-    assert run(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=6).shape == (1, 256)
+CONTEXT = 256
+
+
+def long_prompt(length: int) -> torch.Tensor:
+    return torch.randint(9, 64, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_row_that_fills_its_context_ends_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain generate goes on, beyond what the model was trained for. The first version lost all that was said."""
+    ids = long_prompt(250)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    output = run(**options, max_new_tokens=20)
+    assert "row 0 has filled the 256 tokens of the model's context and ends there" in caplog.text
+    assert output.shape == (1, CONTEXT)
+    caplog.clear()
+    assert torch.equal(run(**options, max_new_tokens=6), output)
+    assert not caplog.text
+    assert torch.equal(toy_model().generate(**options, max_new_tokens=6, do_sample=False), output)
+    with pytest.raises(ContextLengthError, match="256 tokens and the context 256"):
+        run(input_ids=long_prompt(256), attention_mask=torch.ones(1, 256))
+
+
+@pytest.mark.parametrize("has_scores", [False, True])
+@pytest.mark.parametrize("eos_token_id", [None, 63])
+def test_rows_with_room_go_on_beside_one_that_is_full(
+    has_scores: bool, eos_token_id: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The full one is padded; its scores over the padding are zero, since no position is left for them."""
+    full, short = long_prompt(250), long_prompt(9)
+    ids = torch.cat([full, F.pad(short, (241, 0), value=3)])
+    mask = (torch.arange(250) >= torch.tensor([[0], [241]])).long()
+    model = toy_model()
+    given = {"pad_token_id": 3, "eos_token_id": eos_token_id}
+    more = {"return_dict_in_generate": True, "output_scores": True} if has_scores else {}
+    output = run(model=model, input_ids=ids, attention_mask=mask, max_new_tokens=20, **given, **more)
+    sequences = output.sequences if has_scores else output
+    alone = model.generate(short, attention_mask=torch.ones_like(short), max_new_tokens=20, do_sample=False, **given)
+    assert sequences.shape == (2, 270)
+    assert sequences[1, 250:].tolist() == alone[0, 9:].tolist()
+    assert sequences[0, :CONTEXT].tolist() == run(input_ids=full, attention_mask=None, max_new_tokens=6)[0].tolist()
+    assert sequences[0, CONTEXT:].tolist() == [3] * 14
+    assert caplog.text.count("ends there") == 1
+    if has_scores:
+        assert len(output.scores) == 20
+        assert not any(bool(scores[0].any()) for scores in output.scores[6:])
+        assert all(bool(scores.any(dim=1).all()) for scores in output.scores[:6])
+
+
+def test_without_padding_all_rows_end_with_the_full_one() -> None:
+    ids = torch.cat([long_prompt(250), F.pad(long_prompt(9), (241, 0), value=3)])
+    mask = (torch.arange(250) >= torch.tensor([[0], [241]])).long()
+    output = run(input_ids=ids, attention_mask=mask, max_new_tokens=20)
+    assert output.shape == (2, CONTEXT)
 
 
 def test_a_processor_that_returns_nan_is_named() -> None:

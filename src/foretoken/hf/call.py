@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ContextLengthError
 from foretoken.engine.noise import mix
 from foretoken.engine.sampling import SamplingLaw
 from foretoken.engine.sequence import Sequence as EngineRow
@@ -21,6 +21,8 @@ from foretoken.hf.processors import Place, is_shared, sampling_fields
 from foretoken.hf.prompts import Row
 from foretoken.hf.tails import tail, tail_scores
 from foretoken.params import SamplingParams
+
+logger = logging.getLogger("foretoken")
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ class Call:
     def run(self) -> None:
         """Step until the plain loop would have ended.
 
-        Raises: NumericsError for logits without a distribution; ContextLengthError when a row reaches the end of the
-          context; whatever a processor, criterion or streamer raises.
+        A row that reaches the end of the context ends there, with a warning.
+
+        Raises: NumericsError for logits without a distribution; whatever a processor, criterion or streamer raises.
         """
         while not self._columns.is_done:
             with self._lock:
@@ -104,22 +107,37 @@ class Call:
                 if output.error is not None:
                     raise output.error
                 self._columns.take(self._index_of[output.row.id], output)
-            for index in self._columns.advance():
-                self._end(self._rows[index])
-            self._check_context()
+            self._advance()
+            while (full := self._full_row()) is not None:
+                self._cut(full)
+                self._advance()
+
+    def _advance(self) -> None:
+        for index in self._columns.advance():
+            self._end(self._rows[index])
 
     def _end(self, row: EngineRow) -> None:
         if not row.is_finished:
             with self._lock:
                 self._engine.abort_row(row)
 
-    def _check_context(self) -> None:
-        for index, row in enumerate(self._rows):
-            if row.is_finished and self._columns.is_waiting_for(index):
-                raise ContextLengthError(
-                    f"row {index} has reached the {self._engine.max_model_len} tokens of the model's context and has "
-                    "not ended; lower max_new_tokens, or raise max_position_embeddings in the config if it may go on"
-                )
+    def _full_row(self) -> int | None:
+        """A row that has filled its context, and whose next token is asked for."""
+        waiting = (i for i, row in enumerate(self._rows) if row.is_finished and self._columns.is_waiting_for(i))
+        return next(waiting, None)
+
+    def _cut(self, index: int) -> None:
+        logger.warning(
+            "row %d has filled the %d tokens of the model's context and ends there, though nothing has asked it to "
+            "end. Plain generate would go on, at positions that the model has not learnt; to do so here, raise "
+            "max_position_embeddings in the config of the model.",
+            index,
+            self._engine.max_model_len,
+        )
+        self._columns.cut(index)
+        if self._columns.is_done:
+            for row in self._rows:
+                self._end(row)
 
     # -- rows that ended early -----------------------------------------------------------------------------------
 
@@ -130,7 +148,7 @@ class Call:
             return
         for index, length in enumerate(columns.lengths):
             rest = len(columns.columns) - (length or 0)
-            if rest and columns.silent[index]:
+            if rest and columns.silent[index] and not columns.is_cut[index]:  # those have no positions left
                 self._fill_tail(index, [column[index] for column in columns.columns], rest)
 
     def _fill_tail(self, index: int, said: list[int], rest: int) -> None:

@@ -72,6 +72,7 @@ class Columns:
       columns: complete ones, B tokens each.
       scores, logits: float32 (B, V) per complete column; zeros for rows that have ended.
       lengths: of each row that has ended, in columns; None while it goes on.
+      is_cut: of each row whether it ended because its context was full, though nothing had asked it to end.
       is_done: whether the plain loop would have ended.
     """
 
@@ -96,16 +97,27 @@ class Columns:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.lengths: list[int | None] = [None] * len(input_ids)
+        self.is_cut = [False] * len(input_ids)
         self.is_done = False
 
     @property
     def silent(self) -> list[bool]:
         """Rows that say nothing but padding any more."""
-        return [length is not None and self._endings.pads for length in self.lengths]
+        ended = [length is not None for length in self.lengths]
+        return [
+            has_ended and (is_cut or self._endings.pads) for has_ended, is_cut in zip(ended, self.is_cut, strict=True)
+        ]
 
     def is_waiting_for(self, row: int) -> bool:
         """Whether the next column lacks the token of this row."""
         return not (self.is_done or self.silent[row] or self._ahead[row].tokens)
+
+    def cut(self, row: int) -> None:
+        """End a row that has said all that it can; where there is no padding for it, all rows end with it."""
+        self.is_cut[row] = True
+        if self.lengths[row] is None:
+            self.lengths[row] = len(self.columns)
+        self.is_done = self._pad is None or all(length is not None for length in self.lengths)
 
     def take(self, row: int, output: RowOutput) -> None:
         """Take in what a step added to a row."""

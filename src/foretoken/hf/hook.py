@@ -19,10 +19,13 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
+from foretoken.engine.wrappers import check_unwrapped
 from foretoken.hf import refusals
 from foretoken.hf.adapters import Adapter, Adapters
 from foretoken.hf.call import Call, Wishes
@@ -31,6 +34,7 @@ from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading import load_tokenizer
 from foretoken.pairing import Drafting
+from foretoken.params import SamplingParams
 from foretoken.speculative import SpeculativeConfig
 
 _ADAPTERS = Adapters()
@@ -102,6 +106,34 @@ class Speculation:
         """Itself: programs that copy the arguments of ``generate`` must not copy models, streamers and counters."""
         return self
 
+    def prepare(self, model: PreTrainedModel) -> Speculation:
+        """Do now what the first call would do for a model: check, probe and pack it, and load its drafter.
+
+        It takes seconds, and is done once per model and ``execution``; calls that come later only look for changes.
+
+        Args:
+          model: whose ``generate`` will be called.
+
+        Returns: this object, so that it may be given on: ``custom_generate=speculate("ngram").prepare(model)``.
+        Raises: as a call, for a model or a drafter that cannot be used.
+        Randomness: takes nothing from torch's global generator.
+        """
+        model = check_unwrapped(model)
+        refusals.check_model(model)
+        with torch.random.fork_rng(devices=()):
+            adapter, drafting = self._prepared(model)
+            with adapter.lock:
+                config = self._engine_config(1)
+                Engine(adapter.target, drafting.new_drafter(), config)
+                for lm in (adapter.target, drafting.model):
+                    if lm is not None:
+                        _decode_a_little(lm, config)
+        return self
+
+    def _engine_config(self, num_rows: int, **options: Any) -> EngineConfig:
+        acceptance = str(self.config.rejection_sample_method or EngineConfig.acceptance)
+        return EngineConfig(max_num_seqs=num_rows, acceptance=acceptance, **options)
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -120,8 +152,7 @@ class Speculation:
           logits_processor, stopping_criteria, generation_config, model_kwargs: as ``generate`` prepared them.
 
         Returns: as plain ``generate``: int64 (B, T + new), or a `GenerateDecoderOnlyOutput` without a cache.
-        Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError,
-          ContextLengthError.
+        Raises: UnsupportedModelError, ProbeError, ConfigError, PromptError before anything runs; NumericsError.
         """
         caller = Caller.find()
         synced = synced_gpus if synced_gpus is not None else caller.synced_gpus
@@ -158,10 +189,9 @@ class Speculation:
         columns = Columns(
             input_ids, endings, _pad(config), streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits
         )
-        engine_config = EngineConfig(
-            max_num_seqs=len(rows),
+        engine_config = self._engine_config(
+            len(rows),
             prefill_chunk_size=config.prefill_chunk_size or EngineConfig.prefill_chunk_size,
-            acceptance=str(self.config.rejection_sample_method or EngineConfig.acceptance),
             output_scores=keeps_scores,
             output_logits=keeps_logits,
         )
@@ -211,6 +241,14 @@ def _check(
     refusals.check_processes(model, synced_gpus)
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise PromptError(f"input_ids have the shape {tuple(input_ids.shape)}; give (rows, tokens), one token at least")
+
+
+def _decode_a_little(lm: CausalLM, config: EngineConfig) -> None:
+    """Run what is measured, allocated or compiled at the first steps."""
+    engine = Engine(lm, EmptyDrafter(), config)
+    engine.add_request([0, 0], SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
+    for _ in engine.run():
+        pass
 
 
 def _short(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
@@ -115,17 +116,22 @@ def check_config(config: GenerationConfig, caller: Caller) -> None:
 
 
 def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
-    """Raises: ConfigError for inputs beside tokens and their mask."""
-    cache = model_kwargs.get("past_key_values")
-    if caller.past_key_values is not None or (cache is not None and cache.get_seq_length() > 0):
+    """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything."""
+    if any(_is_filled(cache) for cache in (caller.past_key_values, model_kwargs.get("past_key_values"))):
         raise ConfigError(
-            "past_key_values cannot be continued, since drafts are verified over a cache of foretoken's own; leave "
-            "them out and give the whole text as input_ids"
+            "past_key_values cannot be continued, since drafts are verified over an exact cache of foretoken's own; "
+            "leave them out and give the whole text as input_ids"
         )
     for name, value in model_kwargs.items():
         if name not in _KNOWN_KWARGS and value is not None:
             remedy = _REMEDIES.get(name, f"leave it out, {_WITHOUT}")
             raise ConfigError(f"{name} cannot be used with custom_generate=speculate(...); {remedy}")
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether decoding from this cache would differ from decoding without any."""
+    is_exact = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
+    return cache is not None and not (is_exact and cache.get_seq_length() == 0)
 
 
 def check_processors(processors: Any) -> None:
