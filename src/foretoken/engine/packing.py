@@ -265,6 +265,8 @@ class RMSNorm:
 
 def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
     """The weight of a layer that maps one tensor by one vector and has nothing else."""
+    if "weight" not in layer._parameters:  # of most modules, without a look at all that they hold
+        return None
     parameters = dict(layer.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(layer.buffers()):
         return None

@@ -40,7 +40,7 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """Takes a few milliseconds for a model of some hundred modules.
+        """Takes a millisecond or two for 400 modules, and twenty for 3,000, as two adapters in 210 linears make.
 
         Attributes are looked into as far as containers, configs and other plain objects go. What a function or a
         module that is kept in an attribute refers to is not.
@@ -48,11 +48,16 @@ class ModelState:
         read = _Reader()
         structure: list[Any] = []
         versions: list[Any] = []
-        for module in model.modules():
+        waiting, known = [model], {id(model)}
+        while waiting:
+            module = waiting.pop()
             own = vars(module)
             structure += (id(module), type(module))
             for name, child in own["_modules"].items():
                 structure += (name, id(child))
+                if child is not None and id(child) not in known:
+                    known.add(id(child))
+                    waiting.append(child)
             for tensors in (own["_parameters"], own["_buffers"]):
                 for name, tensor in tensors.items():
                     structure.append(name)
@@ -61,9 +66,9 @@ class ModelState:
                         versions.append(_version(tensor))
             structure += own["_forward_hooks"]  # keys that are never given twice
             structure += own["_forward_pre_hooks"]
-            for name, value in own.items():
-                if name not in _OF_EVERY_MODULE:
-                    structure += (name, value if type(value) in _PLAIN else read(value, _MAX_DEPTH))
+            for name in [name for name in own if name not in _OF_EVERY_MODULE]:
+                value = own[name]
+                structure += (name, value if type(value) in _PLAIN else read(value, _MAX_DEPTH))
         return cls(tuple(structure), tuple(versions))
 
 
