@@ -1,13 +1,14 @@
 """Throughput by batch size: which method, and which number of draft tokens, pays at which batch.
 
     python benchmarks/batch.py [--batch-sizes 1 2 4 8] [--draft-lengths 1 2 3 4 5] [--methods ngram suffix] \
-        [--groups 3] [--group-size 8] [--max-new-tokens 32] [--temperature 0] [--out batch.json]
+        [--model zoo:smollm2] [--dtype bfloat16] [--groups 3] [--group-size 8] [--max-new-tokens 32] [--temperature 0]
+        [--out batch.json]
 
-zoo:tiny inflated in width to 98.6 M parameters, float32, prompts of all kinds at their own lengths (ragged). Every arm
-is one method at one batch size and decodes the same group of prompts, all arms interleaved (A B B A) per group; ends of
-text are passed over. Ratios are medians of the groups with their 95 % intervals: "by one" against the same method one
-by one, "by plain" against plain decoding at the same batch. Rows that leave plain decoding's text are counted.
-Results so far are written after every group.
+A toy is inflated in width to 98.6 M parameters; without a drafter there are no draft lengths to try. Prompts of all
+kinds at their own lengths (ragged). Every arm is one method at one batch size and decodes the same group of prompts,
+all arms interleaved (A B B A) per group; ends of text are passed over. Ratios are medians of the groups with their
+95 % intervals: "by one" against the same method one by one, "by plain" against plain decoding at the same batch. Rows
+that leave plain decoding's text are counted. Results so far are written after every group.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 from groups import GroupArm, groups_of, tau
 
+from foretoken import zoo
 from foretoken.bench.arms import Sampling
 from foretoken.bench.measure import Trial, compare, interleave
 from foretoken.bench.models import load_pair
@@ -30,11 +32,11 @@ from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.engine.config import EngineConfig
 
 
-def speculations(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def speculations(options: argparse.Namespace, suite: Suite) -> dict[str, dict[str, Any]]:
     """Plain, the drafter at every length, and the other methods at their defaults."""
     drafter = {
         f"draft_model, K = {length}": {"method": "draft_model", "num_speculative_tokens": length}
-        for length in options.draft_lengths
+        for length in (options.draft_lengths if suite.drafter is not None else ())
     }
     return {PLAIN: {"method": "none"}, **drafter, **{method: {"method": method} for method in options.methods}}
 
@@ -80,6 +82,8 @@ def show(found: list[dict[str, Any]], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=zoo.default())
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
@@ -88,15 +92,17 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--scale", default="100m")
+    parser.add_argument("--scale", help="none, 100m or HIDDENxFFN; 100m for a toy by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if 1 not in options.batch_sizes:
         options.batch_sizes.insert(0, 1)
     settings = Settings(max_new_tokens=options.max_new_tokens)
-    suite = Suite(load_pair("zoo:tiny", None, "float32"), options.scale, settings)
+    is_toy = options.model.startswith(zoo.PREFIX) and zoo.manifest(options.model).is_toy
+    scale = options.scale or ("100m" if is_toy else "none")
+    suite = Suite(load_pair(options.model, None, options.dtype), scale, settings)
     prompts = groups_of(suite, options.group_size, options.groups)
-    methods = speculations(options)
+    methods = speculations(options, suite)
     arms = [
         GroupArm(name_of(method, size), suite, config, EngineConfig(max_num_seqs=size))
         for size, (method, config) in product(options.batch_sizes, methods.items())
