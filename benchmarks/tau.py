@@ -31,31 +31,35 @@ from foretoken.engine.tree import DraftTree
 BASELINE = "bigram"
 
 
+class Bigrams:
+    """The target's argmax behind every token alone, asked for once per token that occurs."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._target = target
+        self._known: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def __getitem__(self, token: int) -> int:
+        if token not in self._known:
+            logits = self._target.forward(Nodes.from_chains([[token]]), self._target.new_cache(1, capacity=1))
+            self._known[token] = int(logits[0, 0].argmax())
+        return self._known[token]
+
+
 class BigramDrafter(ContextDrafter):
-    """Drafts from a table token -> token and looks at nothing else."""
+    """Drafts what follows a token alone and looks at nothing else."""
 
     name = BASELINE
 
-    def __init__(self, table: list[int], depth: int) -> None:
-        self._table = table
+    def __init__(self, bigrams: Bigrams, depth: int) -> None:
+        self._bigrams = bigrams
         self._depth = depth
 
     def propose_row(self, row: Sequence, budget: int) -> DraftTree:
         tokens = [row.pending]
         for _ in range(min(budget, self._depth)):
-            tokens.append(self._table[tokens[-1]])
+            tokens.append(self._bigrams[tokens[-1]])
         return DraftTree.chain(row.pending, tokens[1:], source=self.name)
-
-
-def bigram_table(target: CausalLM, batch_size: int = 512) -> list[int]:
-    """The target's argmax behind every token alone."""
-    table: list[int] = []
-    with torch.inference_mode():
-        for start in range(0, target.vocab_size, batch_size):
-            tokens = [[token] for token in range(start, min(start + batch_size, target.vocab_size))]
-            logits = target.forward(Nodes.from_chains(tokens), target.new_cache(len(tokens)))
-            table += logits[:, 0].argmax(-1).tolist()
-    return table
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,13 @@ def main() -> None:
     options = parser.parse_args()
     llm = LLM(options.model)
     asked = questions(llm, options.prompts, options.per_category, set(options.category))
-    table = bigram_table(llm.target)
+    bigrams = Bigrams(llm.target)
     for temperature in options.temperature or [0.0, 1.0]:
         params = SamplingParams(temperature=temperature, max_tokens=options.max_new_tokens, seed=1)
         _, plain = run(llm, EmptyDrafter(), asked, params)
         for method in [BASELINE, *options.method]:
             if method == BASELINE:
-                drafter: Drafter = BigramDrafter(table, 4)
+                drafter: Drafter = BigramDrafter(bigrams, 4)
             else:
                 drafter = llm.with_speculative_config(method).drafting.new_drafter()
             stats, outputs = run(llm, drafter, asked, params)
