@@ -167,6 +167,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
     flat = " ".join(text.split())
     assert "nan" not in text
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert flat.count("methods that do not apply") == 1
     usage = [line for line in text.splitlines() if "--speculative-config" in line or "LLM(" in line]
     assert len(usage) == 2, "each on one line, whatever the width"
     config = usage[0].split("'")[1]

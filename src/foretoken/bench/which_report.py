@@ -138,9 +138,7 @@ def _kinds(rows: list[KindRow]) -> Table:
 
 
 def _show_refused(console: Console, outcome: Outcome) -> None:
-    table = Table(
-        title="\nmethods that do not apply", title_justify="left", box=None, show_header=False, padding=(0, 1)
-    )
+    table = Table(box=None, show_header=False, padding=(0, 1))
     for refused in outcome.refused:
         table.add_row(escape(refused.method), Text(refused.reason))
     show_table(console, "methods that do not apply", table)

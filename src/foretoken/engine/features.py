@@ -19,6 +19,9 @@ def recording(target: CausalLM, requires: Requirements) -> AbstractContextManage
     return nullcontext()
 
 
+_BLOCK = 128
+
+
 def gather(
     requires: Requirements,
     record: Any,
@@ -37,9 +40,28 @@ def gather(
     layers = {i: record.layer_inputs[i][row].index_select(0, index) for i in requires.layer_inputs}
     top_ids = None
     if requires.top_k and logits.shape[1]:
-        k = min(requires.top_k, logits.shape[2])
-        top_ids = logits[row].index_select(0, index).topk(k, dim=-1).indices
+        is_all = len(index) == logits.shape[1] and list(nodes) == list(range(len(index)))
+        top_ids = largest_ids(logits[row] if is_all else logits[row].index_select(0, index), requires.top_k)
     return Features(hidden, layers, top_ids, choices)
+
+
+def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids (M, k) of the k largest of every row (M, V), best first; fewer where V is smaller.
+
+    torch's own search through long rows takes ten times as long as one pass for the largest of every block: the k
+    largest lie in the k blocks with the largest maxima. With V = 8, blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0)
+    the maxima are 5 4 3 0, so blocks 0 and 1 hold 5 and 4.
+    """
+    num_rows, num_scores = scores.shape
+    k = min(k, num_scores)
+    num_blocks = num_scores // _BLOCK
+    if num_blocks < 4 * k or scores.device.type != "cpu":
+        return scores.topk(k, dim=-1).indices
+    whole = num_blocks * _BLOCK
+    blocks = scores[:, :whole].view(num_rows, num_blocks, _BLOCK).amax(-1).topk(k, dim=-1).indices
+    places = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
+    places = torch.cat([places, torch.arange(whole, num_scores).expand(num_rows, -1)], dim=1)
+    return places.gather(1, scores.gather(1, places).topk(k, dim=-1).indices)
 
 
 def concatenate(parts: Sequence[Features]) -> Features:
