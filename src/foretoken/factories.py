@@ -38,6 +38,9 @@ from foretoken.speculative import SpeculativeConfig
 
 DrafterFactory = Callable[[], Drafter]
 
+RECYCLED_NODES, RECYCLED_NODES_ON_CPU = 80, 16
+"""Nodes of the tree of ``token_recycling`` where the config names none: as published, and where every node costs."""
+
 
 @dataclass(frozen=True)
 class Materials:
@@ -198,11 +201,12 @@ def _token_recycling(config: SpeculativeConfig, materials: Materials) -> Drafter
         initial_state = "prompt"
         if materials.brings("candidates") and config.state_file is None and _set(config.num_candidates) <= 8:
             matrix = _zoo_matrix(str(materials.zoo_name), vocab_size, _set(config.num_candidates))
+    default_nodes = RECYCLED_NODES_ON_CPU if materials.target.device.type == "cpu" else RECYCLED_NODES
     return TokenRecyclingDrafter(
         vocab_size,
         _set(config.num_speculative_tokens),
         num_candidates=_set(config.num_candidates),
-        max_nodes=_set(config.max_draft_nodes),
+        max_nodes=config.max_draft_nodes or default_nodes,
         shared=bool(config.shared),
         initial_state=initial_state,
         matrix=matrix,

@@ -173,7 +173,7 @@ METHODS: dict[str, Method] = {
     "token_recycling": Method(
         keys=TREE_KEYS | {"num_candidates", "shared", "initial_state", "state_file"},
         num_speculative_tokens=6,
-        defaults={"num_candidates": 8, "max_draft_nodes": 80, "shared": False, "initial_state": "auto"},
+        defaults={"num_candidates": 8, "shared": False, "initial_state": "auto"},
         needs_trees=True,
     ),
     "layer_skip": Method(

@@ -111,7 +111,8 @@ class SpeculativeConfig:
       draft_sample_method: "greedy" or "probabilistic".
       rejection_sample_method: "match" (equal tokens for any draft), "standard" (rejection sampling), "block".
       num_draft_branches: siblings per drafted position; 1 is a chain.
-      max_draft_nodes: limit of a draft tree, root included; None for what branches and length amount to.
+      max_draft_nodes: limit of a draft tree, root included; None for what branches and length amount to, and for
+        what suits the device (``token_recycling``: 16 on a CPU, else 80).
       length_policy: "fixed", "heuristic", "confidence", "egag", "adaedl" or "acceptance".
       length_policy_mode: of "egag": "calibrated" or "paper"; of "acceptance": "code", "paper" or "static".
       draft_threshold: confidence below which a draft ends ("confidence", "acceptance"), or bound of "adaedl".

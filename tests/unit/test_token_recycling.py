@@ -24,6 +24,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.errors import CheckpointError, ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.tree import DraftTree
+from foretoken.factories import Materials, drafter_factory
 from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.testing import PROMPTS, decode, toy_model
 
@@ -291,6 +292,14 @@ def test_places_that_cannot_be_written_are_refused_before_anything_runs(tmp_path
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TokenRecyclingDrafter(VOCAB_SIZE, **options)
+
+
+@pytest.mark.parametrize(("keys", "expected"), [({}, 16), ({"max_draft_nodes": 40}, 40)])
+def test_the_tree_is_small_where_nodes_cost(keys: dict[str, int], expected: int) -> None:
+    """80 nodes, as published, take three forwards of one in float32, and five at 4,096 tokens of context."""
+    made = drafter_factory(SpeculativeConfig(method="token_recycling", **keys), Materials(target()))()
+    assert isinstance(made, TokenRecyclingDrafter)
+    assert len(made._shape.parents) == expected
 
 
 def test_the_block_rule_is_refused() -> None:
