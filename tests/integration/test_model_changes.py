@@ -23,6 +23,7 @@ from foretoken.classic.sampling import autoregressive_generate
 from foretoken.engine.errors import UnsupportedModelError
 from foretoken.engine.execution import choose_execution
 from foretoken.engine.model import CausalLM
+from foretoken.engine.prober import Prober
 from foretoken.testing import toy_model
 
 PROMPT = [5, 6, 7, 8]
@@ -124,8 +125,8 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
     """Switching to and fro costs a new shadow; weights that are the same stay packed."""
     model = lora.lora_model()
     probed = []
-    probe = CausalLM._probe
-    monkeypatch.setattr(CausalLM, "_probe", lambda lm, *args: (probed.append(lm), probe(lm, *args))[1])
+    judge = Prober.after
+    monkeypatch.setattr(Prober, "after", lambda prober: (probed.append(prober), judge(prober))[1])
     lm = CausalLM(model)
     is_packed = choose_execution("auto", "cpu", torch.float32) == "packed"
     packed = [id(layer._packed) for layer in lm.execution._packed]

@@ -22,6 +22,7 @@ from torch import nn
 from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.compiled import CompiledForward
 from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.engine.independence import quantised_layers
 from foretoken.engine.packing import (
     MIN_ELEMENTS,
     LimitedLinear,
@@ -42,7 +43,7 @@ from foretoken.engine.wrappers import take_out_compilation
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "cpu_has_bfloat16", "shadow"]
+__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16", "shadow"]
 
 logger = logging.getLogger("foretoken")
 
@@ -71,6 +72,12 @@ def shadow(model: Model) -> Model:
         ) from error
     take_out_compilation(copied)
     return copied
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What a model computes in, also where its embedding is kept in blocks of bytes."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype if dtype.is_floating_point else model.dtype
 
 
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -159,12 +166,15 @@ class Execution:
 
     def describe(self) -> str:
         """One line for people."""
-        if self.kind == "eager":
-            return self.kind
-        if not self._packed:
-            return f"{self.kind} (no layer large enough or of a packable dtype)"
-        layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
-        return f"{self.kind} ({layers}, {self.packed_bytes / 1e6:.0f} MB packed)"
+        notes = []
+        if self._packed:
+            layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
+            notes.append(f"{layers}, {self.packed_bytes / 1e6:.0f} MB packed")
+        if num_quantised := sum(1 for _ in quantised_layers(self.model)):
+            notes.append(f"{num_quantised} quantised layers as they are")
+        if not notes and self.kind != "eager":
+            notes.append("no layer large enough or of a packable dtype")
+        return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
 
     def _pack(self, release_originals: bool, min_elements: int, earlier: Execution | None) -> None:
         shared = _shared_storages(self.model)
@@ -211,8 +221,8 @@ def apply_execution(
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     Exactness: equals eager execution within the rounding of the dtype.
     """
-    weight = shadow_model.get_input_embeddings().weight
-    chosen = choose_execution(kind, weight.device, weight.dtype)
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
     is_packed_already = earlier is not None and earlier.num_packed_layers > 0
     if kind == "auto" and chosen == "packed" and not is_packed_already:
         chosen = "packed" if _fits(shadow_model, release_originals, min_packed_elements) else "eager"

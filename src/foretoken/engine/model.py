@@ -7,7 +7,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +17,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.cache import KVCache
 from foretoken.engine.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
-from foretoken.engine.execution import Execution, apply_execution, choose_execution, shadow
+from foretoken.engine.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
+from foretoken.engine.independence import check_rows_independent, unchanged_attributes
 from foretoken.engine.kernels import Bucket, KernelFacts, measure
 from foretoken.engine.nodes import Nodes
 from foretoken.engine.packing import MIN_ELEMENTS
@@ -38,8 +39,8 @@ logger = logging.getLogger("foretoken")
 
 Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 FULL, SLIDING = "full_attention", "sliding_attention"
-MAX_PROBED = 16
-"""Structures of one model whose probe is remembered."""
+MAX_LEARNT = 16
+"""Structures of one model, of which what was measured is remembered."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class Captured:
 
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Learnt:
+    """What was measured on one structure of a model."""
+
+    probe: Probe
+    facts: dict[int, KernelFacts]
 
 
 def _nobody() -> None:
@@ -90,7 +99,7 @@ class CausalLM:
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
-        self._probed: dict[Any, Probe] = {}  # by the structures that the model had
+        self._learnt: dict[Any, _Learnt] = {}  # by the structures that the model had
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
@@ -98,7 +107,7 @@ class CausalLM:
         self.vocab_size: int = self.config.vocab_size
         self.context_length: int | None = exact_context_length(self.config)
         self.device: torch.device = model.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        self.dtype: torch.dtype = compute_dtype(model)
         self.num_forwards = 0
         self._check_autocast()
         self._layer_types = layer_types(self.config)
@@ -107,6 +116,9 @@ class CausalLM:
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
         self._facts: dict[int, KernelFacts] = {}
+        if probe:
+            with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
+                check_rows_independent(self._shadow, self.name, self.dtype, self.device)
         is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
         prober = Prober(self, is_packed=is_packed) if probe else None
         if prober is not None:
@@ -122,7 +134,7 @@ class CausalLM:
         )
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
-            self._probed[self._state.structure] = self.probe
+            self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
 
     def _run_by(self, execution: Execution) -> None:
         self.execution = execution
@@ -158,20 +170,20 @@ class CausalLM:
 
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
         """Become the adapter of the model as it is now, for all who hold this one."""
-        probed = self._probed
-        is_known = not probed or state.structure in probed
+        known = self._learnt.get(state.structure)
         fresh = CausalLM(
             model,
             execution=self._wanted_execution,
-            probe=not is_known,
+            probe=bool(self._learnt) and known is None,
             packs_all=self._packs_all,
             earlier=self.execution,
         )
-        if state.structure in probed:
-            fresh._judge(probed[state.structure])
-        while len(probed) >= MAX_PROBED:
-            del probed[next(iter(probed))]
-        fresh._probed = {**probed, **fresh._probed}
+        if known is not None:
+            fresh._facts = known.facts
+            fresh._judge(known.probe)
+        while len(self._learnt) >= MAX_LEARNT:
+            del self._learnt[next(iter(self._learnt))]
+        fresh._learnt = {**self._learnt, **fresh._learnt}
         fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
         vars(self).update(vars(fresh))
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.engine.errors import ConfigError
+from foretoken.engine.independence import has_plain_weight
 from foretoken.engine.packing import PackedLinear, replacement
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
@@ -125,10 +126,10 @@ def _fits(layer: nn.Module, group_size: int) -> bool:
 
 
 def _linears(model: nn.Module) -> Iterator[nn.Module]:
-    """Linears, those of models' own classes too (Falcon's), whose forward is their class's, or packed."""
+    """Linears over floats, of models' own classes too (Falcon's), whose forward is their class's, or packed."""
     for layer in model.modules():
-        is_plain = isinstance(replacement(layer), (PackedLinear, type(None)))
-        if is_plain and isinstance(layer, (nn.Linear, Conv1D)):
+        is_own = isinstance(replacement(layer), (PackedLinear, type(None)))
+        if is_own and (has_plain_weight(layer) or isinstance(layer, Conv1D)):
             yield layer
 
 

@@ -1,0 +1,132 @@
+"""Whether quantised layers compute every row of a forward by itself, as exact verification needs.
+
+Weights that are quantised do no harm: a layer that turns them back into floats computes each row on its own. Layers
+that round their inputs, too, may do so by a scale that all rows of a forward share. Then what a row says depends on
+what is drafted, and on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from foretoken.engine.errors import UnsupportedModelError
+
+NUM_ROWS = 17  # more than any kernel for few rows takes (8 in GGUF's)
+FEW = (1, 5)
+LOUD = 50.0
+SHARED_LIMIT = 2e-3
+"""Of one shape, other rows must change nothing; kernels that do not repeat their sums move a row by less than this."""
+SHAPE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3}
+HALF_SHAPE_LIMIT = 0.02
+
+
+@torch.inference_mode()
+def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Run every quantised linear of a shadow over a few random rows, beside quiet and loud ones, in forwards of several
+    sizes; about as much work as four forwards of the model.
+
+    Raises: UnsupportedModelError when a row depends on others, naming the layer.
+    """
+    for path, layer in quantised_layers(model):
+        errors = _errors(layer, dtype, device)
+        if errors is None:
+            continue  # it wants other inputs; the probe runs it within the model
+        what = f"{path} of {name} is quantised ({_kind(layer)}) and"
+        remedy = "Load the weights dequantised, or in a format that quantises weights alone (int8 or int4 weight-only)."
+        shared, shape = errors
+        if not shared <= SHARED_LIMIT:
+            raise UnsupportedModelError(
+                f"{what} rounds the inputs of a row by what all rows of a forward hold: one row moved by {shared:.2g} "
+                f"of its size when another became larger (allowed {SHARED_LIMIT:.2g}). Its text depends on what is "
+                f"drafted and batched, so drafts cannot be verified exactly. {remedy}"
+            )
+        limit = SHAPE_LIMITS.get(dtype, HALF_SHAPE_LIMIT)
+        if not shape <= limit:
+            raise UnsupportedModelError(
+                f"{what} computes few rows in another way than many: one row moved by {shape:.2g} of its size between "
+                f"forwards of {', '.join(map(str, FEW))} and {NUM_ROWS} rows (allowed {limit:.2g}). Its text depends "
+                f"on how much is drafted, so drafts cannot be verified exactly. {remedy}"
+            )
+
+
+def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linears, by their ``in_features``, whose weight is not a plain tensor of floats; of nested ones the innermost."""
+    for path, layer in model.named_modules():
+        if isinstance(_num_inputs(layer), int) and not has_plain_weight(layer):
+            inner = (child for child in layer.modules() if child is not layer)
+            if not any(isinstance(_num_inputs(child), int) for child in inner):
+                yield path, layer
+
+
+def has_plain_weight(layer: nn.Module) -> bool:
+    """Whether the layer is a linear over floats, as `nn.Linear` computes it."""
+    weight = getattr(layer, "weight", None)
+    return isinstance(layer, nn.Linear) and type(weight) is nn.Parameter and weight.is_floating_point()
+
+
+@contextmanager
+def unchanged_attributes(model: nn.Module, name: str) -> Iterator[None]:
+    """Put back what forwards of a shadow change about the tensors that it shares, apart from their values.
+
+    Raises: UnsupportedModelError when they changed anything, since the owner's own modules would miss it.
+    """
+    tensors = {
+        f"{path}.{key}": tensor
+        for path, module in model.named_modules()
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    }
+    before = {path: dict(vars(tensor)) for path, tensor in tensors.items()}
+    changed = []
+    try:
+        yield
+    finally:
+        for path, tensor in tensors.items():
+            now, was = vars(tensor), before[path]
+            if now.keys() != was.keys() or any(now[key] is not was[key] for key in was):
+                changed.append(path)
+                now.clear()
+                now.update(was)
+    if changed:
+        raise UnsupportedModelError(
+            f"{changed[0]} of {name} is set up by the first forward (as bitsandbytes does for int8), and foretoken "
+            "runs modules of its own over the tensors of your model, which yours would not notice. Run the model once, "
+            "model(input_ids), before you hand it over."
+        )
+
+
+def _errors(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[float, float] | None:
+    """How far a row moves, relative to its size, with louder companions and with fewer; None when it cannot run."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(NUM_ROWS, _num_inputs(layer), generator=generator).to(device, dtype)  # type: ignore[arg-type]
+    loud = rows.clone()
+    loud[FEW[-1] :] *= LOUD
+    try:
+        quiet = layer(rows)
+        shared = _distance(layer(loud)[: FEW[-1]], quiet[: FEW[-1]])
+        shape = max(_distance(layer(rows[:count]), quiet[:count]) for count in FEW)
+    except Exception:
+        return None
+    return shared, shape
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest root-mean-square difference of a row, relative to its root mean square."""
+    got, want = got.double(), want.double()
+    size = want.square().mean(-1).sqrt().clamp_min(1e-12)
+    return float(((got - want).square().mean(-1).sqrt() / size).max())
+
+
+def _num_inputs(layer: nn.Module) -> int | None:
+    number = getattr(layer, "in_features", getattr(layer, "infeatures", None))
+    return number if type(number) is int else None
+
+
+def _kind(layer: nn.Module) -> str:
+    weight, kind = getattr(layer, "weight", None), type(layer)
+    is_own = isinstance(weight, torch.Tensor) and type(weight) not in (nn.Parameter, torch.Tensor)
+    return f"{kind.__module__}.{kind.__name__}" + (f" over {type(weight).__name__}" if is_own else "")
