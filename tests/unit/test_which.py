@@ -296,6 +296,13 @@ def test_an_interrupted_comparison_shows_and_keeps_what_it_has(tmp_path: Path, m
     assert len(json.loads(results.read_text())["methods"]["kinds"]) == 1
 
 
+def test_the_model_that_is_taken_by_default_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.zoo.default", lambda: "zoo:tiny")
+    found = invoke("--quick", "--dtype", "float32", "--methods", "ngram", "--kinds", "poetry")
+    assert found.exit_code == 2
+    assert "measuring zoo:tiny" in found.stderr
+
+
 def test_a_difference_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = EngineArm.run
 

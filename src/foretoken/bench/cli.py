@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli_options import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED
+from foretoken.cli_options import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +107,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="With --methods: 0 is greedy.", min=0.0)] = 0.0,
     top_p: Annotated[float, typer.Option(help="With --methods: 1 is off.", min=0.0, max=1.0)] = 1.0,
     exactness: Annotated[
-        str, typer.Option(help="With --methods: default or strict, of the runs that are timed.")
+        str, typer.Option(help="With --methods: default, strict or relaxed, of the runs that are timed.")
     ] = "default",
     save_config: Annotated[
         Path | None,
@@ -159,6 +159,7 @@ def run(
 
             torch.set_num_threads(threads)
         scale = scale or _default_scale(model, quick)
+        _hide_progress_of_loading()
         if methods is not None:
             from foretoken.bench.arms import Sampling
             from foretoken.bench.which import WhichSettings, read_candidates
@@ -234,12 +235,20 @@ def _write(output: Path | None, results: dict[str, Any]) -> None:
 
 
 def _default_model() -> str:
-    """The best one at hand; where that is a toy, the user is told."""
+    """The best one at hand, which the user is told."""
     from foretoken import zoo
 
-    chosen = zoo.default()
+    chosen = choose_model(None)
     typer.echo(f"foretoken: measuring {chosen}, {zoo.manifest(chosen).title}", err=True)
     return chosen
+
+
+def _hide_progress_of_loading() -> None:
+    """Where standard error is not a terminal."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 def _is_toy(model: str) -> bool:
