@@ -211,9 +211,6 @@ class Reference:
         ]
 
 
-NUM_ROUNDED = 2
-
-
 def plain_forwards(
     model: PreTrainedModel,
     layers: Sequence[nn.Module],
@@ -231,9 +228,10 @@ def plain_forwards(
       once_more: run one of the texts alone, too.
     """
     texts = {text for step in rehearsal.steps for row in rehearsal.texts(step) for text in row}
-    whole = sorted((text for text in texts if not _goes_on(text, texts)), key=len, reverse=True)
+    whole = sorted((text for text in texts if not _goes_on(text, texts)), key=lambda text: (-len(text), text))
+    rounded = whole[:1] + whole[-1:]  # of different rows
     width, start = len(whole[0]), min(map(len, texts))
-    rows = [[*text, *[text[-1]] * (width - len(text))] for text in (*whole, *whole[:NUM_ROUNDED])]
+    rows = [[*text, *[text[-1]] * (width - len(text))] for text in whole + rounded]
 
     def run(rows: list[list[int]]) -> torch.Tensor:
         ids = torch.tensor(rows, device=device)
@@ -246,15 +244,15 @@ def plain_forwards(
         text[:end]: results[row, end - start] for row, text in enumerate(whole) for end in range(start, len(text) + 1)
     }
 
-    def errors(results: torch.Tensor) -> list[float]:
+    def errors(texts: list[Text], results: torch.Tensor) -> list[float]:
         return [
             relative_error(results[row, end - start], logits[text[:end]])
-            for row, text in enumerate(whole[: len(results)])
+            for row, text in enumerate(texts)
             for end in range(start, len(text) + 1)
         ]
 
-    shape = errors(run(rows[:1])) if once_more else []
-    return Reference(logits, errors(results[len(whole) :]), shape, (len(rows) + once_more) * width)
+    shape = errors(whole[:1], run(rows[:1])) if once_more else []
+    return Reference(logits, errors(rounded, results[len(whole) :]), shape, (len(rows) + once_more) * width)
 
 
 def _goes_on(text: Text, texts: set[Text]) -> bool:
