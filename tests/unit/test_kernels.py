@@ -88,7 +88,12 @@ class TestBucket:
         assert Bucket(8, min_nodes=4).width(1, 3) == 4
         assert Bucket(8, min_rows=3).width(1, 1) == 3
         assert Bucket(8, min_rows=3).width(2, 1) == 2
-        assert Bucket(8, min_rows=3).width(3, 1) == 1
+        assert Bucket(8, min_rows=3, group_size=2).width(3, 1) == 1
+
+    def test_no_block_of_queries_is_left_with_one(self) -> None:
+        """A block holds 32 queries; SmolLM2 in bfloat16 gave other bits at 11 nodes in groups of 3."""
+        assert [Bucket(16, group_size=3).width(1, nodes) for nodes in (1, 10, 11, 12)] == [1, 10, 12, 12]
+        assert [Bucket(16).width(1, nodes) for nodes in (1, 2, 16)] == [2, 2, 16]
 
     def test_a_view_is_a_whole_number_of_blocks(self) -> None:
         assert [Bucket(8).view_length(length) for length in (1, 256, 257)] == [256, 256, 512]

@@ -33,6 +33,10 @@ VIEW_MULTIPLES = (256, 512)
 LENGTHS = (37, 700)
 """Contexts at which the model is tried: within the first block of columns, and past it."""
 
+QUERY_BLOCK = 32
+"""torch's attention for CPUs takes queries in blocks of so many. A block of one query is multiplied as a vector, in
+another order, which shows in bfloat16 once in thousands of numbers: too seldom to be measured, so it is avoided."""
+
 ATTENTION_LENGTHS = (37, 700)
 """Contexts at which attention alone is tried."""
 
@@ -51,6 +55,7 @@ class Bucket:
       min_nodes, max_nodes: every row runs at least so many nodes, padding included, and at most so many.
       min_rows, max_rows: linear layers are given at least and at most so many rows in one call, over all rows.
       view_multiple: attention runs over a multiple of so many columns.
+      group_size: queries of attention per node.
     """
 
     max_nodes: int
@@ -58,17 +63,25 @@ class Bucket:
     min_rows: int = 1
     max_rows: int = ROW_COUNTS[-1]
     view_multiple: int = VIEW_MULTIPLES[0]
+    group_size: int = 1
 
     def width(self, num_rows: int, num_nodes: int) -> int:
         """To how many nodes the rows of a step are padded.
 
-        One row of 1 node with min_rows 3: 3. Two rows of 1 node: 2 each, which makes 4 in all.
+        One row of 1 node with min_rows 3: 3. Two rows of 1 node: 2 each, which makes 4 in all. 11 nodes in groups of
+        3 are 33 queries, one more than a block: 12.
         """
-        return max(num_nodes, self.min_nodes, -(-self.min_rows // num_rows))
+        width = max(num_nodes, self.min_nodes, -(-self.min_rows // num_rows))
+        return width + _leaves_one_query(width, self.group_size)
 
     def view_length(self, length: int) -> int:
         """The view that holds ``length`` columns: 257 -> 512 for a multiple of 256."""
         return -(-length // self.view_multiple) * self.view_multiple
+
+
+def _leaves_one_query(num_nodes: int, group_size: int) -> bool:
+    """Whether the last block of queries holds one."""
+    return num_nodes * group_size % QUERY_BLOCK == 1
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
         return KernelFacts(None, f"linear layers agree on calls of {low} to {high} rows only")
     trial = _Trial(lm)
     for nodes, multiple in trial.candidates(max_nodes):
-        bucket = Bucket(nodes[1], nodes[0], low, high, multiple)
+        bucket = Bucket(nodes[1], nodes[0], low, high, multiple, trial.group_size)
         if trial.keeps_bits(bucket):
             return KernelFacts(bucket)
     return KernelFacts(None, "a row has other bits with other nodes, rows or columns beside it")
@@ -188,19 +201,23 @@ def _node_range(
     Scores are small differences of large products here, and values cancel: another order of any sum shows.
     """
     attend = _Attention(dtype, num_heads, group_size, sizes, max_nodes, multiple)
-    counts = range(1, max_nodes + 1)
+    counts = [count for count in range(1, max_nodes + 1) if not _leaves_one_query(count, group_size)]
     short, long = ({count: attend(count, more_views) for count in counts} for more_views in (0, 1))
-    # one query alone may be multiplied as a vector, whose bits were seen to differ once in thousands of numbers only
-    low = 2 if group_size == 1 else 1
-    best = (max_nodes, max_nodes)
-    for high in counts[low - 1 :]:
-        if not all(torch.equal(part[:, :low], first) for part, first in zip(short[high], short[low], strict=True)):
-            low = high
+    best: tuple[int, int] = (max_nodes, max_nodes)
+    low: int | None = None
+    for high in counts:
         if not all(map(torch.equal, short[high], long[high])):
-            low = high + 1
+            low = None
+        elif low is None or not _begins_with(short[high], short[low]):
+            low = high
         elif high - low > best[1] - best[0]:
             best = (low, high)
     return best
+
+
+def _begins_with(outputs: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -> bool:
+    """Whether the first nodes, (B, N, H, D) of every context, are these."""
+    return all(torch.equal(part[:, : begin.shape[1]], begin) for part, begin in zip(outputs, first, strict=True))
 
 
 class _Attention:
@@ -271,6 +288,14 @@ class _Trial:
         self._lm.forward(Nodes.from_chains([[0]]), cache)
         cache.commit([[0]])
         self._states = cache.export(0, 1)  # for its shapes
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head where attention folds them into queries, else 1."""
+        if not self._lm.execution.uses_grouped_attention:
+            return 1
+        heads = {pair[0].shape[0] for pair in self._states if pair is not None}
+        return int(self._lm.config.num_attention_heads) // min(heads)
 
     def candidates(self, max_nodes: int) -> Iterator[tuple[tuple[int, int], int]]:
         """Ranges of numbers of nodes, and multiples of columns, worth trying on the model.
