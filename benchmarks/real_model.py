@@ -37,7 +37,7 @@ from foretoken.retrieval.build import build
 from foretoken.testing import token_gap
 
 QUESTIONS = (
-    "Copy this line three times: The cat sat on the mat, and the dog sat on the cat.",
+    "Copy this line twice: ha ha ha ha ha ha ha ha, said the cat on the mat.",
     "Write a Python function add(a, b) that returns the sum of a and b, then a function sub(a, b) in the same style.",
     "Count from one to twelve in words, separated by commas.",
     "Why is the sky blue? Explain it to a child in three sentences.",
@@ -145,7 +145,7 @@ class Difference:
     """Where a text leaves its reference.
 
     Args:
-      gap: by how much the model in float32 prefers one of the two tokens; see `foretoken.testing.Divergence`.
+      gap: by how much the logits of the model in float32 must change for one token to come instead of the other.
       bound: up to which rounding explains it.
     """
 
@@ -322,24 +322,44 @@ class Study:
                 continue
             request = self.requests[place]
             pair = texts[place][index], want[index]  # neither can have ended: what ends a text is a token of it
-            gap = token_gap(self.exact, request.prompt_ids, want[:index], request.params, 0, pair)
+            gap = self._gap(request, want[:index], pair)
             found.append(Difference(request.name, index, *pair, gap, self._bound(place)))
         return tuple(found)
+
+    def _gap(self, request: Request, output: Seq[int], pair: tuple[int, int]) -> float:
+        """By how much logits must change for one token of the pair to come instead of the other.
+
+        Until their scores are equal, or until one of them crosses the edge of the nucleus: then the odds of the tokens
+        that are no likelier than it, against all others, are those of 1 - top_p. A token beyond the edge can come by
+        crossing it alone.
+        """
+        whole = replace(request.params, top_p=1.0)
+        gap = token_gap(self.exact, request.prompt_ids, output, whole, 0, pair)
+        if request.params.top_p == 1.0:
+            return gap
+        logits = _logits(self.exact, [*request.prompt_ids, *output])[-1].double() / request.params.temperature
+        law = logits.softmax(0)
+        tails = torch.stack([law[law <= law[token]].sum() for token in pair]).clamp(max=1.0)
+        edges = torch.logit(tails) - torch.logit(torch.tensor(1.0 - request.params.top_p, dtype=torch.float64))
+        if bool((edges <= 0).any()):
+            return float(-edges.min())
+        return min(gap, float(edges.min()))
 
     def _bound(self, place: int) -> float:
         """The largest gap that rounding explains.
 
-        In half precision two tokens can swap where each logit is off by its largest error: by twice that error, which
-        is measured: half precision against float32, the same weights, over the plain text. Sampling divides logits by
-        the temperature, and errors with them.
+        In half precision it is what rounding was measured to change in the difference of two logits: half precision
+        against float32, the same weights, over the plain text. No odds of one set of tokens against the others change
+        by more. Sampling divides logits by the temperature, and errors with them.
         """
         if self.exact is self.llm.target:
             return MAX_FLOAT32_GAP
         if place not in self._noises:
             text = [*self.requests[place].prompt_ids, *self.plain[place]]
-            rough, fine = (_logits(lm, text) for lm in (self.llm.target, self.exact))
-            self._noises[place] = float((rough.float() - fine.float()).abs().max())
-        return 2 * self._noises[place] / (self.requests[place].params.temperature or 1.0)
+            rough, fine = (_logits(lm, text).float() for lm in (self.llm.target, self.exact))
+            errors = rough - fine  # (N, V)
+            self._noises[place] = float((errors.amax(1) - errors.amin(1)).max())
+        return self._noises[place] / (self.requests[place].params.temperature or 1.0)
 
     @staticmethod
     def _run(llm: LLM, requests: Seq[Request]) -> list[RequestOutput]:
@@ -369,7 +389,7 @@ def studies(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, st
         requests = chat_requests(tokenizer, questions[: options.num_prompts], options.max_new_tokens)
         if dtype != "float32":
             exact = CausalLM(zoo.load(options.model)[0])
-        for mode in MODES[dtype]:
+        for mode in (mode for mode in MODES[dtype] if mode in options.modes):
             place = folder / f"{dtype}-{mode}"
             batch_size = options.batch_size
             yield (
@@ -396,6 +416,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="of the zoo; a Llama with a chat template")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--dtypes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES["bfloat16"], default=MODES["bfloat16"])
     parser.add_argument(
         "--prompts-file", type=Path, help="as foretoken bench reads it; 12 prompts of its own by default"
     )
