@@ -25,8 +25,8 @@ from foretoken.engine.config import EngineConfig
 from foretoken.engine.model import CausalLM
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, Trace, compare, decode
-from method_slips import SLIPS
-from slips import Slip
+from method_mutants import MUTANTS
+from mutants import Mutant
 from unit.test_drafter_state import DRAFTERS, OTHERS, VOCAB_SIZE, target
 
 METHODS: dict[str, Callable[[], Drafter]] = {
@@ -59,33 +59,33 @@ def plain(lm: CausalLM) -> Trace:
     return decode(lm, EmptyDrafter(), REQUESTS)
 
 
-def cells(one_in: int, only: Callable[[Slip], bool] = lambda _: True) -> list[Any]:
-    """All slips; the fast part takes the first of so many of every method."""
+def cells(one_in: int, only: Callable[[Mutant], bool] = lambda _: True) -> list[Any]:
+    """All mutants; the fast part takes the first of so many of every method."""
     return [
-        pytest.param(slip, marks=() if number % one_in == 0 else pytest.mark.slow, id=f"{method}-{number + 1:02d}")
-        for method, slips in SLIPS.items()
-        for number, slip in enumerate(slips)
-        if only(slip)
+        pytest.param(mutant, marks=() if number % one_in == 0 else pytest.mark.slow, id=f"{method}: {mutant.name}")
+        for method, mutants in MUTANTS.items()
+        for number, mutant in enumerate(mutants)
+        if only(mutant)
     ]
 
 
-@pytest.mark.parametrize("slip", cells(3))
-def test_a_fault_of_a_method_is_caught(slip: Slip, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutant", cells(3))
+def test_a_fault_of_a_method_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     """By an assertion of the test that the table names, and of no other kind of error."""
     with pytest.MonkeyPatch.context() as patch:
-        slip.apply(patch)
+        mutant.apply(patch)
         try:
-            slip.test(patch, tmp_path)
-        except slip.raises:
+            mutant.test(patch, tmp_path)
+        except mutant.raises:
             return
-    pytest.fail(f"{slip.caught_by.__name__} does not catch the slip in {slip.name}")
+    pytest.fail(f"{mutant.caught_by.__name__} does not notice that {mutant.name}")
 
 
-@pytest.mark.parametrize("slip", cells(9, lambda slip: bool(slip.keeps_tokens)))
-def test_a_fault_of_a_method_changes_no_token(slip: Slip) -> None:
+@pytest.mark.parametrize("mutant", cells(9, lambda mutant: bool(mutant.keeps_tokens)))
+def test_a_fault_of_a_method_changes_no_token(mutant: Mutant) -> None:
     """Rows come and go, greedy and sampled ones in one batch."""
-    lm, drafter = target_of(slip.keeps_tokens), METHODS[slip.keeps_tokens]()
+    lm, drafter = target_of(mutant.keeps_tokens), METHODS[mutant.keeps_tokens]()
     want = plain(lm)
     with pytest.MonkeyPatch.context() as patch:
-        slip.apply(patch)
-        compare(decode(lm, drafter, REQUESTS, config=TWO_AT_A_TIME), want, slip.name)
+        mutant.apply(patch)
+        compare(decode(lm, drafter, REQUESTS, config=TWO_AT_A_TIME), want, mutant.name)

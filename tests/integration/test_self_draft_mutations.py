@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.quantized_self import QuantizedSelfDrafter
 from foretoken.drafters.self_draft import SelfDrafter
-from foretoken.drafters.swift import SwiftDrafter
+from foretoken.engine import execution
 from foretoken.engine.cache import KVCache
 from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
@@ -28,7 +30,7 @@ from foretoken.engine.model import CausalLM
 from foretoken.params import SamplingParams
 from foretoken.testing import Trace, compare, decode
 from harness import adapter
-from slips import Slip
+from mutants import Apply, Call, replaced, skipped, with_arguments, wrapped
 
 VISIBLE = 1e-3
 NUM_TOKENS = 16
@@ -113,15 +115,18 @@ def test_a_fault_in_state_positions_or_masks_shows_when_the_target_drafts_for_it
 # -- what drafting itself may do to the cache ----------------------------------------------------------------------
 
 
+def rolls_back_elsewhere(extra: int) -> Apply:
+    def change(call: Call) -> dict[str, Any]:
+        return {"lengths": [length + extra for length in call.lengths]}
+
+    return with_arguments(KVCache, "rollback", change)
+
+
 TOUCHING = {
-    "leaves-its-columns": Slip(SelfDrafter.propose, "self._cache.rollback(lengths)", "pass", shows),
-    "commits-its-first-column": Slip(
-        SelfDrafter.propose, "rollback(lengths)", "rollback([n + 1 for n in lengths])", shows
-    ),
-    "drops-a-column-of-the-target": Slip(
-        SelfDrafter.propose, "rollback(lengths)", "rollback([n - 1 for n in lengths])", shows
-    ),
-    "edits-the-target-itself": Slip(CausalLM.variant, "shadow(self._shadow)", "self._shadow", shows),
+    "leaves-its-columns": skipped(KVCache, "rollback"),
+    "commits-its-first-column": rolls_back_elsewhere(1),
+    "drops-a-column-of-the-target": rolls_back_elsewhere(-1),
+    "edits-the-target-itself": replaced(execution, "shadow", lambda model: model),
 }
 
 
@@ -131,7 +136,7 @@ TOUCHING = {
 def test_a_drafter_that_touches_the_target_shows(name: str, drafter: str, fault: str) -> None:
     lm, want = adapter.__wrapped__(name), faultless(name)
     with pytest.MonkeyPatch.context() as patch:
-        TOUCHING[fault].apply(patch)
+        TOUCHING[fault](patch)
         try:
             got = outcome(lm, DRAFTERS[drafter]())
         except (ForetokenError, RuntimeError, IndexError):
@@ -149,10 +154,20 @@ def swift_plain() -> Trace:
     return decode(target(4), EmptyDrafter(), SWIFT_REQUESTS)
 
 
+def stays_short(kept: Any) -> Any:
+    @contextmanager
+    def wrong(cache: KVCache, row: int, first_column: int, last_column: int) -> Iterator[None]:
+        with kept(cache, row, first_column, last_column):
+            yield
+        cache.lengths[row] = first_column
+
+    return wrong
+
+
 SEARCHING = {
-    "keeps-too-little": Slip(SwiftDrafter._score, "first, cache.lengths[slot])", "first, first + 1)", shows),
-    "puts-nothing-back": Slip(KVCache.kept, "buffer[row, :, first_column:last_column] = columns", "pass", shows),
-    "leaves-the-row-short": Slip(KVCache.kept, "            self.lengths[row] = length\n", "            pass\n", shows),
+    "keeps-too-little": with_arguments(KVCache, "kept", lambda call: {"last_column": call.first_column + 1}),
+    "puts-nothing-back": with_arguments(KVCache, "kept", lambda call: {"last_column": call.first_column}),
+    "leaves-the-row-short": wrapped(KVCache, "kept", stays_short),
 }
 
 
@@ -161,7 +176,7 @@ def test_a_search_that_touches_the_target_shows(fault: str) -> None:
     """Scoring writes over columns of the target, so a slip there is a wrong token or a broken invariant."""
     want = swift_plain()
     with pytest.MonkeyPatch.context() as patch:
-        SEARCHING[fault].apply(patch)
+        SEARCHING[fault](patch)
         with pytest.raises((AssertionError, ForetokenError)):
             compare(decode(target(4), swift(num_scored=4), SWIFT_REQUESTS), want, fault)
 

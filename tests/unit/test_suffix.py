@@ -88,6 +88,14 @@ def test_shares_follow_the_counts_of_the_longest_context() -> None:
     assert share[5] == pytest.approx(rest * 1 / 5)
 
 
+def test_of_equal_successors_the_latest_comes_first() -> None:
+    automaton = SuffixAutomaton(24)
+    automaton.extend([1, 2, 7, 1, 3, 8, 1])
+    place = automaton.match()
+    assert place is not None
+    assert grow(1, [Root(automaton, place)], Shape(3, 1)).tokens == (1, 3, 2)
+
+
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
     automaton = SuffixAutomaton(24)
     automaton.extend([1, 2, 3] * 4)
