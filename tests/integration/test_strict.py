@@ -103,6 +103,29 @@ def test_the_default_keeps_bits_of_chains_in_half_precision() -> None:
     check_bits(long_lm("llama", torch.bfloat16), PROMPTS[:2], GREEDY, EngineConfig(output_logits=True))
 
 
+ALIKE = [random_ids(length, 7 + i) for i, length in enumerate((34, 40, 90, 37, 40, 3, 2, 39, 150, 35))]
+"""Prompts of which some are padded to one width."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_prompts_that_are_read_together_leave_what_they_leave_alone(name: str, dtype: torch.dtype) -> None:
+    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), replace(STRICT, prefill_chunk_size=64))
+
+
+def test_prompts_of_about_one_length_are_read_in_one_forward() -> None:
+    """Tokens to read, without the pending one: 33 to 39 make one forward, 1 and 2, 89 and 149 one each."""
+    lm = lm_that_rounds()
+    assert lm.kernel_facts(STRICT.strict_width).bucket is not None
+    engine = Engine(lm, EmptyDrafter(), replace(STRICT, max_num_seqs=len(ALIKE)))
+    for prompt in ALIKE:
+        engine.add_request([token % lm.vocab_size for token in prompt], GREEDY)
+    count = lm.num_forwards
+    while engine.num_running < len(ALIKE) or len(engine.decoding_rows) < len(ALIKE):
+        assert engine.step() == []
+    assert lm.num_forwards - count == 4
+
+
 # -- kernels whose habits are known ------------------------------------------------------------------------------
 
 

@@ -96,8 +96,14 @@ class TestBucket:
         assert [Bucket(16).width(1, nodes) for nodes in (1, 2, 16)] == [2, 2, 16]
 
     def test_a_view_is_a_whole_number_of_blocks(self) -> None:
-        assert [Bucket(8).view_length(length) for length in (1, 256, 257)] == [256, 256, 512]
+        assert [Bucket(8).view_length(length) for length in (1, 64, 65)] == [64, 64, 128]
         assert Bucket(8, view_multiple=512).view_length(257) == 512
+
+    def test_prompts_that_are_read_together_are_padded(self) -> None:
+        bucket = Bucket(8, prefill_rows=(48, 96))
+        assert [bucket.prefill_width(tokens) for tokens in (1, 8, 9, 96, 97)] == [8, 8, 16, 96, 97]
+        assert [bucket.rows_per_call(width) for width in (8, 96, 97)] == [(48, 96), (48, 96), None]
+        assert (Bucket(8).prefill_width(9), Bucket(8).rows_per_call(9)) == (9, None)
 
 
 @pytest.mark.usefixtures("_exact_attention")
@@ -248,10 +254,26 @@ class TestRowLimit:
         x = torch.randn(*shape, 8, dtype=torch.float64)
         want = limited(x)
         assert sizes == [x.shape[:-1].numel()]
-        limit.max_rows = 32
+        limit.num_rows = (1, 32)
         assert torch.equal(limited(x), want)
         assert max(sizes[1:]) <= 32
         assert max(sizes[1:]) - min(sizes[1:]) <= 1
+
+    def test_a_layer_is_never_called_with_fewer_rows(self) -> None:
+        sizes = []
+        layer = nn.Linear(8, 5, dtype=torch.float64)
+        plain = layer.forward
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            sizes.append(x.shape[:-1].numel())
+            return plain(x)
+
+        layer.forward = counted
+        limit = RowLimit()
+        limit.num_rows = (48, 96)
+        x = torch.randn(3, 5, 8, dtype=torch.float64)
+        assert torch.allclose(LimitedLinear(layer, limit)(x), plain(x))
+        assert sizes == [48]
 
     def test_holds_inside_of_its_block_only(self) -> None:
         model = shadow(toy_model(dtype=torch.float32))
@@ -269,7 +291,7 @@ class TestRowLimit:
                 layer.forward.__class__ = Counted
         ids = torch.arange(40).view(2, 20)
         with torch.inference_mode():
-            with execution.calls_of(16):
+            with execution.calls_of((1, 16)):
                 execution.run(input_ids=ids, use_cache=False)
             assert set(sizes or [14, 13]) == {13, 14}
             sizes.clear()
@@ -279,7 +301,7 @@ class TestRowLimit:
     def test_shadows_of_limited_layers_share_their_packed_weights(self) -> None:
         model = shadow(toy_model(dtype=torch.float32))
         execution = apply_execution(model, "packed", min_packed_elements=0)
-        with execution.calls_of(16):
+        with execution.calls_of((1, 16)):
             pass
         copied = shadow(model)
         forwards = [layer.forward for layer in linears(model)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 from foretoken.drafters.base import Features
 from foretoken.engine.cache import KVCache
@@ -69,12 +70,13 @@ class Batch:
         return self._runs.index(run)
 
     def admit(self) -> list[Run]:
-        """Give waiting runs a row while there is room; those that just got one."""
-        admitted = []
-        while self.waiting and len(self._runs) < self._max_num_rows:
+        """Give waiting runs a row while there is room; those that just got one, short prompts first."""
+        room = self._max_num_rows - len(self._runs)
+        admitted = sorted(islice(self.waiting, room), key=lambda run: run.num_to_prefill)
+        for run in admitted:
             self.cache.add_rows()
-            self._runs.append(self.waiting.popleft())
-            admitted.append(self._runs[-1])
+            self.waiting.remove(run)
+            self._runs.append(run)
         return admitted
 
     def enter(self, run: Run) -> list[Run]:

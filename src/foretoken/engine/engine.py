@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, takewhile
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,8 @@ class Engine:
         self.drafter.bind(target, self.cache)
         self.profile = StepProfile()
         self._batch = Batch(self.cache, self.config.max_num_seqs)
-        self._prefilled_last = False
+        self._has_prefilled = False  # since the last decode step
+        self._to_feed: set[Run] = set()  # that have not had their chunk in this round of prefill
         self._is_broken = False
         self._ids = count()  # unique also when requests are added from several threads
         self._entered = threading.Lock()
@@ -222,12 +223,11 @@ class Engine:
             for run in admitted:
                 if run.is_prefilled:  # a prompt of one token, or one that goes on from an earlier row
                     self._enter(run)
-            prefilling, decoding = self._batch.prefilling, self._batch.decoding
-            if prefilling and not (self._prefilled_last and decoding):
-                self._prefilled_last = True
-                self._prefill(prefilling)
+            if self._due_to_prefill():
+                self._prefill(self._prompts_of_one_shape())
                 return []
-            self._prefilled_last = False
+            self._has_prefilled = False
+            decoding = self._batch.decoding
             return self._decode(decoding) if decoding else []
 
     def run(self) -> Iterator[list[RowOutput]]:
@@ -323,21 +323,60 @@ class Engine:
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
+    def _due_to_prefill(self) -> bool:
+        """Whether a prompt is to be read now. Every prompt gets a chunk; then rows that decode have a step."""
+        prefilling = self._batch.prefilling
+        self._to_feed &= set(prefilling)
+        if not self._to_feed and not (self._has_prefilled and self._batch.num_decoding):
+            self._to_feed = set(prefilling)
+        return bool(self._to_feed)
+
+    def _prompts_of_one_shape(self) -> list[Run]:
+        """Neighbours in the cache that are due and whose chunks may be read in one forward.
+
+        Where a row is to keep its bits, what a prompt leaves in the cache depends on the prompt alone: prompts are read
+        one by one, or those together whose chunks begin at one place and are padded to one width.
+        """
+        due = [run for run in self._batch.prefilling if run in self._to_feed]
+        shape = self._shape_of_chunk(due[0])
+        if shape is None:
+            return due[:1]
+        neighbours = self._batch.prefilling[self._batch.slot_of(due[0]) - self._batch.num_decoding :]
+        return list(takewhile(lambda run: run in self._to_feed and self._shape_of_chunk(run) == shape, neighbours))
+
+    def _shape_of_chunk(self, run: Run) -> tuple[int, ...] | None:
+        """What prompts that are read together have in common: beginning and width of the chunk. None: read it alone."""
+        if self._has_one_shape:
+            return None
+        if self._bucket is None:
+            return ()
+        length = min(self.config.prefill_chunk_size, run.num_to_prefill - run.num_prefilled)
+        width = self._bucket.prefill_width(length)
+        return None if self._bucket.rows_per_call(width) is None else (run.num_prefilled, width)
+
     def _prefill(self, runs: list[Run]) -> None:
-        """Feed one chunk of the prompt, all but its last token, of every row that still needs it."""
+        """Feed one chunk of the prompt, all but its last token, of rows that are neighbours in the cache."""
         start = perf_counter()
-        if self._bucket is not None or self._has_one_shape:
-            runs = runs[:1]  # what a prompt leaves in the cache then depends on the prompt alone
+        self._has_prefilled = True
+        self._to_feed.difference_update(runs)
         size = self.config.prefill_chunk_size
-        first_row = self._batch.num_decoding
+        first_row = self._batch.slot_of(runs[0])
         ends = [min(run.num_prefilled + size, run.num_to_prefill) for run in runs]
         chunks = [run.row.token_ids[run.num_prefilled : end] for run, end in zip(runs, ends, strict=True)]
-        nodes = Nodes.from_chains(chunks, size if self._has_one_shape else None)
+        width = size if self._has_one_shape else None
+        if self._bucket is not None:
+            width = self._bucket.prefill_width(len(chunks[0]))
+        nodes = Nodes.from_chains(chunks, width)
         requires = self.drafter.requires.of_prompt
         with recording(self.target, requires) as record:
             keep = None if requires.last_hidden or requires.top_k else slice(0, 0)
             logits = self.target.forward(
-                nodes, self.cache, first_row=first_row, keep=keep, view_length=self._view_length
+                nodes,
+                self.cache,
+                first_row=first_row,
+                keep=keep,
+                view_length=self._view_length,
+                rows_per_call=self._bucket.rows_per_call(nodes.width) if self._bucket is not None else None,
             )
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_row)
         for i, (run, chunk) in enumerate(zip(runs, chunks, strict=True)):

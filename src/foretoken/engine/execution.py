@@ -127,20 +127,20 @@ class Execution:
         return self.model(**kwargs)
 
     @contextmanager
-    def calls_of(self, max_rows: int | None) -> Iterator[None]:
-        """Inside, linear layers take at most ``max_rows`` rows in one call; None lifts the limit."""
-        if max_rows is None:
+    def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
+        """Inside, linear layers take at least and at most so many rows in one call; None for any number."""
+        if num_rows is None:
             yield
             return
         if self._row_limit is None:
             self._row_limit = RowLimit()
             for layer in linears(self.model):
                 layer.forward = LimitedLinear(layer, self._row_limit)
-        self._row_limit.max_rows = max_rows
+        self._row_limit.num_rows = num_rows
         try:
             yield
         finally:
-            self._row_limit.max_rows = None
+            self._row_limit.num_rows = None
 
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""

@@ -7,6 +7,7 @@ model and the machine at hand, never assumed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 33, 48, 64)
 """Numbers of rows at which every kind of linear layer is tried."""
 
-VIEW_MULTIPLES = (256, 512)
-"""Attention runs over a whole number of so many columns. Smaller steps were seen to change bits in float32."""
+VIEW_MULTIPLES = (64, 256, 512)
+"""Attention runs over a whole number of so many columns; steps of 64 were seen to change bits in float32."""
 
 LENGTHS = (37, 700)
 """Contexts at which the model is tried: within the first block of columns, and past it."""
@@ -37,8 +38,18 @@ QUERY_BLOCK = 32
 """torch's attention for CPUs takes queries in blocks of so many. A block of one query is multiplied as a vector, in
 another order, which shows in bfloat16 once in thousands of numbers: too seldom to be measured, so it is avoided."""
 
-ATTENTION_LENGTHS = (37, 700)
-"""Contexts at which attention alone is tried."""
+ATTENTION_LENGTHS = (37, 300, 700)
+"""Contexts at which attention alone is tried. At 300 a view of 320 columns was seen to give other bits than 512."""
+
+PREFILL_MULTIPLE = 8
+"""Chunks of prompts are padded to a multiple of so many tokens, so that several prompts have one length."""
+
+PREFILL_ROW_COUNTS = (48, 64, 96, 128, 160, 192, 256)
+"""Numbers of rows at which linear layers are tried for prompts."""
+
+MIN_OUTPUTS = 1 << 17
+"""A linear layer gives at least so many numbers at every number of rows: in bfloat16 few of them show another order of
+a sum, one in twenty thousand on a CPU with AMX."""
 
 MIN_SAMPLES = 1024
 """Attention alone gives at least so many numbers per node: few of them show another order of a sum."""
@@ -56,6 +67,8 @@ class Bucket:
       min_rows, max_rows: linear layers are given at least and at most so many rows in one call, over all rows.
       view_multiple: attention runs over a multiple of so many columns.
       group_size: queries of attention per node.
+      prefill_rows: the least and the most rows that linear layers are given in one call where prompts of one padded
+        length are read side by side; None where these do not keep their bits, and are read one at a time.
     """
 
     max_nodes: int
@@ -64,6 +77,7 @@ class Bucket:
     max_rows: int = ROW_COUNTS[-1]
     view_multiple: int = VIEW_MULTIPLES[0]
     group_size: int = 1
+    prefill_rows: tuple[int, int] | None = None
 
     def width(self, num_rows: int, num_nodes: int) -> int:
         """To how many nodes the rows of a step are padded.
@@ -73,6 +87,15 @@ class Bucket:
         """
         width = max(num_nodes, self.min_nodes, -(-self.min_rows // num_rows))
         return width + _leaves_one_query(width, self.group_size)
+
+    def prefill_width(self, num_tokens: int) -> int:
+        """To how many nodes a chunk of a prompt is padded: 50 -> 56, and not at all where it is read alone."""
+        width = -(-num_tokens // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
+        return num_tokens if self.rows_per_call(width) is None else width
+
+    def rows_per_call(self, width: int) -> tuple[int, int] | None:
+        """How many rows linear layers are given in one call where chunks of this width are read together; else None."""
+        return self.prefill_rows if self.prefill_rows is not None and width <= self.prefill_rows[1] else None
 
     def view_length(self, length: int) -> int:
         """The view that holds ``length`` columns: 257 -> 512 for a multiple of 256."""
@@ -109,7 +132,8 @@ class KernelFacts:
         b = self.bucket
         return (
             f"a row keeps its bits from {b.min_nodes} to {b.max_nodes} nodes, over columns in multiples of "
-            f"{b.view_multiple}, with {b.min_rows} to {b.max_rows} rows in one call of a linear layer"
+            f"{b.view_multiple}, with {b.min_rows} to {b.max_rows} rows in one call of a linear layer; prompts are "
+            f"read {'one at a time' if b.prefill_rows is None else 'together where they are of about one length'}"
         )
 
 
@@ -149,7 +173,7 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
     for nodes, multiple in trial.candidates(max_nodes):
         bucket = Bucket(nodes[1], nodes[0], low, high, multiple, trial.group_size)
         if trial.keeps_bits(bucket):
-            return KernelFacts(bucket)
+            return KernelFacts(replace(bucket, prefill_rows=_prefill_rows(trial)))
     return KernelFacts(None, "a row has other bits with other nodes, rows or columns beside it")
 
 
@@ -170,47 +194,63 @@ def _shape(layer: nn.Module) -> tuple[int, int]:
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
-def _row_range(layer: nn.Module) -> tuple[int, int] | None:
+def _prefill_rows(trial: _Trial) -> tuple[int, int] | None:
+    """The range of numbers of rows in which every layer that reads prompts keeps bits; None where it is too small."""
+    low, high = PREFILL_ROW_COUNTS[0], PREFILL_ROW_COUNTS[-1]
+    for layer in trial.kinds_below_the_head():
+        rows = _row_range(layer, PREFILL_ROW_COUNTS)
+        if rows is None:
+            return None
+        low, high = max(low, rows[0]), min(high, rows[1])
+    return (low, high) if high >= 2 * low and trial.keeps_prompts_apart((low, high)) else None
+
+
+def _row_range(layer: nn.Module, counts: Sequence[int] = ROW_COUNTS) -> tuple[int, int] | None:
     """The widest range of numbers of rows, of those tried, in which a row has the same bits; None for no range."""
     generator = torch.Generator().manual_seed(0)
     dtype: torch.dtype = layer.weight.dtype  # type: ignore[assignment]
-    x = torch.randn(ROW_COUNTS[-1], _shape(layer)[0], generator=generator).to(dtype)
-    turned = layer(x[:16].roll(1, 0)).roll(-1, 0)
-    outputs = {count: layer(x[:count]) for count in ROW_COUNTS}
-    if not torch.equal(turned, outputs[16]):
+    size_in, size_out = _shape(layer)
+    x = torch.randn(max(counts[-1], MIN_OUTPUTS // size_out), size_in, generator=generator).to(dtype)
+    if not torch.equal(layer(x[:16].roll(1, 0)).roll(-1, 0), layer(x[:16])):
         return None
-    best = (0, 0)
-    for low in ROW_COUNTS:
-        high = low
-        for count in ROW_COUNTS[ROW_COUNTS.index(low) :]:
-            if not torch.equal(outputs[count][:low], outputs[low]) or not torch.equal(
-                outputs[count][:high], outputs[high]
-            ):
-                break
-            high = count
-        if high * best[0] > best[1] * low or best == (0, 0):  # by the ratio of its ends
-            best = (low, high)
+    best = (counts[0], counts[0])
+    low, first = 0, torch.empty(0)
+    for count in counts:
+        output = _in_calls(layer, x, count)
+        if not torch.equal(output, first):
+            low, first = count, output
+        if count * best[0] > best[1] * low:  # by the ratio of its ends
+            best = (low, count)
     return best
+
+
+def _in_calls(layer: nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
+    """(M, in) -> (M, out), so many rows in every call; the last one takes some of the rows before it along."""
+    starts = range(0, len(x) - count, count)
+    num_left = len(x) - len(starts) * count
+    return torch.cat([*(layer(x[start : start + count]) for start in starts), layer(x[-count:])[-num_left:]])
 
 
 def _node_range(
     dtype: torch.dtype, num_heads: int, group_size: int, sizes: tuple[int, int], max_nodes: int, multiple: int
-) -> tuple[int, int]:
-    """The widest range of numbers of nodes in which attention gives a node the same bits, whatever the view.
+) -> tuple[int, int] | None:
+    """The widest range of numbers of nodes in which attention gives a node the same bits, whatever the view; None
+    for no range.
 
     Scores are small differences of large products here, and values cancel: another order of any sum shows.
     """
     attend = _Attention(dtype, num_heads, group_size, sizes, max_nodes, multiple)
     counts = [count for count in range(1, max_nodes + 1) if not _leaves_one_query(count, group_size)]
-    short, long = ({count: attend(count, more_views) for count in counts} for more_views in (0, 1))
-    best: tuple[int, int] = (max_nodes, max_nodes)
-    low: int | None = None
+    best: tuple[int, int] | None = None
+    low, first = 0, list[torch.Tensor]()
     for high in counts:
-        if not all(map(torch.equal, short[high], long[high])):
-            low = None
-        elif low is None or not _begins_with(short[high], short[low]):
-            low = high
-        elif high - low > best[1] - best[0]:
+        output = attend(high)
+        if output is None:
+            first = []
+            continue
+        if not first or not _begins_with(output, first):
+            low, first = high, output
+        if best is None or high - low > best[1] - best[0] or (high == low and best[0] == best[1]):
             best = (low, high)
     return best
 
@@ -233,8 +273,8 @@ class _Attention:
         multiple: int,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._multiple = multiple
-        columns = -(-(ATTENTION_LENGTHS[-1] + max_nodes) // multiple) * multiple + multiple
+        self._multiple, self._max_nodes = multiple, max_nodes
+        columns = max(self._views(ATTENTION_LENGTHS[-1] + max_nodes))
         num_rows = max(1, MIN_SAMPLES // (num_heads * sizes[1]))
 
         def draw(*shape: int) -> torch.Tensor:
@@ -249,24 +289,37 @@ class _Attention:
         values[:, :, 1::2] = -values[:, :, : columns - 1 : 2]
         self._queries, self._keys, self._values = (part.to(dtype) for part in (queries, keys, values))
 
-    def __call__(self, num_nodes: int, more_views: int) -> list[torch.Tensor]:
-        """(B, N, H, D) for every context; the view is longer than needed by so many multiples."""
+    def _views(self, length: int) -> list[int]:
+        """Numbers of columns that hold so many: the fewest, one multiple more, an odd and an even number of 256."""
+        fewest = -(-length // self._multiple) * self._multiple
+        blocks = -(-length // 256)
+        others = [256 * (blocks + (blocks % 2 == 0)), 256 * (blocks + blocks % 2)]
+        return [fewest, fewest + self._multiple, *(view for view in others if view % self._multiple == 0)]
+
+    def __call__(self, num_nodes: int) -> list[torch.Tensor] | None:
+        """(B, N, H, D) for every context; None where a view gives other bits."""
         found = []
         for length in ATTENTION_LENGTHS:
-            columns = (-(-(length + self._queries.shape[2]) // self._multiple) + more_views) * self._multiple
-            sees = torch.arange(columns) <= length + torch.arange(num_nodes)[:, None]
-            mask = torch.zeros(sees.shape, dtype=self._queries.dtype)
-            mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
-            output, _ = grouped_sdpa(
-                nn.Identity(),
-                self._queries[:, :, :num_nodes],
-                self._keys[:, :, :columns],
-                self._values[:, :, :columns],
-                mask[None, None],
-                scaling=0.02,
-            )
-            found.append(output)
+            one, *others = (self._over(length, num_nodes, view) for view in self._views(length + self._max_nodes))
+            if not all(torch.equal(one, other) for other in others):
+                return None
+            found.append(one)
         return found
+
+    def _over(self, length: int, num_nodes: int, columns: int) -> torch.Tensor:
+        """Attention of the first nodes behind so many columns, in a view of so many."""
+        sees = torch.arange(columns) <= length + torch.arange(num_nodes)[:, None]
+        mask = torch.zeros(sees.shape, dtype=self._queries.dtype)
+        mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+        output, _ = grouped_sdpa(
+            nn.Identity(),
+            self._queries[:, :, :num_nodes],
+            self._keys[:, :, :columns],
+            self._values[:, :, :columns],
+            mask[None, None],
+            scaling=0.02,
+        )
+        return output
 
 
 def _other_products(model: nn.Module) -> str | None:
@@ -314,9 +367,11 @@ class _Trial:
                 for (heads, size), (_, value_size) in shapes
                 for sizes in [(size, value_size)]
             ]
-            nodes = max(low for low, _ in ranges), min(high for _, high in ranges)
-            if nodes[0] <= nodes[1]:
-                yield nodes, multiple
+            if None in ranges:
+                continue
+            low, high = max(found[0] for found in ranges if found), min(found[1] for found in ranges if found)
+            if low <= high:
+                yield (low, high), multiple
 
     def keeps_bits(self, bucket: Bucket) -> bool:
         """Whether nodes have equal logits at all kinds of shapes that this bucket allows."""
@@ -337,10 +392,41 @@ class _Trial:
         together = self._logits(bucket, self._cache(lengths), drafts)
         return all(map(torch.equal, alone, together))
 
+    def kinds_below_the_head(self) -> Iterator[nn.Module]:
+        """One layer of every kind that `_kinds` knows, but the output embedding, which prompts do not reach."""
+        head = self._lm.shadow.get_output_embeddings()
+        return (layer for layer in _kinds(self._lm.shadow) if layer is not head)
+
+    def keeps_prompts_apart(self, rows: tuple[int, int]) -> bool:
+        """Whether prompts leave the same bits alone and beside others; ``rows`` as in `Bucket.prefill_rows`."""
+        width = min(5 * PREFILL_MULTIPLE, self._lm.context_length or sys.maxsize)
+        prompts = [self._tokens(width, seed) for seed in range(rows[1] // width + 1)]
+        together = self._prefilled(prompts, rows)
+        return all(
+            torch.equal(states, own)
+            for row, prompt in enumerate(prompts)
+            for pair, other in zip(
+                together.export(row, width), self._prefilled([prompt], rows).export(0, width), strict=True
+            )
+            if pair is not None and other is not None
+            for states, own in zip(pair, other, strict=True)
+        )
+
+    def _prefilled(self, prompts: Sequence[list[int]], rows: tuple[int, int]) -> KVCache:
+        """A cache that holds these prompts, of one length."""
+        cache, width = self._lm.new_cache(len(prompts)), len(prompts[0])
+        self._lm.forward(Nodes.from_chains(prompts), cache, keep=slice(0, 0), rows_per_call=rows)
+        cache.commit([range(width)] * len(prompts))
+        return cache
+
+    def _tokens(self, count: int, seed: int) -> list[int]:
+        """Random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self._lm.vocab_size, (count,), generator=generator).tolist()
+
     def _draft(self, bucket: Bucket, seed: int) -> list[int]:
         """The longest draft of the bucket, of random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self._lm.vocab_size, (bucket.max_nodes,), generator=generator).tolist()
+        return self._tokens(bucket.max_nodes, seed)
 
     def _cache(self, lengths: Sequence[int]) -> KVCache:
         """One row of each length; what a row holds depends on its length alone."""

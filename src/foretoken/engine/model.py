@@ -56,7 +56,7 @@ class _Learnt:
     """What was measured on one structure of a model."""
 
     probe: Probe
-    facts: dict[int, KernelFacts]
+    facts: dict[tuple[int, int], KernelFacts]
 
 
 def _nobody() -> None:
@@ -115,7 +115,7 @@ class CausalLM:
         self._masks_needed = set(self._layer_types) - {FULL}
         self._shadow = shadow(model).eval()
         self._hooks = _FeatureHooks(self._shadow, self.num_layers)
-        self._facts: dict[int, KernelFacts] = {}
+        self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
                 check_rows_independent(self._shadow, self.name, self.dtype, self.device)
@@ -214,11 +214,12 @@ class CausalLM:
 
     def kernel_facts(self, max_nodes: int) -> KernelFacts:
         """At which shapes this model keeps the bits of a row here; measured when first asked, then remembered."""
-        if max_nodes not in self._facts:
+        key = max_nodes, torch.get_num_threads()  # kernels share their work out by threads
+        if key not in self._facts:
             count = self.num_forwards
-            self._facts[max_nodes] = measure(self, max_nodes)
+            self._facts[key] = measure(self, max_nodes)
             self.num_forwards = count
-        return self._facts[max_nodes]
+        return self._facts[key]
 
     @torch.inference_mode()
     def first_layers(self, num_layers: int) -> CausalLM:
@@ -252,6 +253,7 @@ class CausalLM:
         keep: slice | None = None,
         view_length: int | None = None,
         bucket: Bucket | None = None,
+        rows_per_call: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """Logits of every node, given the committed part of its row and its own ancestors.
 
@@ -262,6 +264,7 @@ class CausalLM:
           keep: which of the N node columns need logits; all by default, an empty slice for none.
           view_length: fix the number of cache columns that attention runs over.
           bucket: run at shapes that keep the bits of a row, as measured; the nodes are padded already.
+          rows_per_call: how many nodes linear layers are given in one call at least and at most, over all rows.
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
@@ -275,8 +278,9 @@ class CausalLM:
         starts = torch.tensor(trunks, device=self.device)[:, None]
         positions = starts + nodes.depths.to(self.device)  # (B, S + N)
         kept = range(width)[keep] if keep is not None else range(width)
-        most = bucket.max_rows if bucket is not None and num_rows * width > bucket.max_rows else None
-        with self.execution.calls_of(most):
+        if bucket is not None and num_rows * width > bucket.max_rows:
+            rows_per_call = (1, bucket.max_rows)
+        with self.execution.calls_of(rows_per_call):
             output = self.execution.run(
                 input_ids=nodes.tokens.to(self.device),
                 position_ids=positions[:, nodes.num_fed :],

@@ -200,13 +200,13 @@ def as_operator(packed: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class RowLimit:
-    """How many rows linear layers take in one call; None for any number."""
+    """How many rows linear layers take in one call, at least and at most; None for any number."""
 
-    max_rows: int | None = None
+    num_rows: tuple[int, int] | None = None
 
 
 class LimitedLinear:
-    """The forward of a linear layer, in several calls where its input has too many rows.
+    """The forward of a linear layer, in several calls where its input has too many rows, padded where it has too few.
 
     Exactness: a row's bits are those that the layer gives it in a call of that size.
     """
@@ -218,8 +218,14 @@ class LimitedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        num_rows, most = x.shape[:-1].numel(), self._limit.max_rows
-        if most is None or num_rows <= most:
+        if self._limit.num_rows is None:
+            return self.inner(x)
+        fewest, most = self._limit.num_rows
+        num_rows = x.shape[:-1].numel()
+        if num_rows < fewest:
+            padded = F.pad(x.flatten(0, -2), (0, 0, 0, fewest - num_rows))
+            return self.inner(padded)[:num_rows].view(*x.shape[:-1], -1)
+        if num_rows <= most:
             return self.inner(x)
         parts = x.flatten(0, -2).tensor_split(-(-num_rows // most))  # even: none is much smaller than the others
         return torch.cat([self.inner(part) for part in parts]).view(*x.shape[:-1], -1)
