@@ -12,13 +12,14 @@ import torch
 
 from foretoken.drafters import growing
 from foretoken.engine import accept
-from foretoken.engine.cache import KVCache, RaggedLayer
+from foretoken.engine.cache import KVCache
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import Verdict
+from mutants import Call, with_arguments
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -36,7 +37,7 @@ def commits_everything(patch: pytest.MonkeyPatch) -> None:
 
 def moves_nothing(patch: pytest.MonkeyPatch) -> None:
     """Stale columns committed: the right number of them, with the wrong nodes in them."""
-    patch.setattr(KVCache, "_move", lambda *_: None)
+    with_arguments(KVCache, "commit", lambda call: {"paths": [range(len(path)) for path in call.paths]})(patch)
 
 
 def commits_one_more(patch: pytest.MonkeyPatch) -> None:
@@ -59,13 +60,14 @@ def _patch_lengths(patch: pytest.MonkeyPatch, extra: int) -> None:
 
 
 def writes_ragged_rows_at_one_offset(patch: pytest.MonkeyPatch) -> None:
-    def write(self: Any, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        window = self._cache.window
-        rows = buffer[window.first_row : window.first_row + states.shape[0]]
-        rows[:, :, window.offset : window.offset + states.shape[2]] = states
-        return rows[:, :, : window.view_length]
+    opened = KVCache.open
 
-    patch.setattr(RaggedLayer, "_write", write)
+    def wrong(self: KVCache, *args: Any, **kwargs: Any) -> int:
+        length = opened(self, *args, **kwargs)
+        self.window.columns = None
+        return length
+
+    patch.setattr(KVCache, "open", wrong)
 
 
 def shifts_positions(patch: pytest.MonkeyPatch) -> None:
@@ -204,22 +206,21 @@ def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
             for row, (tree, leaf) in enumerate(zip(trees, leaves, strict=True))
         ]
 
-    patch.setattr("foretoken.engine.accept.match_rows", match_rows)
+    patch.setattr(accept, "match_rows", match_rows)
 
 
 def draws_from_the_law_before(patch: pytest.MonkeyPatch) -> None:
     """Every node answers with the logits of its predecessor in the tensor."""
-    verify = Engine._verify
-    patch.setattr(Engine, "_verify", lambda self, trees: verify(self, trees).roll(1, dims=1))
+    with_arguments(accept, "accept_rows", lambda call: {"logits": call.logits.roll(1, dims=1)})(patch)
 
 
 def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
-    verify = Engine._verify
-    patch.setattr(
-        Engine,
-        "_verify",
-        lambda self, trees: verify(self, trees).flip(0) if max(map(len, trees)) > 1 else verify(self, trees),
-    )
+    """Where anything was drafted, the first row answers for the last."""
+
+    def change(call: Call) -> dict[str, Any]:
+        return {"logits": call.logits.flip(0)} if max(map(len, call.trees)) > 1 else {}
+
+    with_arguments(accept, "accept_rows", change)(patch)
 
 
 def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
