@@ -6,6 +6,7 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,7 @@ class Terminal:
 
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.execve(command[0], command, {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"})
         self.text = ""
 

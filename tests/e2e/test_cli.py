@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,8 @@ def test_an_interrupt_keeps_partial_output(monkeypatch: pytest.MonkeyPatch, as_j
 @pytest.mark.slow
 def test_ctrl_c_on_the_real_program_exits_with_130() -> None:
     command = [sys.executable, "-m", "foretoken", "generate", STORY, *TINY, "--max-new-tokens", "1900", "--ignore-eos"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=heeds) as process:
         assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 64)
         time.sleep(0.2)
