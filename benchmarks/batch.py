@@ -29,7 +29,7 @@ from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.bench.report import plain_data
 from foretoken.bench.suite import PLAIN, Settings, Suite
-from foretoken.engine.config import EngineConfig
+from foretoken.config.engine import EngineConfig
 
 
 def speculations(options: argparse.Namespace, suite: Suite) -> dict[str, dict[str, Any]]:

@@ -8,10 +8,10 @@ from typing import Any
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling
 from foretoken.bench.suite import Suite
 from foretoken.bench.workload import Prompt, load_prompts, select
-from foretoken.engine.config import EngineConfig
+from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.stats import SequenceStats
-from foretoken.factories import Materials, drafter_factory
-from foretoken.speculative import SpeculativeConfig
 
 
 class GroupArm(Arm):

@@ -22,13 +22,13 @@ from foretoken.bench.measure import Trial, compare, interleave
 from foretoken.bench.models import load_pair, scaled
 from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.layer_skip import LayerSet
+from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.model import CausalLM
-from foretoken.factories import Materials, drafter_factory
-from foretoken.speculative import SpeculativeConfig
 from foretoken.tune.layer_sets import LayerSearch
 from foretoken.tune.objective import Costs, ExpectedTime, Task
 from foretoken.tune.space import Space

@@ -24,7 +24,7 @@ from foretoken.bench.measure import compare, interleave
 from foretoken.bench.models import load_pair
 from foretoken.bench.suite import PLAIN, Settings, Suite
 from foretoken.bench.workload import Prompt, load_prompts
-from foretoken.drafters.egag import EgagLength, normalised_entropy
+from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, calibrated_share
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.stats import SequenceStats

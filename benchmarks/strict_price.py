@@ -27,7 +27,7 @@ from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.bench.report import plain_data
 from foretoken.bench.suite import Settings, Suite
-from foretoken.engine.config import EngineConfig
+from foretoken.config.engine import EngineConfig
 
 MODES = ("relaxed", "default", "strict")
 GREEDY = Sampling(ignore_eos=True)

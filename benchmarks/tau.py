@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.base import ContextDrafter, Drafter
+from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence

@@ -12,8 +12,9 @@ from collections.abc import Sequence as Seq
 from html import escape
 from pathlib import Path
 
-from foretoken import LLM, SamplingParams
 from foretoken.drafters.base import Drafter, Features, StepResult
+
+from foretoken import LLM, SamplingParams
 from foretoken.engine.cache import KVCache
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence

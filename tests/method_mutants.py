@@ -14,25 +14,29 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from foretoken.drafters import composition, ngram, swift, token_recycling
-from foretoken.drafters.adjacency import AdjacencyMatrix
-from foretoken.drafters.base import Features, StepResult
-from foretoken.drafters.calibration import Calibration
-from foretoken.drafters.composition import CompositeDrafter, FirstDrafter
-from foretoken.drafters.guesses import PromptTokens
-from foretoken.drafters.jacobi import Guesses, JacobiDrafter
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter, Window
-from foretoken.drafters.nasd import RUNNER_UP_WEIGHT, NasdDrafter, NGramStorage, Successors
-from foretoken.drafters.ngram import NGramDrafter, SuffixIndex
-from foretoken.drafters.ngram_pool import NgramPool
-from foretoken.drafters.rest import RestDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.treeshape import TreeShape
-from foretoken.drafters.trie import Trie
+from foretoken.drafters.compose import union
+from foretoken.drafters.compose.first import FirstDrafter
+from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window
+from foretoken.drafters.lookup import ngram, token_recycling
+from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT, NasdDrafter, NGramStorage, Successors
+from foretoken.drafters.lookup.ngram import NGramDrafter, SuffixIndex
+from foretoken.drafters.lookup.rest import RestDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.parts import swift
+from foretoken.drafters.parts.adjacency import AdjacencyMatrix
+from foretoken.drafters.parts.calibration import Calibration
+from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.ngram_pool import NgramPool
+from foretoken.drafters.parts.treeshape import TreeShape
+from foretoken.drafters.parts.trie import Trie
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine import quantize
 from foretoken.engine.cache import KVCache
+from foretoken.engine.drafter import Features, StepResult
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sublayers import SkippableLayers
 from foretoken.engine.tree import DraftTree
@@ -830,19 +834,19 @@ COMPOSITION = (
     ),
     Mutant(
         "the last part that knows a node decides on its score",
-        with_arguments(composition, "merged", _of_the_last_part),
+        with_arguments(union, "merged", _of_the_last_part),
         _BEST,
         keeps_tokens="union",
     ),
     Mutant(
         "a merged tree has one node too many",
-        with_arguments(composition, "merged", lambda call: {"max_nodes": call.max_nodes + 1}),
+        with_arguments(union, "merged", lambda call: {"max_nodes": call.max_nodes + 1}),
         _BEST,
         keeps_tokens="union",
     ),
     Mutant(
         "the least promising nodes come first",
-        wrapped(composition, "merged", _worst_first),
+        wrapped(union, "merged", _worst_first),
         _BEST,
         keeps_tokens="union",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters import growing
+from foretoken.drafters.parts import growing
 from foretoken.engine import accept
 from foretoken.engine.cache import KVCache
 from foretoken.engine.engine import Engine

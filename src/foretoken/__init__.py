@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foretoken.engine.errors import ForetokenError
+    from foretoken.config.sampling import SamplingParams
+    from foretoken.config.speculative import SpeculativeConfig
+    from foretoken.errors import ForetokenError
     from foretoken.hf import speculate
     from foretoken.llm import LLM
     from foretoken.modelinfo import ModelInfo
     from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foretoken.params import SamplingParams, SpeculativeConfig
     from foretoken.runner import Stream
     from foretoken.trajectories import Trajectory, trajectory
 
@@ -37,13 +38,13 @@ __all__ = [
 _HOME = {
     "LLM": "llm",
     "CompletionOutput": "outputs",
-    "ForetokenError": "engine.errors",
+    "ForetokenError": "errors",
     "Logprob": "outputs",
     "ModelInfo": "modelinfo",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "SamplingParams": "params",
-    "SpeculativeConfig": "params",
+    "SamplingParams": "config.sampling",
+    "SpeculativeConfig": "config.speculative",
     "Stream": "runner",
     "StreamOutput": "outputs",
     "Trajectory": "trajectories",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from foretoken.engine.errors import ForetokenError
-from foretoken.methods import METHODS
-from foretoken.speculative import SpeculativeConfig
-
-_SAMPLES = {"union": "token_recycling+ngram", "first": "ngram>nasd"}
-"""What stands for the methods that combine others."""
+from foretoken.config.method import Method, methods
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.errors import ForetokenError
 
 
 def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str, str | None]]:
@@ -20,12 +17,12 @@ def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str
     Args:
       attempt: makes the drafter of a config, such as ``partial(drafter_factory, materials=...)``.
     """
-    return [(name, _refusal(name, attempt)) for name in METHODS if name != "none"]
+    return [(name, _refusal(method, attempt)) for name, method in methods().items() if name != "none"]
 
 
-def _refusal(name: str, attempt: Callable[[SpeculativeConfig], object]) -> str | None:
+def _refusal(method: Method, attempt: Callable[[SpeculativeConfig], object]) -> str | None:
     try:
-        attempt(SpeculativeConfig(method=_SAMPLES.get(name, name)))
+        attempt(SpeculativeConfig(method.name, **method.sample))
     except ForetokenError as error:
         return str(error)
     return None

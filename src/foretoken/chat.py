@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretoken.engine.errors import ConfigError, ContextLengthError
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.llm import LLM, SpeculativeLike
 from foretoken.outputs import RequestOutput, StreamOutput
-from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.prompts import check_unicode
 
 PLAIN = "none"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from foretoken.cli_generate import as_record, write_segments
 from foretoken.cli_options import EXIT_INTERRUPTED, put_json
-from foretoken.engine.errors import ForetokenError
+from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.chat import Turn

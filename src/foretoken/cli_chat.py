@@ -35,7 +35,7 @@ from foretoken.cli_options import (
     sampling,
     speculative,
 )
-from foretoken.engine.errors import ConfigError, ForetokenError
+from foretoken.errors import ConfigError, ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.chat import Conversation, Turn

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 
 from foretoken.cli_options import AsJson, choose_model, exit_codes
-from foretoken.methods import METHODS
 from foretoken.progress import build_bar
 
 if TYPE_CHECKING:
@@ -144,13 +143,13 @@ def query(
 
 def _lookup(depth: int) -> Lookup:
     """How ``rest`` asks unless it is told otherwise."""
+    from foretoken.drafters.lookup.rest import RestOptions
     from foretoken.retrieval.datastore import Lookup
 
-    defaults = METHODS["rest"].defaults
     return Lookup(
-        match_min=defaults["retrieval_match_min"],
-        match_max=defaults["retrieval_match_max"],
-        max_hits=defaults["retrieval_max_hits"],
+        match_min=RestOptions.retrieval_match_min,
+        match_max=RestOptions.retrieval_match_max,
+        max_hits=RestOptions.retrieval_max_hits,
         depth=depth,
     )
 
@@ -220,7 +219,7 @@ def _tokenizer_of(folder: Path, named: str | None) -> Any:
 
     Raises: DatastoreError, CheckpointError.
     """
-    from foretoken.engine.errors import CheckpointError, ConfigError
+    from foretoken.errors import CheckpointError, ConfigError
     from foretoken.loading import load_tokenizer
     from foretoken.retrieval.manifest import Manifest
 

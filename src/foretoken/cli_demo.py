@@ -33,12 +33,13 @@ from foretoken.cli_options import (
     speculative,
 )
 from foretoken.cli_prompts import Raw, ask
+from foretoken.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from foretoken.cli_prompts import Asked
+    from foretoken.config.sampling import SamplingParams
     from foretoken.demo import Answer, Report
     from foretoken.llm import LLM
-    from foretoken.params import SamplingParams, SpeculativeConfig
 
 EXACTNESS = "default"
 """The mode in which plain and speculative texts are compared; the table names it."""
@@ -136,7 +137,7 @@ def _load(
 
     bigger = inflated(load_model(model, dtype=options["dtype"], device=options["device"]).model, **INFLATED)
     if config.method == "draft_model" and config.model is None:
-        config = replace(config, model=str(zoo.path(model, "draft")))
+        config = SpeculativeConfig(config.method, config.options, model=str(zoo.path(model, "draft")))
     drafting = load_llm(bigger, config, tokenizer=model, **{**options, "dtype": "auto", "gguf_file": None})
     return _both(drafting), LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
 

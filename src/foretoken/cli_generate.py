@@ -41,9 +41,9 @@ from foretoken.cli_prompts import Asked, Chat, Raw, ask, check_template, read_pr
 from foretoken.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
+    from foretoken.config.sampling import SamplingParams
     from foretoken.engine.stats import StepTrace
     from foretoken.outputs import RequestOutput, StreamOutput
-    from foretoken.params import SamplingParams
     from foretoken.runner import Stream
     from foretoken.textstream import Segments
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -28,8 +30,12 @@ from foretoken.cli_options import (
     choose_model,
     exit_codes,
     load_llm,
+    put_json,
     speculative,
 )
+from foretoken.config.method import methods
+from foretoken.config.reference import key_entries
+from foretoken.config.speculative import method_named
 
 if TYPE_CHECKING:
     from foretoken.engine.model import CausalLM
@@ -50,10 +56,16 @@ def info(
     execution: Execution = "auto",
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys of --method, or of all methods, and load nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
     with exit_codes():
+        if keys:
+            show_keys(None if method is None else method_named(method).name, as_json)
+            return
         model = choose_model(model)
         config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
         llm = load_llm(model, config, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
@@ -62,6 +74,24 @@ def info(
             sys.stdout.write(json.dumps(report) + "\n")
         else:
             show(report)
+
+
+def show_keys(method: str | None, as_json: bool) -> None:
+    """What a speculative config may hold."""
+    entries = key_entries(method)
+    if as_json:
+        for entry in entries:
+            put_json(entry.as_dict())
+        return
+    console = Console(highlight=False)
+    for name, definition in methods().items():
+        if method in (None, name):
+            console.print(f"{name} drafts {definition.summary}", soft_wrap=True)
+    for entry in entries:
+        owners = "" if method is not None else f" [dim]({', '.join(entry.defaults)})[/dim]"
+        console.print(f"\n[bold]{entry.name}[/bold]{owners}")
+        default = f"; default {entry.default}" if entry.default else ""
+        console.print(Padding(f"{entry.values}{default}\n{escape(entry.help)}", (0, 0, 0, 4)))
 
 
 def _notes(model: str) -> list[str]:

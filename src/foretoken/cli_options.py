@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.engine.errors import ForetokenError
-from foretoken.methods import METHODS
-from foretoken.params import SPECULATIVE_ALIASES, SamplingParams, SpeculativeConfig
+from foretoken.config.method import methods
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import ALIASES, SpeculativeConfig
+from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM, SpeculativeLike
@@ -53,7 +54,7 @@ Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help=f"{', '.join(METHODS)}. By default what suits a zoo model, else ngram.",
+        help=f"{', '.join(methods())}. By default what suits a zoo model, else ngram.",
     ),
 ]
 NumSpeculativeTokens = Annotated[
@@ -97,7 +98,7 @@ def respell(arguments: Sequence[str]) -> list[str]:
     names = {"model": "--draft-model", "num_speculative_tokens": "--num-speculative-tokens"}
     table = {
         "--" + alias.replace("_", "-"): names[key]
-        for alias, key in SPECULATIVE_ALIASES.items()
+        for alias, key in ALIASES.items()
         if key in names and alias not in ("draft", "draft_model")
     }
     table |= {"-md": "--draft-model", "--draft": "--num-speculative-tokens", "--max-tokens": "--max-new-tokens"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

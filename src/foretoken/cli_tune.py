@@ -27,7 +27,7 @@ from foretoken.cli_prompts import Raw, ask, read_prompts_file
 
 if TYPE_CHECKING:
     from foretoken.bench.workload import Prompt
-    from foretoken.drafters.layer_skip import LayerSet
+    from foretoken.drafters.parts.layer_set import LayerSet
     from foretoken.engine.model import CausalLM
     from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
     from foretoken.tune.objective import Task
@@ -165,8 +165,8 @@ class _Job:
         Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
         """
         from foretoken.bench.models import Pair, scaled
-        from foretoken.engine.errors import ConfigError
         from foretoken.engine.model import CausalLM
+        from foretoken.errors import ConfigError
         from foretoken.loading import load_model
         from foretoken.tune.layer_sets import require_optuna
         from foretoken.tune.objective import Task
@@ -230,7 +230,7 @@ class _Job:
 
     def layer_set(self, report: dict[str, Any]) -> LayerSet:
         """The result as a file that method layer_skip loads."""
-        from foretoken.drafters.layer_skip import LayerSet
+        from foretoken.drafters.parts.layer_set import LayerSet
 
         details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
         return LayerSet(
@@ -255,7 +255,7 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
 
     Raises: ConfigError for a set, or another method.
     """
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     given: dict[str, Any] = {}
     if config is not None:
@@ -277,14 +277,14 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
 
 
 def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
-    from foretoken.speculative import SpeculativeConfig
+    from foretoken.config.speculative import SpeculativeConfig
 
     attention, mlp = (layer_set.attention, layer_set.mlp) if layer_set else ((), ())
     return SpeculativeConfig(method="layer_skip", skipped_attention=attention, skipped_mlp=mlp, **draft_keys)
 
 
 def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
-    from foretoken.factories import Materials, drafter_factory
+    from foretoken.drafters.materials import Materials, drafter_factory
 
     return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), Materials(target))()
 
@@ -295,7 +295,7 @@ def _prompts(options: _Options, tokenizer: Any) -> list[Prompt]:
     Raises: PromptError, ConfigError.
     """
     from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
     from foretoken.prompts import read_prompt
 
     if options.prompts != BUILT_IN:
@@ -308,7 +308,7 @@ def _prompts(options: _Options, tokenizer: Any) -> list[Prompt]:
 
 
 def _integers(text: str) -> list[int]:
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     try:
         return [int(part) for part in text.split(",") if part.strip()]
@@ -318,7 +318,7 @@ def _integers(text: str) -> list[int]:
 
 def _journal(out: Path) -> Path:
     """Checks the place of the output, too."""
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"{out} cannot be written: it needs to be a file in a folder that exists")
@@ -326,7 +326,7 @@ def _journal(out: Path) -> Path:
 
 
 def _write(layer_set: LayerSet, out: Path) -> None:
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     try:
         layer_set.save(out)

@@ -10,9 +10,9 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 from foretoken.outputs import RequestOutput
-from foretoken.params import SamplingParams
 from foretoken.prompts import PromptLike
 from foretoken.runner import Stream
 

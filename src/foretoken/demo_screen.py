@@ -18,7 +18,7 @@ from rich.text import Text
 
 from foretoken.cli_generate import DRAFTED_STYLE
 from foretoken.demo import Answer, Lane, Report, ratio
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 _REFRESH_SECONDS = 0.1
 _NARROW = 60  # columns; panels are put below each other

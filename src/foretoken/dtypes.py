@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.packing import cpu_has_bfloat16, packed_dtype
+from foretoken.errors import ConfigError
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

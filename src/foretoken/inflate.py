@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError, UnsupportedModelError
 
 __all__ = ["inflate", "inflated_from"]
 

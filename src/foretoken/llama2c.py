@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from foretoken.engine.errors import CheckpointError
+from foretoken.errors import CheckpointError
 
 __all__ = ["load", "load_model", "load_tokenizer"]
 

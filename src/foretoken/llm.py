@@ -20,20 +20,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import zoo
 from foretoken.applicability import applicable
-from foretoken.drafters.base import Drafter
+from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
+from foretoken.config.keywords import known_arguments
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.kernels import KernelFacts
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.stats import StepProfile
-from foretoken.foreign import LLM_ALIASES, LLM_ARGUMENTS
-from foretoken.keywords import known_arguments
 from foretoken.loading import is_zoo, load_model, load_tokenizer
 from foretoken.modelinfo import describe, load_line
 from foretoken.outputs import RequestOutput
 from foretoken.pairing import Pairing
-from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.payoff import PayoffWatch
 from foretoken.progress import progress_bar
 from foretoken.prompts import Prompts, chat_prompt, read_params, read_prompts
@@ -153,7 +154,7 @@ class LLM:
             ),
         )
         if is_zoo(model):
-            methods = [str(part.method) for part in (config, *(config.drafters or ()))]
+            methods = [part.method for part in (config, *config.parts)]
             for note in zoo.manifest(str(model)).notes_about(methods):
                 logger.info("%s: %s", model, note)
 

@@ -17,8 +17,8 @@ from transformers.utils import cached_file
 
 from foretoken import zoo
 from foretoken.dtypes import choose_dtype, stored_dtype
-from foretoken.engine.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.engine.wrappers import check_unwrapped
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, is_gguf, read_header
 from foretoken.gguf.tokenizer import read_tokenizer

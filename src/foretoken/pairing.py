@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import zoo
-from foretoken.engine.errors import TokenizerMismatchError
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
 from foretoken.engine.model import CausalLM
-from foretoken.factories import DrafterFactory, Materials, drafter_factory
+from foretoken.errors import TokenizerMismatchError
 from foretoken.loading import load_model, tokenizer_beside
 from foretoken.modelinfo import Loaded, ModelInfo, describe
-from foretoken.params import SpeculativeConfig
 
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 

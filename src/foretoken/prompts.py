@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.engine.errors import ConfigError, PromptError
-from foretoken.params import SamplingParams
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError, PromptError
 
 PromptLike: TypeAlias = str | Mapping[str, Any] | Seq[int]
 Prompts: TypeAlias = PromptLike | Seq[PromptLike]

@@ -11,12 +11,12 @@ from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import EngineBusyError, PromptError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
+from foretoken.errors import EngineBusyError, PromptError
 from foretoken.outputs import RequestOutput, StreamOutput
-from foretoken.params import SamplingParams
 from foretoken.payoff import PayoffWatch
 from foretoken.prompts import Prompt
 from foretoken.session import Request, Sample, Session

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import RowOutput, TokenLogprobs
-from foretoken.engine.errors import ForetokenError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
+from foretoken.errors import ForetokenError
 from foretoken.outputs import (
     CompletionOutput,
     FrozenList,
@@ -21,7 +22,6 @@ from foretoken.outputs import (
     StreamOutput,
     speculative_metrics,
 )
-from foretoken.params import SamplingParams
 from foretoken.prompts import Prompt
 from foretoken.textstream import TextStream
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.cache import KVCache
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter, Features, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.noise import mix, row_key, token_bits, unit
 from foretoken.engine.sampling import SamplingLaw, log_probs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
-from foretoken.params import SamplingParams
 
 MakeDrafter = Callable[[int], Drafter]
 """Builds a fresh drafter that proposes at most so many tokens deep."""

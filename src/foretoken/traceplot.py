@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.stats import StepTrace
+from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,15 +15,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
-from foretoken.drafters.jacobi import Guesses, check_initial_guess
-from foretoken.engine.errors import ConfigError, ForetokenError, PromptError
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
+from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError, ForetokenError, PromptError
 from foretoken.llm import LLM, ModelLike
 from foretoken.outputs import FrozenList
-from foretoken.params import SamplingParams
 from foretoken.prompts import PromptLike, is_single, read_prompt
 
 

@@ -24,7 +24,7 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.engine.errors import (
+from foretoken.errors import (
     ConfigError,
     ContextLengthError,
     NumericsError,

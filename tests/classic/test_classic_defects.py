@@ -43,9 +43,9 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.drafters.nasd import RUNNER_UP_WEIGHT
-from foretoken.engine.errors import ContextLengthError, UnsupportedModelError
+from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT
 from foretoken.engine.model import CausalLM
+from foretoken.errors import ContextLengthError, UnsupportedModelError
 from foretoken.testing import toy_model
 
 

@@ -9,11 +9,11 @@ import pytest
 from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
-from foretoken.drafters.ngram import NGramDrafter
-from foretoken.engine.errors import ForetokenError
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.model import Nodes
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ForetokenError
 from foretoken.testing import check_drafter
 
 FAULTS = [

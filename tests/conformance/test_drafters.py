@@ -10,16 +10,16 @@ from tempfile import mkdtemp
 
 import pytest
 
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.rest import RestDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.rest import RestDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
 from foretoken.engine.model import CausalLM
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore

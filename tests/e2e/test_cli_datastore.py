@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from foretoken import zoo
 from foretoken.cli import app
-from foretoken.methods import METHODS
+from foretoken.drafters.lookup.rest import RestOptions
 
 
 def run(*arguments: object, code: int = 0) -> Any:
@@ -44,7 +44,7 @@ def test_a_query_looks_up_what_rest_would(tmp_path: Path) -> None:
     tokenizer = zoo.path("tiny", "tokenizer")
     run("build", tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", tmp_path / "out")
     answer = run("query", tmp_path / "out", "never seen bird", "--json")
-    assert (answer["match"], answer["match_tokens"]) == (" bird", METHODS["rest"].defaults["retrieval_match_min"])
+    assert (answer["match"], answer["match_tokens"]) == (" bird", RestOptions.retrieval_match_min)
 
 
 def test_the_manifest_names_the_tokenizer(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import runpy
@@ -77,3 +78,10 @@ def test_links_lead_somewhere() -> None:
 def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_the_table_of_keys_is_that_of_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    make_keys = importlib.import_module("make_keys")
+    text = make_keys.PAGE.read_text(encoding="utf-8")
+    assert make_keys.page(text) == text, "run python docs/make_keys.py"

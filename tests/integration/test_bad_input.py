@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import (
+from foretoken.engine.model import CausalLM
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.errors import (
     ConfigError,
     ContextLengthError,
     EngineBusyError,
@@ -24,10 +29,6 @@ from foretoken.engine.errors import (
     NumericsError,
     PromptError,
 )
-from foretoken.engine.model import CausalLM
-from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
-from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64

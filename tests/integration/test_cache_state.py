@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from architectures import ARCHITECTURES, target_model
 from foretoken.engine.cache import KVCache
-from foretoken.engine.errors import ShapeError
 from foretoken.engine.model import CausalLM, Nodes
+from foretoken.errors import ShapeError
 from foretoken.testing import reference_node_logits, toy_model
 from harness import (
     PREFIXES,

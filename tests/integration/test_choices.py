@@ -6,13 +6,13 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
-from foretoken.engine.config import EngineConfig
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
-from foretoken.params import SamplingParams
 from foretoken.testing import decode, toy_model
 
 

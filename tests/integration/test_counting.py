@@ -19,24 +19,26 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.composition import FirstDrafter, UnionDrafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.compose.first import FirstDrafter
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.iterate.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.rest import RestDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.quantized_self import QuantizedSelfDrafter
-from foretoken.drafters.rest import RestDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
-from foretoken.params import SamplingParams
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.testing import PROMPTS, perturbed, toy_model

@@ -14,20 +14,20 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import engine as engine_module
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError, NumericsError, TreeError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.outputs import Emitted
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.tree import DraftTree
-from foretoken.params import SamplingParams
+from foretoken.errors import ConfigError, NumericsError, TreeError
 from foretoken.testing import check_cache_lengths, perturbed, strengthen, toy_model
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1))

@@ -22,7 +22,7 @@ from transformers import (
 
 import foretoken
 from foretoken import speculate, zoo
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.testing import perturbed, toy_model
 
 

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, target_model
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.iterate.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.rest import RestDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.rest import RestDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
-from foretoken.params import SamplingParams
+from foretoken.engine.drafter import Drafter
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.testing import PerfectDrafter, Trace, compare, decode

@@ -15,13 +15,14 @@ import pytest
 from test_swift import swift
 from test_swift import target as deep_target
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.config.engine import EngineConfig
 from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.quantized_self import QuantizedSelfDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.model import CausalLM
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, Trace, compare, decode

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
-from foretoken.engine.errors import UnsupportedModelError
+from foretoken.errors import UnsupportedModelError
 from foretoken.testing import toy_model
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]

@@ -15,15 +15,15 @@ from test_rejection_law import (  # the exact law of a vocabulary of four, and t
 from test_rejection_law import drafter_model as few_drafter
 from test_rejection_law import p_value_of
 
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Confidence, Fixed, LengthPolicy, make_policy
-from foretoken.drafters.nasd import NasdDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.engine.tree import DraftTree
-from foretoken.params import SamplingParams
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -182,7 +182,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
 
 def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is free where it does not look."""
-    from foretoken.drafters import growing as module
+    from foretoken.engine import sampling as module
 
     def never(*_: Any) -> None:
         raise AssertionError("log_probs was called")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
-from foretoken.params import SamplingParams
 from foretoken.testing import Divergence, Trace, compare, decode, divergences, token_gap
 from harness import first_attention, random_ids
 

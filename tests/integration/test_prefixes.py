@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.drafters.base import Drafter, Requirements
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.cache import KVCache
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.prefixes import PrefixStore, shared_length
 from foretoken.engine.sequence import Sequence
-from foretoken.params import SamplingParams
+from foretoken.errors import ConfigError
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from architectures import ARCHITECTURES, Architecture
 from foretoken import LLM, zoo
 from foretoken.engine import model as model_module
-from foretoken.engine.errors import ProbeError
 from foretoken.engine.execution import Execution
 from foretoken.engine.model import CausalLM
 from foretoken.engine.nodes import Nodes
@@ -25,6 +24,7 @@ from foretoken.engine.packing import PackedLinear
 from foretoken.engine.probe import Check
 from foretoken.engine.prober import Prober
 from foretoken.engine.reduced import representatives
+from foretoken.errors import ProbeError
 from foretoken.testing import strengthen
 from mutations import Patch, shifts_positions, shows_siblings
 

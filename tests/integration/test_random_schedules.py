@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
-from foretoken.params import SamplingParams
 from foretoken.testing import check_cache_lengths, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from architectures import ARCHITECTURES, REFUSED, target_model
 from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.wrappers import unwrapped
-from foretoken.params import SamplingParams
+from foretoken.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
 from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import noise, verify
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
-from foretoken.params import SamplingParams
 from foretoken.testing import perturbed, toy_model
 
 VOCAB_SIZE = 4

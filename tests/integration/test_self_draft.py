@@ -13,17 +13,18 @@ import torch
 from test_identity import MODES, PROMPTS, plain, plain_mixed, row_modes, run, run_mixed
 
 from architectures import ARCHITECTURES, VOCAB_SIZE
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter, skipping
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.quantized_self import QuantizedSelfDrafter, quantized
-from foretoken.drafters.self_draft import SelfDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter, quantized
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.quantize import GroupedInt4, Int4Linear
+from foretoken.errors import ConfigError
 from foretoken.llm import LLM
-from foretoken.params import SamplingParams
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter
 

@@ -16,18 +16,19 @@ from test_self_draft_state import SELF_DRAFTED
 from test_swift import swift, target
 
 from architectures import VOCAB_SIZE
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.quantized_self import QuantizedSelfDrafter
-from foretoken.drafters.self_draft import SelfDrafter
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine import execution
 from foretoken.engine.cache import KVCache
-from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ForetokenError
 from foretoken.engine.model import CausalLM
-from foretoken.params import SamplingParams
+from foretoken.errors import ForetokenError
 from foretoken.testing import Trace, compare, decode
 from harness import adapter
 from mutants import Apply, Call, replaced, skipped, with_arguments, wrapped

@@ -14,14 +14,15 @@ import torch
 from test_swift import swift, target
 
 from architectures import VOCAB_SIZE
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter, run_once, skipping
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.quantized_self import quantized
-from foretoken.drafters.swift import SwiftDrafter
+from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
+from foretoken.drafters.parts.swift import SwiftDrafter
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.quantized_self import quantized
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sublayers import SkippableLayers
-from foretoken.params import SamplingParams
 from foretoken.testing import toy_model
 from harness import adapter, random_ids
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.drafters.base import Drafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.model import CausalLM
 from foretoken.engine.packing import packed_dtype
-from foretoken.params import SamplingParams
 from foretoken.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
 from harness import first_attention, random_ids
 

@@ -10,15 +10,16 @@ import torch
 from test_identity import PROMPTS
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.swift import MAX_TRIALS, PATIENCE, SwiftDrafter, SwiftSearch
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftDrafter, SwiftSearch
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError, ShapeError
 from foretoken.engine.model import CausalLM, Nodes
+from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
-from foretoken.params import SamplingParams
 from foretoken.testing import check_drafter, compare, decode, strengthen
 
 VOCAB_SIZE = 64
@@ -191,7 +192,7 @@ def test_a_candidate_has_to_beat_the_best_set_on_the_same_tokens() -> None:
 
 
 def test_without_optuna_all_candidates_are_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    import foretoken.drafters.swift as module
+    import foretoken.drafters.parts.swift as module
 
     monkeypatch.setattr(module, "find_spec", lambda _: None)
     search = SwiftSearch(6)

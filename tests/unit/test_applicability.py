@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from architectures import ARCHITECTURES
 from foretoken.cli import app
+from foretoken.config.method import methods
 from foretoken.llm import LLM
-from foretoken.methods import METHODS
 from foretoken.testing import toy_model
 
 
@@ -22,7 +22,7 @@ def reasons(llm: LLM) -> dict[str, str | None]:
 
 def test_every_method_applies_to_a_model_of_the_zoo() -> None:
     found = reasons(LLM("zoo:tiny"))
-    assert set(found) == set(METHODS) - {"none"}
+    assert set(found) == set(methods()) - {"none"}
     assert {name: reason for name, reason in found.items() if reason is not None} == {}
 
 
@@ -44,7 +44,7 @@ def test_chain_only_models_lack_the_methods_of_trees() -> None:
     llm = LLM(toy_model(64))
     llm.target.supports_trees = False
     found = reasons(llm)
-    trees = {name for name, method in METHODS.items() if method.needs_trees}
+    trees = {name for name, method in methods().items() if method.drafts_trees}
     assert {name for name, reason in found.items() if "chains only" in str(reason)} >= trees - {"union"}
     assert found["union"] is not None
     assert found["ngram"] is None

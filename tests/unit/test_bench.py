@@ -30,12 +30,12 @@ from foretoken.bench.suite import (
     Suite,
     UnequalOutputsError,
 )
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import EngineConfig
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
+from foretoken.errors import ConfigError
 
 PROMPT = tuple(range(40, 60))
 GREEDY = Sampling(ignore_eos=True)

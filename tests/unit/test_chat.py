@@ -14,7 +14,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.chat import Conversation, Turn
 from foretoken.cli import app
 from foretoken.cli_options import respell
-from foretoken.engine.errors import ConfigError, ContextLengthError
+from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.outputs import StreamOutput
 from foretoken.testing import toy_model
 

@@ -20,7 +20,7 @@ from foretoken.cli import app
 from foretoken.cli_generate import ending
 from foretoken.cli_options import put_json
 from foretoken.cli_prompts import ask, check_template, looks_like_instruct, read_prompts, read_prompts_file
-from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.errors import ConfigError, PromptError
 from foretoken.loading import load_tokenizer
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretoken.zoo.manifest import Manifest

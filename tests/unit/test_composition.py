@@ -10,26 +10,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
-from foretoken.drafters.calibration import PRIOR_WEIGHT, Calibration
-from foretoken.drafters.composition import FirstDrafter, UnionDrafter, merged
-from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.compose.first import FirstDrafter
+from foretoken.drafters.compose.union import UnionDrafter, merged
+from foretoken.drafters.iterate.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.drafters.ngram import NGramDrafter
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.parts.calibration import PRIOR_WEIGHT, Calibration
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
 from foretoken.llm import LLM
-from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import zoo
-from foretoken.engine.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
+from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foretoken.loading import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval.build import Limits, append, build, from_tokens

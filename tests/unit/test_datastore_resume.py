@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretoken.engine.errors import DatastoreError
+from foretoken.errors import DatastoreError
 from foretoken.loading import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import manifest as manifests

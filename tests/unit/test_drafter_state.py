@@ -16,23 +16,25 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.base import Drafter, Features, Requirements, StepResult
-from foretoken.drafters.composition import FirstDrafter, UnionDrafter
-from foretoken.drafters.jacobi import JacobiDrafter
-from foretoken.drafters.layer_skip import LayerSet, LayerSkipDrafter
+from foretoken.drafters.compose.first import FirstDrafter
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.iterate.jacobi import JacobiDrafter
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookahead import LookaheadDrafter
-from foretoken.drafters.nasd import NasdDrafter, NGramStorage
-from foretoken.drafters.ngram import NGramDrafter
-from foretoken.drafters.rest import RestDrafter
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.trie import Trie
+from foretoken.drafters.lookup.nasd import NasdDrafter, NGramStorage
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.rest import RestDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.trie import Trie
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.history import OutputHistory

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from foretoken.bench.drafting import CONFIGS, Text, draft_cost, draft_costs, opened
-from foretoken.drafters.base import Drafter, Features
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.engine.drafter import Drafter, Features
 from foretoken.engine.model import CausalLM
-from foretoken.factories import Materials, drafter_factory
-from foretoken.params import SpeculativeConfig
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.manifest import Manifest
 from foretoken.testing import toy_model
@@ -99,7 +99,7 @@ def test_a_step_reads_a_bounded_end_of_the_text(name: str, materials: tuple[Mate
 
 def test_work_that_grows_with_the_text_is_seen(materials: tuple[Materials, str]) -> None:
     """The two counters notice a drafter that looks at everything, by slices, by iteration or in a loop of its own."""
-    from foretoken.drafters.ngram import NGramDrafter
+    from foretoken.drafters.lookup.ngram import NGramDrafter
 
     class Copying(NGramDrafter):
         def observe(self, rows: Any, results: Any) -> None:

@@ -27,11 +27,11 @@ from foretoken.engine import packing
 from foretoken.engine.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.engine.cache import KVCache
 from foretoken.engine.compiled import MAX_NODES
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
 from foretoken.engine.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.packing import PackedLinear, RMSNorm, packed_dtype
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError, UnsupportedModelError
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.drafters.base import Requirements
+from foretoken.engine.drafter import Requirements
 from foretoken.engine.features import gather, largest_ids
 
 

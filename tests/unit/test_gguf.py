@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
-from foretoken.engine.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.gguf import packages
 from foretoken.gguf.header import read_header
 from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype

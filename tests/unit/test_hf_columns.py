@@ -14,9 +14,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
 from foretoken.hf.columns import Columns, Endings
 
 PROMPT = torch.tensor([[0, 5], [4, 6], [4, 4]])

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from foretoken import speculate
-from foretoken.engine.errors import (
+from foretoken.errors import (
     ConfigError,
     ContextLengthError,
     NumericsError,

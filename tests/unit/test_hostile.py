@@ -13,8 +13,8 @@ import torch
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
 from foretoken.chat import Conversation
-from foretoken.engine.errors import ConfigError, CorpusError, PromptError
 from foretoken.engine.model import CausalLM
+from foretoken.errors import ConfigError, CorpusError, PromptError
 from foretoken.retrieval.build import build
 from foretoken.testing import toy_model
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from foretoken import zoo
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.inflate import inflate, inflated_from
 
 SHAPE = {

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 import foretoken
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
-from foretoken.drafters.jacobi import Guesses, JacobiDrafter
+from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError, PromptError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.noise import mix
 from foretoken.engine.sampling import SamplingLaw, choose
+from foretoken.errors import ConfigError, PromptError
 from foretoken.testing import PROMPTS, decode, perturbed, toy_model
 from foretoken.trajectories import Block, Trajectory
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.egag import EgagLength, normalised_entropy
+from foretoken.config.method import methods
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import (
     CONFIDENCE,
     LAW,
@@ -24,13 +25,12 @@ from foretoken.drafters.lengths import (
     make_policy,
 )
 from foretoken.drafters.lengths.adaptive import ThresholdRule, ThresholdState
+from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, RunningReference, calibrated_share, entropy
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.engine.errors import ConfigError
+from foretoken.drafters.lengths.options import LENGTH_POLICIES, policies_for
+from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.engine.stats import DraftPlan
-from foretoken.factories import length_policy
-from foretoken.methods import LENGTH_POLICIES, METHODS
-from foretoken.params import SpeculativeConfig
+from foretoken.errors import ConfigError
 
 VOCAB_SIZE = 1000
 
@@ -308,9 +308,9 @@ def test_the_tables_agree() -> None:
     assert POLICIES.keys() == LENGTH_POLICIES.keys()
     for name, entry in LENGTH_POLICIES.items():
         assert make_policy(name, 3).looks_at == entry.looks_at
-    assert METHODS["ngram"].length_policies == ["fixed", "heuristic"]
-    assert METHODS["nasd"].length_policies == ["fixed", "heuristic", "confidence", "acceptance"]
-    assert METHODS["draft_model"].length_policies == [*POLICIES]
+    assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic"]
+    assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "confidence", "acceptance"]
+    assert policies_for(methods()["draft_model"].options.looks) == [*POLICIES]
 
 
 @pytest.mark.parametrize(
@@ -355,24 +355,21 @@ def test_settings_arrive_at_the_policy() -> None:
         acceptance_momentum=0.25,
         threshold_momentum=0.75,
     )
-    policy = length_policy(config, 7)
+    policy = config.options.policy(7)
     assert isinstance(policy, Acceptance)
     assert policy.rule == ThresholdRule("paper", 0.7, 0.05, 0.25, 0.75)
     assert (policy.num_tokens, policy.threshold_of(row()), policy._state(row()).acceptance_rate) == (7, 0.6, 0.5)
-    egag = length_policy(
-        SpeculativeConfig(
-            method="draft_model",
-            length_policy="egag",
-            length_policy_mode="paper",
-            min_draft_tokens=2,
-            egag_ema_beta=0.9,
-        ),
-        6,
-    )
+    egag = SpeculativeConfig(
+        method="draft_model",
+        length_policy="egag",
+        length_policy_mode="paper",
+        min_draft_tokens=2,
+        egag_ema_beta=0.9,
+    ).options.policy(6)
     assert isinstance(egag, Egag)
     assert egag.formula == EgagLength(2, 6, 0.9)
     assert not egag.is_calibrated
-    adaedl = length_policy(SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4), 6)
+    adaedl = SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options.policy(6)
     assert isinstance(adaedl, AdaEDL)
     assert (adaedl.entropy_scale, adaedl.threshold) == (0.4, 0.7)
 
@@ -409,7 +406,7 @@ def test_what_does_not_fit_is_refused(keys: dict[str, Any], message: str) -> Non
 
 def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
     """1 is followed by 2 and 3 alike (share 0.4 each of 5 with the unknown), everything else by one token."""
-    from foretoken.drafters.base import Features
+    from foretoken.engine.drafter import Features
 
     text = [1, 2, 7, 1, 3, 7, 1, 2, 7, 1, 3, 7, 1]
     proposals = {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.drafters.lengths import Fixed, Heuristic, LengthPolicy, make_policy
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretoken import llama2c
-from foretoken.engine.errors import CheckpointError
+from foretoken.errors import CheckpointError
 
 STORIES = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K"
 HEADER = (24, 20, 2, 4, 2, 300, 16)  # dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len

@@ -13,15 +13,9 @@ from transformers import LogitsProcessor
 
 import foretoken
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.engine.errors import (
-    ConfigError,
-    ContextLengthError,
-    EngineBusyError,
-    NumericsError,
-    PromptError,
-)
+from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.engine.stats import SequenceStats
-from foretoken.foreign import LLM_ALIASES, LLM_ARGUMENTS
+from foretoken.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
 from foretoken.modelinfo import dtype_note
 from foretoken.outputs import speculative_metrics
 from foretoken.prompts import spellings

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrain
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.dtypes import choose_dtype
-from foretoken.engine.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
 from foretoken.llm import eos_token_ids
 from foretoken.loading import choose_device, load_model, load_tokenizer, resolve
 from foretoken.pairing import check_same_tokenizer, check_vocab_sizes

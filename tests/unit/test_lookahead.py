@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.drafters.guesses import PromptTokens
-from foretoken.drafters.lookahead import LookaheadDrafter, Window, most_cells
-from foretoken.drafters.ngram_pool import NgramPool
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window, most_cells
+from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.trie import Trie
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.drafters.parts.ngram_pool import NgramPool
+from foretoken.drafters.parts.trie import Trie
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM
-from foretoken.factories import Materials, drafter_factory
-from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.errors import ConfigError
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
 
 VOCAB_SIZE = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.drafters import ngram
-from foretoken.drafters.ngram import continuation
+from foretoken.drafters.lookup import ngram
+from foretoken.drafters.lookup.ngram import continuation
 from mutants import Apply, in_one_module, only_once, replaced, skipped, together, with_arguments, with_result, wrapped
 
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafters.base import Features, Requirements, StepResult
 from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.nasd import NasdDrafter
-from foretoken.engine.errors import ConfigError
+from foretoken.drafters.lookup.nasd import NasdDrafter
+from foretoken.engine.drafter import Features, Requirements, StepResult
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
 
 NOTHING = Features()
 

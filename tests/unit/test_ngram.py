@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafters.base import Features, Requirements, StepResult
 from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.ngram import NGramDrafter, continuation
+from foretoken.drafters.lookup.ngram import NGramDrafter, continuation
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.errors import ConfigError
+from foretoken.engine.drafter import Features, Requirements, StepResult
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
 
 
 @dataclass

@@ -13,9 +13,9 @@ import torch
 import foretoken
 from foretoken import LLM
 from foretoken.engine import packing
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.execution import apply_execution, choose_execution, shadow
 from foretoken.engine.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
+from foretoken.errors import ConfigError
 from foretoken.testing import toy_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

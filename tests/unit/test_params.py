@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foretoken.engine.errors import ConfigError
-from foretoken.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
-from foretoken.methods import POLICY_KEYS
-from foretoken.params import (
-    METHOD_ALIASES,
-    METHODS,
-    SAMPLING_ALIASES,
-    SPECULATIVE_ALIASES,
-    SamplingParams,
-    SpeculativeConfig,
-)
+from foretoken.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
+from foretoken.config.method import method_aliases, methods
+from foretoken.config.sampling import SAMPLING_ALIASES, SamplingParams
+from foretoken.config.speculative import ALIASES, SpeculativeConfig, all_keys
+from foretoken.errors import ConfigError
 
 
 class TestSamplingParams:
@@ -140,7 +136,7 @@ class TestSamplingParams:
         for cls, foreign in ((SamplingParams, SAMPLING_PARAMETERS), (SpeculativeConfig, SPECULATIVE_KEYS)):
             assert not {f.name for f in dataclasses.fields(cls)} & set(foreign)
         assert not set(SAMPLING_ALIASES) & set(SAMPLING_PARAMETERS)
-        assert not set(SPECULATIVE_ALIASES) & set(SPECULATIVE_KEYS)
+        assert not set(ALIASES) & set(SPECULATIVE_KEYS)
 
     def test_forms_are_made_regular(self) -> None:
         params = SamplingParams(
@@ -164,22 +160,43 @@ class TestSpeculativeConfig:
         assert config.num_speculative_tokens == 0
         assert not config.is_speculative
 
-    @pytest.mark.parametrize("method", METHODS)
-    def test_every_key_but_the_method_has_a_default(self, method: str) -> None:
-        parts = {"drafters": ["ngram", "nasd"]} if "drafters" in METHODS[method].keys else {}
+    @pytest.mark.parametrize("method", methods())
+    def test_every_key_has_a_kind_help_and_a_default_that_it_takes(self, method: str) -> None:
+        parts = {"drafters": ["ngram", "nasd"]} if methods()[method].combines else {}
         config = SpeculativeConfig(method=method, **parts)
-        longest = max((part.num_speculative_tokens for part in config.drafters or ()), default=0)
-        assert config.num_speculative_tokens == (longest or METHODS[method].num_speculative_tokens)
-        optional = {"model", "revision", "dtype", "max_draft_nodes", "state_file"} | POLICY_KEYS
-        optional |= {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "layer_search", "datastore"}
-        assert all(getattr(config, key) is not None for key in METHODS[method].keys - optional)
+        for key in methods()[method].keys.values():
+            assert key.help
+            assert str(key.kind)
+            value = getattr(config, key.name)
+            assert value is None or key.kind(key.name, value) == value
+            if key.default is not None and key.name != "num_speculative_tokens":
+                assert value == key.default
+        assert methods()[method].summary
 
-    def test_keys_of_the_table_exist(self) -> None:
-        fields = {f.name for f in dataclasses.fields(SpeculativeConfig)}
-        assert all(method.keys <= fields and set(method.defaults) <= method.keys for method in METHODS.values())
-        assert set(SPECULATIVE_ALIASES.values()) <= fields
-        assert not set(SPECULATIVE_ALIASES) & fields
-        assert set(METHOD_ALIASES.values()) <= set(METHODS)
+    def test_aliases_name_what_exists_and_nothing_twice(self) -> None:
+        assert set(ALIASES.values()) <= {"method", *all_keys()}
+        assert not set(ALIASES) & set(all_keys())
+        assert not set(method_aliases()) & set(methods())
+
+    def test_replace_keeps_the_rest(self) -> None:
+        config = SpeculativeConfig(method="ngram", prompt_lookup_max=3)
+        assert dataclasses.replace(config, num_speculative_tokens=4) == SpeculativeConfig(
+            method="ngram", prompt_lookup_max=3, num_speculative_tokens=4
+        )
+
+    def test_is_a_value(self) -> None:
+        config = SpeculativeConfig(method="suffix+ngram", num_speculative_tokens=4)
+        assert eval(repr(config)) == config
+        assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+        assert len({config, SpeculativeConfig.parse(config)}) == 1
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config.method = "ngram"  # type: ignore[misc]
+
+    def test_keys_of_other_methods_read_as_none_and_unknown_ones_do_not_exist(self) -> None:
+        config = SpeculativeConfig(method="ngram")
+        assert config.ngram_size is None
+        with pytest.raises(AttributeError, match="no attribute 'promt_lookup_max'"):
+            config.promt_lookup_max  # noqa: B018
 
     def test_four_ways_to_write_it(self, tmp_path: Path) -> None:
         values = {"method": "ngram", "num_speculative_tokens": 4}
@@ -252,7 +269,7 @@ class TestSpeculativeConfig:
         """Giving "eagle3" once said that it was not JSON, and ``--method eagle`` asked for 'early_exit' instead."""
         for given in (name, {"method": name}, {"method": "first", "drafters": ["ngram", name]}):
             with pytest.raises(
-                ConfigError, match="is not available in this version; choose one of none, draft_model, ngr"
+                ConfigError, match="is not available in this version; choose one of none, draft_model, nasd"
             ):
                 SpeculativeConfig.parse(given)
 
@@ -262,7 +279,7 @@ class TestSpeculativeConfig:
                 SpeculativeConfig.parse(name)
 
     def test_what_is_not_here_yet_is_not_here(self) -> None:
-        assert not {*METHODS, *METHOD_ALIASES} & set(METHODS_ELSEWHERE)
+        assert not {*methods(), *method_aliases()} & set(METHODS_ELSEWHERE)
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -29,12 +29,12 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine import choice, noise, sampling
-from foretoken.engine.errors import ConfigError, NumericsError, ShapeError
 from foretoken.engine.law import apply_entries
 from foretoken.engine.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
 from foretoken.engine.support import Warper
-from foretoken.params import SamplingParams
+from foretoken.errors import ConfigError, NumericsError, ShapeError
 
 FALSE_ALARM = 1e-7
 EOS = (1, 2)

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.base import Features, StepResult
-from foretoken.drafters.suffix import SuffixDrafter
-from foretoken.engine.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.engine.drafter import Features, StepResult
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Candidate, Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory

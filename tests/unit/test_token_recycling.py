@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from foretoken import LLM
-from foretoken.drafters.adjacency import AdjacencyMatrix
-from foretoken.drafters.token_recycling import TokenRecyclingDrafter, last_of_all
-from foretoken.drafters.treeshape import TreeShape, best_shape
-from foretoken.drafters.vocabulary import vocabulary_matrix
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, last_of_all
+from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.parts.adjacency import AdjacencyMatrix
+from foretoken.drafters.parts.treeshape import TreeShape, best_shape
+from foretoken.drafters.parts.vocabulary import vocabulary_matrix
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import CheckpointError, ConfigError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.tree import DraftTree
-from foretoken.factories import Materials, drafter_factory
-from foretoken.params import SamplingParams, SpeculativeConfig
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.testing import PROMPTS, decode, toy_model
 
 VOCAB_SIZE = 64

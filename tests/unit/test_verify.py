@@ -21,10 +21,10 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from foretoken.engine import verify
-from foretoken.engine.errors import ProbabilityError, ShapeError, TreeError
 from foretoken.engine.noise import Purpose, stream_key, uniform
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import RejectionNoise, Verdict, block, inverse, match, rejection, residual, walk, without
+from foretoken.errors import ProbabilityError, ShapeError, TreeError
 from mutants import Apply, replaced, with_arguments, with_result
 
 HORIZON = 3  # tokens whose joint law is compared: two drafted levels and the bonus

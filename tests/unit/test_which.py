@@ -28,8 +28,8 @@ from foretoken.bench.which import (
     read_candidates,
     split_outside_brackets,
 )
-from foretoken.engine.errors import ConfigError
-from foretoken.params import SpeculativeConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.errors import ConfigError
 
 SETTINGS = WhichSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ignore_eos=True))
 

@@ -22,10 +22,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from foretoken import LLM, zoo
-from foretoken.engine.errors import CheckpointError, ConfigError
+from foretoken.config.method import methods
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import cache_folder, temporary_folder
 from foretoken.loading import load_model, load_tokenizer
-from foretoken.methods import METHODS
 from foretoken.zoo import conversion
 from foretoken.zoo.manifest import read_manifest, root
 from gguf_files import write_llama
@@ -157,7 +157,7 @@ def test_the_manifests_say_what_there_is() -> None:
     )
     assert (tiny.licence, smollm2.licence) == ("CC-BY-4.0", "Apache-2.0")
     assert any("quantized_self" in note and "flattered" in note for note in smollm2.notes)
-    assert {manifest.default_method for manifest in (tiny, smollm2)} <= METHODS.keys()
+    assert {manifest.default_method for manifest in (tiny, smollm2)} <= methods().keys()
     assert zoo.brings("tiny", "draft")
     assert not zoo.brings("smollm2", "draft")
 

@@ -15,12 +15,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from foretoken.drafters.base import Drafter
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
-from foretoken.params import SamplingParams
 
 
 @dataclass(frozen=True)

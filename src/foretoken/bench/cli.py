@@ -145,7 +145,7 @@ def run(
     kept).
     """
     from foretoken.bench.suite import Settings, UnequalOutputsError
-    from foretoken.engine.errors import ForetokenError
+    from foretoken.errors import ForetokenError
 
     results: dict[str, Any] = {}
     keep = partial(_write, output, results)
@@ -271,7 +271,7 @@ def _integers(text: str, name: str) -> tuple[int, ...]:
 
 
 def _numbers(text: str, name: str) -> tuple[float, ...]:
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     try:
         return tuple(map(float, _split(text)))
@@ -280,7 +280,7 @@ def _numbers(text: str, name: str) -> tuple[float, ...]:
 
 
 def _chosen(parts: str) -> list[str]:
-    from foretoken.engine.errors import ConfigError
+    from foretoken.errors import ConfigError
 
     chosen = _split(parts)
     unknown = [part for part in chosen if part not in (*PARTS, *EXTRA_PARTS)]

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from foretoken.bench.measure import no_garbage_collection
-from foretoken.drafters.base import Drafter, Features, StepResult
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.engine.drafter import Drafter, Features, StepResult
 from foretoken.engine.sampling import SamplingLaw
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import Verdict, match
-from foretoken.factories import Materials, drafter_factory
-from foretoken.params import SamplingParams, SpeculativeConfig
 from foretoken.retrieval.build import Progress, from_tokens
 from foretoken.retrieval.datastore import Datastore
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from foretoken import zoo
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
+from foretoken.errors import ConfigError
 from foretoken.inflate import inflate, inflated_from
 from foretoken.llm import eos_token_ids
 from foretoken.loading import is_zoo, load_model

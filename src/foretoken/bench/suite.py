@@ -20,12 +20,12 @@ from foretoken.bench.measure import Comparison, Trial, compare, interleave, no_g
 from foretoken.bench.models import Pair, describe, drafter_of_cost, relative_cost, scaled
 from foretoken.bench.profile import Profile, profile
 from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, repeated_share, select
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.engine import EngineConfig
-from foretoken.engine.errors import ForetokenError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
-from foretoken.factories import Materials, drafter_factory
-from foretoken.params import SpeculativeConfig
+from foretoken.errors import ForetokenError
 from foretoken.retrieval.build import Progress
 
 PLAIN = "plain"

@@ -30,20 +30,20 @@ from foretoken.bench.workload import (
     repeated_share,
     select,
 )
-from foretoken.drafters.base import Drafter
+from foretoken.config.engine import EngineConfig
+from foretoken.config.method import methods
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import DrafterFactory
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
-from foretoken.engine.errors import ConfigError, ForetokenError
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats, StepProfile
-from foretoken.factories import DrafterFactory
+from foretoken.errors import ConfigError, ForetokenError
 from foretoken.inflate import inflate
 from foretoken.llm import eos_token_ids
 from foretoken.loading import is_zoo, load_model
-from foretoken.methods import METHODS
 from foretoken.modelinfo import Loaded
 from foretoken.pairing import Pairing
-from foretoken.params import SpeculativeConfig
 
 PLAIN = "plain"
 ALL = "all"
@@ -185,7 +185,8 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
     """
     found: list[Candidate] = []
     for part in split_outside_brackets(text):
-        names = [*(name for name in METHODS if name not in ("none", "union", "first")), *COMPOSITIONS]
+        single = (name for name, method in methods().items() if name != "none" and not method.combines)
+        names = [*single, *COMPOSITIONS]
         for given in [{"method": name} for name in names] if part == ALL else [_given(part)]:
             candidate = _completed(given, draft_model, num_draft_tokens)
             if candidate.name not in [other.name for other in found]:

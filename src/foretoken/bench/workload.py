@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 COPY = "copy"
 AGAIN = "again"

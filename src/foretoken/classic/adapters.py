@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from foretoken.engine.errors import UnsupportedModelError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.wrappers import check_unwrapped
+from foretoken.errors import UnsupportedModelError
 
 _ENTRIES: WeakKeyDictionary[nn.Module, CausalLM] = WeakKeyDictionary()
 _LOCK = threading.Lock()

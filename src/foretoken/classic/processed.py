@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.engine.errors import ConfigError, NumericsError, ShapeError
+from foretoken.errors import ConfigError, NumericsError, ShapeError
 
 LAW_SUM_TOLERANCE = 1e-3  # of processors of one's own in half precision; ours are right to the rounding of the dtype
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from foretoken.config.engine import EngineConfig
 from foretoken.engine.cache import KVCache
-from foretoken.engine.config import EngineConfig
 from foretoken.engine.model import CausalLM, Nodes
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 
-from foretoken.engine.errors import ConfigError, PromptError
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import check_prompt
 from foretoken.engine.stopping import StopChecker
-from foretoken.params import SamplingParams
+from foretoken.errors import ConfigError, PromptError
 
 
 @dataclass(frozen=True)

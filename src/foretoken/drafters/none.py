@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from foretoken.drafters.base import Drafter
+from foretoken.config.method import Method
+from foretoken.config.options import Options
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions(Options):
+    """Plain decoding has no keys."""
+
+    method: ClassVar[str] = "none"
+    num_speculative_tokens: ClassVar[int] = 0
+    rejection_sample_method: ClassVar[str] = "match"
 
 
 class EmptyDrafter(Drafter):
@@ -16,3 +32,11 @@ class EmptyDrafter(Drafter):
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]
+
+
+def build(options: NoOptions, materials: Materials) -> EmptyDrafter:
+    """Plain decoding."""
+    return EmptyDrafter()
+
+
+METHOD = Method(NoOptions, build, summary="nothing: plain decoding", aliases=("off", "disabled"))

@@ -6,8 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from foretoken.drafters.base import Features
 from foretoken.engine.cache import KVCache
+from foretoken.engine.drafter import Features
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from foretoken.engine.errors import ShapeError
+from foretoken.errors import ShapeError
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 """Keys and values of one row, layer by layer; None for a layer that keeps none."""

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.drafters.base import Drafter, StepResult
+from foretoken.config.engine import EngineConfig
 from foretoken.engine.accept import Choices, accept_rows, choose_all
 from foretoken.engine.batch import Batch, Run
-from foretoken.engine.config import EngineConfig
-from foretoken.engine.errors import ConfigError, EngineBusyError, TreeError
+from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.kernels import Bucket
 from foretoken.engine.model import CausalLM, Nodes
@@ -30,11 +29,12 @@ from foretoken.engine.stats import Clock, StepProfile
 from foretoken.engine.stopping import StopChecker
 from foretoken.engine.tree import DraftTree
 from foretoken.engine.verify import Verdict
+from foretoken.errors import ConfigError, EngineBusyError, TreeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.params import SamplingParams
+    from foretoken.config.sampling import SamplingParams
 
 __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
 

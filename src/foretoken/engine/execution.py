@@ -21,7 +21,6 @@ from torch import nn
 
 from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.compiled import CompiledForward
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
 from foretoken.engine.independence import quantised_layers
 from foretoken.engine.packing import (
     MIN_ELEMENTS,
@@ -39,6 +38,7 @@ from foretoken.engine.packing import (
     packing_bytes,
 )
 from foretoken.engine.wrappers import take_out_compilation
+from foretoken.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from foretoken.drafters.base import Features, Requirements
+from foretoken.engine.drafter import Features, Requirements
 from foretoken.engine.model import CausalLM
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from foretoken.engine.errors import UnsupportedModelError
+from foretoken.errors import UnsupportedModelError
 
 NUM_ROWS = 17  # more than any kernel for few rows takes (8 in GGUF's)
 FEW = (1, 5)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine import noise
-from foretoken.engine.errors import ConfigError, ShapeError
 from foretoken.engine.history import BadWords, NgramIndex, TokenCounts
 from foretoken.engine.support import Warper
-from foretoken.params import SamplingParams
+from foretoken.errors import ConfigError, ShapeError
 
 Path = Sequence[int]
 Entries = tuple[np.ndarray, ...]

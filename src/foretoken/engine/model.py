@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from foretoken.engine.attention import use_grouped_sdpa
 from foretoken.engine.cache import KVCache
-from foretoken.engine.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foretoken.engine.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
 from foretoken.engine.independence import check_rows_independent, unchanged_attributes
 from foretoken.engine.kernels import Bucket, KernelFacts, measure
@@ -27,6 +26,7 @@ from foretoken.engine.prober import Prober
 from foretoken.engine.reduced import reduced
 from foretoken.engine.state import ModelState
 from foretoken.engine.wrappers import check_unwrapped
+from foretoken.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.engine import sampling
-from foretoken.engine.errors import ForetokenError
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ForetokenError
 
 
 @dataclass(frozen=True)

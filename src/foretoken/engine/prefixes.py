@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.engine.cache import KVCache, RowStates
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)

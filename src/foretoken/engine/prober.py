@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.engine.errors import ProbeError
 from foretoken.engine.probe import MARGIN, Check, Probe
 from foretoken.engine.reduced import converted_bytes, representatives
 from foretoken.engine.rehearsal import (
@@ -33,6 +32,7 @@ from foretoken.engine.rehearsal import (
     show_siblings,
 )
 from foretoken.engine.samples import NUM_ROWS, LinearSamples
+from foretoken.errors import ProbeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

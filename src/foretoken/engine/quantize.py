@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.independence import has_plain_weight
 from foretoken.engine.packing import PackedLinear, replacement
+from foretoken.errors import ConfigError
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 NUM_LEVELS = 16

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from foretoken.engine import noise
 from foretoken.engine.choice import argmax, largest, perturbed_best
-from foretoken.engine.errors import NumericsError
 from foretoken.engine.law import Path, SamplingLaw, check_shapes, process
 from foretoken.engine.support import Warper
+from foretoken.errors import NumericsError
 
 __all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process", "scores"]
 

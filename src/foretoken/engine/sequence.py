@@ -6,12 +6,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foretoken.engine.errors import ContextLengthError, PromptError
 from foretoken.engine.stats import DraftPlan, SequenceStats, StepTrace
+from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
+    from foretoken.config.sampling import SamplingParams
     from foretoken.engine.sampling import SamplingLaw
-    from foretoken.params import SamplingParams
 
 
 @dataclass(eq=False)

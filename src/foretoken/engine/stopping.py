@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from foretoken.params import SamplingParams
+    from foretoken.config.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken.engine.errors import UnsupportedModelError
+from foretoken.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 )
 
 if TYPE_CHECKING:
-    from foretoken.params import SamplingParams
+    from foretoken.config.sampling import SamplingParams
 
 FLOORS = (2.0**-6, 2.0**-10)
 """Weights down to these are tried as a nucleus first, the largest weight being 1: trained models are seldom flatter."""

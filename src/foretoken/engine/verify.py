@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.engine.errors import ProbabilityError, ShapeError, TreeError
 from foretoken.engine.noise import Purpose, stream_key, uniform
 from foretoken.engine.tree import DraftTree
+from foretoken.errors import ProbabilityError, ShapeError, TreeError
 
 _STRETCH = 256  # tokens summed at once when a law is inverted; about the square root of a vocabulary
 

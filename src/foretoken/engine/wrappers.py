@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from foretoken.engine.errors import UnsupportedModelError
+from foretoken.errors import UnsupportedModelError
 
 
 def unwrapped(model: Any) -> Any:

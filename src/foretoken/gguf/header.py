@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from foretoken.engine.errors import CheckpointError
+from foretoken.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

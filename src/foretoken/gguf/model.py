@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from foretoken.engine.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.gguf.header import Header, TensorInfo
 from foretoken.gguf.packages import INSTALL, missing_packages
 

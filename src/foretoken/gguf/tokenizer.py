@@ -23,7 +23,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from foretoken.engine.errors import CheckpointError, ForetokenError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ForetokenError, UnsupportedModelError
 from foretoken.gguf.header import Header
 
 logger = logging.getLogger("foretoken")

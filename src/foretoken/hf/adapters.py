@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.model import CausalLM
 from foretoken.modelinfo import Loaded, model_name
 from foretoken.pairing import Drafting, Pairing
-from foretoken.speculative import SpeculativeConfig
 
 MAX_DRAFTINGS = 4
 """Ways of drafting that are kept per model; a draft model that was loaded by name lives in its entry."""
@@ -80,9 +80,9 @@ class Adapters:
 
 def _key(config: SpeculativeConfig) -> Any:
     """The config as a key that keeps no model alive."""
-    values = {name: value for name, value in vars(config).items() if value is not None}
+    values = config.as_dict()
     if isinstance(config.model, nn.Module):
         values["model"] = weakref.ref(config.model)
-    if config.drafters is not None:
-        values["drafters"] = tuple(_key(part) for part in config.drafters)
+    if config.definition.combines:
+        values["drafters"] = tuple(_key(part) for part in config.parts)
     return tuple(values.items())

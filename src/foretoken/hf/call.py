@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.noise import mix
 from foretoken.engine.sampling import SamplingLaw
@@ -20,7 +21,6 @@ from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.processors import Place, is_shared, sampling_fields
 from foretoken.hf.prompts import Row
 from foretoken.hf.tails import tail, tail_scores
-from foretoken.params import SamplingParams
 
 logger = logging.getLogger("foretoken")
 

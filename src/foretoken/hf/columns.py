@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.outputs import RowOutput
+from foretoken.errors import ConfigError
 
 
 @dataclass(eq=False)

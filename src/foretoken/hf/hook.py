@@ -19,13 +19,15 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError, PromptError
 from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
 from foretoken.engine.wrappers import check_unwrapped
+from foretoken.errors import ConfigError, PromptError
 from foretoken.hf import refusals
 from foretoken.hf.adapters import Adapter, Adapters
 from foretoken.hf.call import Call, Wishes
@@ -34,8 +36,6 @@ from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading import load_tokenizer
 from foretoken.pairing import Drafting
-from foretoken.params import SamplingParams
-from foretoken.speculative import SpeculativeConfig
 
 _ADAPTERS = Adapters()
 """Of the whole process, weakly: a call with a new `speculate(...)` must not pack the weights of a model again."""
@@ -99,7 +99,7 @@ class Speculation:
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
     def __repr__(self) -> str:
-        values = {name: value for name, value in vars(self.config).items() if value is not None}
+        values = self.config.as_dict()
         return f"speculate({', '.join(f'{name}={_short(value)}' for name, value in values.items())})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers.generation import logits_process as hf
 
+from foretoken.config.sampling import MIN_TEMPERATURE, SamplingParams
 from foretoken.hf.prompts import Row
-from foretoken.params import MIN_TEMPERATURE, SamplingParams
 
 Fields = dict[str, Any]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

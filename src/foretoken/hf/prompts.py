@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from foretoken.engine.errors import ConfigError, PromptError
 from foretoken.engine.model import CausalLM, layer_types
+from foretoken.errors import ConfigError, PromptError
 
 
 @dataclass(frozen=True)

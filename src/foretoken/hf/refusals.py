@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from foretoken.engine.errors import ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.hf.caller import Caller
 
 _WITHOUT = "or call generate without custom_generate"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from foretoken.engine.errors import ConfigError, CorpusError, DatastoreError
+from foretoken.errors import ConfigError, CorpusError, DatastoreError
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, Piece, find_files
 from foretoken.retrieval.manifest import (
     MANIFEST,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from foretoken.engine.errors import CorpusError
+from foretoken.errors import CorpusError
 
 PIECE_CHARACTERS = 1 << 19
 """Longest text that is tokenised at once: what bounds the memory of reading."""

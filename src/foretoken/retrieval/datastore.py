@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 from foretoken.retrieval.manifest import Manifest
 from foretoken.retrieval.shard import PADDING, Interval, Shard, encode
 from foretoken.retrieval.trie import ContinuationTrie
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MAX_DEPTH = PADDING
 """Longest continuation that can be read."""

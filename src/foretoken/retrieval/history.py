@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from foretoken.engine.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.retrieval.growth import Candidate
 
 _WIDTH = 4  # bytes per token in labels: big-endian, so that slices are cheap and equality is memcmp

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from foretoken.errors import DatastoreError, TokenizerMismatchError
 
-from foretoken.engine.errors import DatastoreError, TokenizerMismatchError
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT = "foretoken-datastore"
 VERSION = 1

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from foretoken.engine.errors import DatastoreError
+from foretoken.errors import DatastoreError
 
 BYTES_PER_TOKEN_BYTE = 5
 """Memory while sorting: a byte of text costs itself and a 32-bit position."""

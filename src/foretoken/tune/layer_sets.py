@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from foretoken.drafters.layer_skip import LayerSet
-from foretoken.engine.errors import ConfigError
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.errors import ConfigError
 from foretoken.tune.objective import Objective, Score
 from foretoken.tune.space import Space
 

@@ -13,14 +13,14 @@ import torch
 from foretoken.bench.arms import EngineArm, Sampling
 from foretoken.bench.measure import compare, interleave
 from foretoken.bench.workload import Prompt
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.layer_skip import LayerSet, skipping
+from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.config import EngineConfig
+from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.errors import ConfigError
 from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
 
 DrafterOf = Callable[[LayerSet], Drafter]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from foretoken.drafters.layer_skip import LayerSet
-from foretoken.engine.errors import ConfigError
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.errors import ConfigError
 
 ATTENTION, MLP = "attention", "mlp"
 

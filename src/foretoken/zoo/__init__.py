@@ -14,7 +14,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.engine.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.zoo import conversion
 from foretoken.zoo.manifest import MANIFEST, Manifest, Package, names, read_manifest, root
 

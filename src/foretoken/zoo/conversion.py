@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretoken.engine.errors import CheckpointError, ForetokenError
+from foretoken.errors import CheckpointError, ForetokenError
 from foretoken.folders import CACHE_VARIABLE, cache_folder, is_private, locked, make_private, temporary_folder
 from foretoken.zoo.manifest import Manifest, Package
 

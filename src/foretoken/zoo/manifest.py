@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from foretoken.engine.errors import CheckpointError
+from foretoken.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates")

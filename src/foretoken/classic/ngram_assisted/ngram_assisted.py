@@ -18,7 +18,7 @@ from foretoken.classic.rounds import Decoding, Draft
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foretoken.engine.errors import ConfigError, TreeError
+from foretoken.errors import ConfigError, TreeError
 
 __all__ = ["ngram_assisted_speculative_generate"]
 

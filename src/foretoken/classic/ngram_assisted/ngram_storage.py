@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foretoken.classic.request import check_least
-from foretoken.drafters.nasd import RUNNER_UP_WEIGHT
-from foretoken.engine.errors import PromptError, ShapeError
+from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT
+from foretoken.errors import PromptError, ShapeError
 
 __all__ = ["INgramStorage", "NGramStorage", "OneLevelNGramStorage"]
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from foretoken.engine.errors import ShapeError, UnsupportedStateError
+from foretoken.errors import ShapeError, UnsupportedStateError
 
 __all__ = ["prune_cache", "prune_dynamic_cache", "prune_tuple_cache"]
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 __all__ = [
     "GreedyProcessor",

@@ -9,7 +9,7 @@ from foretoken.drafters.lengths.base import CONFIDENCE, LAW, NOTHING, LengthPoli
 from foretoken.drafters.lengths.confidence import Confidence
 from foretoken.drafters.lengths.entropy import Egag
 from foretoken.drafters.lengths.schedules import MAX_LENGTH, Fixed, Heuristic
-from foretoken.engine.errors import ConfigError
+from foretoken.errors import ConfigError
 
 __all__ = [
     "CONFIDENCE",

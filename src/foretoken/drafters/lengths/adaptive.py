@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, note, plan, required, within
 from foretoken.drafters.lengths.confidence import Confidence
 from foretoken.drafters.lengths.entropy import entropy
-from foretoken.engine.errors import ConfigError
-from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.engine.sequence import Sequence
 
 MODES = ("paper", "code", "static")
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from foretoken.engine.errors import ConfigError
-from foretoken.engine.sequence import Sequence
+from foretoken.drafters.lengths.options import CONFIDENCE, LAW, NOTHING
 from foretoken.engine.stats import DraftPlan
-from foretoken.methods import CONFIDENCE, LAW, NOTHING
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.engine.sequence import Sequence
 
 __all__ = ["CONFIDENCE", "LAW", "NOTHING", "LengthPolicy", "checked_length", "note", "plan", "required", "within"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from foretoken.drafters.lengths.base import CONFIDENCE, LengthPolicy, checked_length, note, plan, required, within
-from foretoken.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.engine.sequence import Sequence
 
 
 class Confidence(LengthPolicy):

@@ -6,14 +6,20 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from foretoken.drafters.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, note, plan, required, within
-from foretoken.engine.errors import ConfigError
-from foretoken.engine.sequence import Sequence
+from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
+from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from foretoken.engine.sequence import Sequence
+else:
+    torch = Lazy("torch")
 
 MODES = ("paper", "calibrated")
 FIRST_REFERENCE = 2.0
@@ -65,7 +71,7 @@ class _State:
 class Egag(LengthPolicy):
     """Entropy-guided adaptive gamma, as published or calibrated.
 
-    Source: TbK0ng/Speculative-Decoding, see `foretoken.drafters.egag`, whose formula both modes use. "paper" takes the
+    Source: TbK0ng/Speculative-Decoding, see `EgagLength`, whose formula both modes use. "paper" takes the
     entropy of the step's first law, divides it by log V, and rounds down: with vocabularies of today that hardly moves.
     "calibrated" divides by a reference that real entropies reach, rounds to the nearest, and asks anew before every
     token: it is drawn while the length that its own law asks for is longer than the draft.

@@ -1,0 +1,85 @@
+"""Keys that several methods have in common; each takes those that mean something for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from foretoken.config.options import Options, anything, one_of, option, whole
+from foretoken.errors import ConfigError
+
+RULES = one_of(("match", "standard", "block"), {"rejection": "standard", "rejection_sampler": "standard"})
+
+
+def draft_length(default: int) -> Any:
+    """The field ``num_speculative_tokens``."""
+    return option(whole(0), default, "longest draft, the bonus not counted; 0 decodes plainly")
+
+
+def node_limit(default: int | None = None, help: str = "nodes of a draft at most, root included") -> Any:
+    """The field ``max_draft_nodes``."""
+    return option(whole(2), default, help)
+
+
+def branches(default: int = 1) -> Any:
+    """The field ``num_draft_branches``."""
+    return option(whole(1), default, "siblings per drafted position at most; 1 drafts chains")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions(Options):
+    """Of every method that drafts.
+
+    Attributes:
+      drafts_trees: whether its drafts are trees whatever its keys say.
+    """
+
+    drafts_trees: ClassVar[bool] = False
+
+    num_speculative_tokens: int = draft_length(0)
+    rejection_sample_method: str = option(
+        RULES, "match", "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block"
+    )
+
+    @property
+    def num_branches(self) -> int:
+        """How many continuations a draft may have side by side."""
+        return 1
+
+    def check(self) -> None:
+        super().check()
+        if self.rejection_sample_method == "block" and self.drafts_trees:
+            raise ConfigError(
+                f"rejection_sample_method='block' takes chains, and method {self.method!r} drafts trees; use 'match' "
+                "or 'standard'"
+            )
+        if self.rejection_sample_method == "block" and self.num_branches > 1:
+            raise ConfigError(
+                f"rejection_sample_method='block' takes chains, and this config drafts {self.num_branches} branches; "
+                "use 'match' or 'standard', or one branch"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchOptions(DraftOptions):
+    """Of methods whose drafts may branch."""
+
+    num_draft_branches: int = branches()
+
+    @property
+    def num_branches(self) -> int:
+        return self.num_draft_branches
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """Of methods that draft with a model of their own."""
+
+    model: Any = option(
+        anything("path, hub id, zoo:NAME or a loaded model"),
+        help="the drafter; by default what a model of the zoo brings",
+    )
+    revision: Any = option(anything("branch, tag or commit"), help="of a drafter from the hub")
+    dtype: Any = option(
+        anything("name of a dtype"), help="of a drafter that is loaded by name; by default the target's choice"
+    )

@@ -1,0 +1,49 @@
+"""How an engine schedules and verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How rows are scheduled and verified.
+
+    Args:
+      max_num_seqs: rows that run at once.
+      max_model_len: limit for prompt and output together; the model's context by default.
+      prefill_chunk_size: prompt tokens of one row per prefill step.
+      acceptance: "match", "standard" (rejection) or "block".
+      exactness: "strict" runs every step at shapes that keep the bits of a row on this machine, so that plain and
+        speculative decoding round alike and agree bit for bit, whatever the dtype; trees are reduced to chains.
+        "default" does so in half precision for drafts that are chains, where CPU kernels allow it. "relaxed" never
+        does: every step runs at its own shape, and near-ties may fall differently.
+      strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
+        at them too, so compare results of one width.
+      output_scores, output_logits: hand out processed scores and raw logits of every emitted token.
+    """
+
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 512
+    acceptance: str = "match"
+    exactness: str = "default"
+    strict_width: int = 16
+    output_scores: bool = False
+    output_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_seqs", 1), ("prefill_chunk_size", 1), ("strict_width", 1), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be {least} or more")
+        if self.acceptance not in ("match", "standard", "block"):
+            raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
+        if self.exactness not in ("default", "strict", "relaxed"):
+            raise ConfigError(f"exactness is {self.exactness!r}; choose default, strict or relaxed")
+
+    @property
+    def is_strict(self) -> bool:
+        return self.exactness == "strict"

@@ -1,0 +1,135 @@
+"""What a way of drafting says of itself, and where the ways are found: one file each, here or in another package."""
+
+from __future__ import annotations
+
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from foretoken.config.options import Key, Options
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+    from foretoken.engine.drafter import Drafter
+
+GROUP = "foretoken.drafters"
+"""The entry point group by which other packages add methods, and the package that holds those of this one."""
+
+ATTRIBUTE = "METHOD"
+"""What a module with a method calls it."""
+
+WITHOUT_METHODS = ("lengths", "parts")
+"""Packages inside of `GROUP` that hold what drafters are made of."""
+
+ORDER = ("none", "lm", "lookup", "iterate", "selfdraft", "compose")
+"""In which methods are listed: by the package that holds them. Those of other packages come last."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of drafting.
+
+    Args:
+      options: its name and its keys, with kinds, defaults and help; the only place where they stand.
+      build: makes a drafter without state, from options and what the target brings along.
+        Raises: ConfigError for what the options ask and is not there.
+      summary: what it does, in a few words that follow "drafts".
+      aliases: names of other tools and older ones.
+      sign: of a method that combines others: how they are joined in a name, as in "a+b".
+      sample: keys with which to try whether a model can draft this way, where the defaults are not enough.
+    """
+
+    options: type[Options]
+    build: Callable[[Any, Materials], Drafter]
+    summary: str
+    aliases: tuple[str, ...] = ()
+    sign: str = ""
+    sample: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """By which it is chosen."""
+        return self.options.method
+
+    @property
+    def keys(self) -> dict[str, Key]:
+        """Every key by its name."""
+        return self.options.keys()
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether its drafts are trees whatever its keys say."""
+        return getattr(self.options, "drafts_trees", False)
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether it drafts with a model that the config may name."""
+        return "model" in self.keys
+
+    @property
+    def combines(self) -> bool:
+        """Whether it is made of other methods."""
+        return "drafters" in self.keys
+
+
+@cache
+def methods() -> Mapping[str, Method]:
+    """Every method by its name: those in this package, and those of other packages that are installed.
+
+    An entry point that cannot be used is left out with a warning.
+    """
+    found: dict[str, Method] = {}
+    for method in _own():
+        _add(found, method)
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            _add(found, entry.load())
+        except Exception as error:
+            warnings.warn(
+                f"the method of {entry.name} = {entry.value} is left out: {type(error).__name__}: {error}; repair or "
+                "uninstall the package that brings it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return found
+
+
+def _add(found: dict[str, Method], method: Method) -> None:
+    """Raises: ConfigError for what is not a method, and for a name that another one has."""
+    if not isinstance(method, Method):
+        raise ConfigError(f"it is {method!r}, not a foretoken.config.method.Method")
+    for name in (method.name, *method.aliases):
+        owner = next((one for one in found.values() if name in (one.name, *one.aliases)), None)
+        if owner is not None:
+            raise ConfigError(f"{name!r} is a name of the method {owner.name!r}; rename it")
+    found[method.name] = method
+
+
+def method_aliases() -> dict[str, str]:
+    """Other names of methods."""
+    return {alias: method.name for method in methods().values() for alias in method.aliases}
+
+
+def compositions() -> dict[str, str]:
+    """The signs by which methods are combined in a name, the loosest first: "ngram>suffix+draft_model"."""
+    return {method.sign: method.name for method in methods().values() if method.sign}
+
+
+def _own() -> Iterator[Method]:
+    names = [name for name in _modules(GROUP) if hasattr(import_module(name), ATTRIBUTE)]
+    for name in sorted(names, key=lambda name: (ORDER.index(name.split(".")[2]), name)):
+        yield getattr(import_module(name), ATTRIBUTE)
+
+
+def _modules(package: str) -> Iterator[str]:
+    for module in pkgutil.iter_modules(import_module(package).__path__):
+        if module.ispkg and module.name not in WITHOUT_METHODS:
+            yield from _modules(f"{package}.{module.name}")
+        elif module.name in ORDER or package != GROUP:
+            yield f"{package}.{module.name}"

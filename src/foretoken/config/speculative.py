@@ -1,0 +1,298 @@
+"""How drafts are made and accepted: `SpeculativeConfig`. Its keys are those of the methods; unknown keys are errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
+from foretoken.config.keywords import canonical, native, respelled, spelling
+from foretoken.config.method import Method, compositions, method_aliases, methods
+from foretoken.config.options import Key, Options
+from foretoken.errors import ConfigError
+
+ALIASES = {
+    # transformers
+    "assistant_model": "model",
+    "num_assistant_tokens": "num_speculative_tokens",
+    "prompt_lookup_num_tokens": "num_speculative_tokens",
+    "max_matching_ngram_size": "prompt_lookup_max",
+    "num_assistant_tokens_schedule": "length_policy",
+    "assistant_confidence_threshold": "draft_threshold",
+    "assistant_early_exit": "exit_layer",
+    # SGLang
+    "speculative_algorithm": "method",
+    "speculative_draft_model_path": "model",
+    "speculative_draft_model_revision": "revision",
+    "speculative_num_steps": "num_speculative_tokens",
+    "speculative_num_draft_tokens": "max_draft_nodes",
+    "speculative_eagle_topk": "num_draft_branches",
+    "speculative_ngram_min_match_window_size": "prompt_lookup_min",
+    "speculative_ngram_max_match_window_size": "prompt_lookup_max",
+    # llama.cpp
+    "spec_type": "method",
+    "md": "model",
+    "model_draft": "model",
+    "spec_draft_model": "model",
+    "spec_draft_n_max": "num_speculative_tokens",
+    "draft": "num_speculative_tokens",
+    "draft_n": "num_speculative_tokens",
+    "draft_max": "num_speculative_tokens",
+    "draft_n_max": "num_speculative_tokens",
+    "draft_p_min": "draft_threshold",
+    "spec_draft_p_min": "draft_threshold",
+    # mlx-lm, LM Studio
+    "draft_model": "model",
+    "num_draft_tokens": "num_speculative_tokens",
+    # shorter or older spellings
+    "drafter": "model",
+    "draft_dtype": "dtype",
+    "ngram_n": "ngram_size",
+    "acceptance": "rejection_sample_method",
+    "num_lookup_candidates": "num_prompt_lookup_candidates",
+}
+"""Names of other systems for keys of `SpeculativeConfig`. SGLang's ``num_draft_tokens`` counts nodes,
+root included; vLLM's K and its kin count drafted tokens, the bonus not among them."""
+
+_IMPLIED = {
+    "prompt_lookup_num_tokens": {"method": "ngram"},
+    "assistant_confidence_threshold": {"length_policy": "confidence"},
+    "draft_p_min": {"length_policy": "confidence"},
+    "spec_draft_p_min": {"length_policy": "confidence"},
+}
+"""Aliases that say more than their value: other keys, set where they are not given."""
+
+NAME = "SpeculativeConfig"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class SpeculativeConfig:
+    """How drafts are made and accepted: a method, and the keys of that method.
+
+    Keys are vLLM's where vLLM has one; those of other systems are aliases. Every key of the method can be read as an
+    attribute; a key of another method reads as None. docs/speculative_config.md lists the keys of every method with
+    their ranges and defaults; so does ``foretoken info --method NAME``.
+
+    Args:
+      method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a model
+        means ``draft_model``, a key of one method means that method.
+      options: to start from, of the same method; other keys go before them.
+      keys: of the method, under their own names or an alias. A key that is left out, or None, takes its default.
+
+    Raises: ConfigError for an unknown key, a value out of range, or a key that does not belong to the method.
+    """
+
+    method: str
+    options: Options
+
+    def __init__(self, method: str | None = None, options: Options | None = None, **keys: Any) -> None:
+        given = {**({} if options is None else _set(options)), **_canonical({**_if(method=method), **keys})}
+        given = {key: value for key, value in given.items() if value is not None}
+        chosen, drafters = _chosen(given.pop("method", None), given)
+        if drafters is not None:
+            given["drafters"] = drafters
+        _check_keys(chosen, given)
+        object.__setattr__(self, "method", chosen.name)
+        object.__setattr__(self, "options", chosen.options.of(given))
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            options = self.__dict__.get("options")
+            if options is not None and hasattr(options, name):
+                return getattr(options, name)
+            if name in all_keys():
+                return None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        values = {"method": self.method, **_set(self.options)}
+        if values.get("model") is not None and not isinstance(values["model"], (str, os.PathLike)):
+            values["model"] = type(values["model"])  # a loaded model shows all of its layers
+        return f"{NAME}({', '.join(f'{name}={_shown(value)}' for name, value in values.items())})"
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str | None) -> SpeculativeConfig:
+        """Read what a user gave: nothing, a mapping, JSON, ``@file`` with JSON, a method's name, or a config.
+
+        Raises: ConfigError when it is none of these, or not valid.
+        """
+        if value is None:
+            return cls(method="none")
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            value = _read_text(value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None")
+        return cls(**{str(name): item for name, item in value.items()})
+
+    @property
+    def definition(self) -> Method:
+        """What the method says of itself."""
+        return methods()[self.method]
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def parts(self) -> tuple[SpeculativeConfig, ...]:
+        """The configs of the drafters that this one combines, else itself alone."""
+        return tuple(self.drafters) if self.definition.combines else (self,)
+
+    @property
+    def title(self) -> str:
+        """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
+        return self.definition.sign.join(part.title for part in self.parts) if self.definition.combines else self.method
+
+    def as_dict(self) -> dict[str, Any]:
+        """The method and every key that has a value."""
+        return {"method": self.method, **_set(self.options)}
+
+    @property
+    def model_part(self) -> SpeculativeConfig | None:
+        """The config of the drafter that is a model: this one or the first such part."""
+        if not self.definition.combines:
+            return self if self.definition.takes_model else None
+        return next((part.model_part for part in self.parts if part.model_part is not None), None)
+
+    def without_model(self) -> SpeculativeConfig:
+        """The same, holding on to no loaded model."""
+        if self.definition.combines:
+            parts = [part.without_model() for part in self.parts]
+            return SpeculativeConfig(self.method, self.options, drafters=parts)
+        if not self.definition.takes_model:
+            return self
+        others = {name: value for name, value in self.as_dict().items() if name != "model"}
+        return SpeculativeConfig(**others)
+
+
+def all_keys() -> dict[str, Key]:
+    """The keys of all methods by their names."""
+    return {name: key for method in methods().values() for name, key in method.keys.items()}
+
+
+def _if(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _set(options: Options) -> dict[str, Any]:
+    return _if(**{key.name: getattr(options, key.name) for key in options.keys().values()})
+
+
+def _canonical(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The given keys under their own names, with what aliases imply."""
+    given = native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS)
+    values = canonical(NAME, given, {"method", *all_keys()}, ALIASES)
+    for alias in given.keys() & _IMPLIED.keys():
+        values = {**_IMPLIED[alias], **values}
+    return values
+
+
+def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | None]:
+    """The method, under its own name or inferred from the keys, and the parts that its name names."""
+    if name is None:
+        return _inferred(given), None
+    if not isinstance(name, str):
+        raise ConfigError(f"method is {name!r}; choose one of {', '.join(methods())}")
+    spelled = spelling(name).lower()
+    _check_available(spelled)
+    for sign, composition in compositions().items():
+        if sign in spelled:
+            if given.get("drafters") is not None:
+                raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
+            return methods()[composition], [part.strip() for part in spelled.split(sign)]
+    spelled = method_aliases().get(spelled, spelled)
+    if spelled not in methods():
+        near = get_close_matches(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE], n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if near and near[0] in METHODS_ELSEWHERE:
+            hint += "That is not available in this version; "
+        raise ConfigError(f"method {name!r} is not known; {hint}choose one of {', '.join(methods())}")
+    return methods()[spelled], None
+
+
+def method_named(name: str) -> Method:
+    """The method of this name or alias.
+
+    Raises: ConfigError, naming the nearest, for a name that is not known.
+    """
+    return _chosen(name, {})[0]
+
+
+def _inferred(given: Mapping[str, Any]) -> Method:
+    """The one method that a key belongs to, or the only one that has all of them."""
+    single = [method for method in methods().values() if not method.combines]
+    owners = {key: [method for method in single if key in method.keys] for key in given}
+    fitting = list({owner[0].name: owner[0] for owner in owners.values() if len(owner) == 1}.values())
+    if not fitting:
+        fitting = [method for method in single if given and given.keys() <= method.keys.keys()]
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"the method does not follow from the keys {sorted(given)}; add method, one of {', '.join(methods())}"
+        )
+    return fitting[0]
+
+
+def _check_keys(method: Method, given: Iterable[str]) -> None:
+    for key in sorted(set(given) - method.keys.keys()):
+        owners = [other.name for other in methods().values() if key in other.keys]
+        remedy = "leave it out"
+        if method.combines:
+            remedy += f", or give it to a part: drafters=[{{'method': {owners[0]!r}, {key!r}: ...}}, ...]"
+        raise ConfigError(
+            f"key {key!r} has no meaning for method {method.name!r}, only for {', '.join(owners)}; {remedy}"
+        )
+
+
+def _check_available(name: str) -> None:
+    """Refuse methods that people know and this version does not have."""
+    what = method_elsewhere(name)
+    if what is not None and name not in methods():
+        raise ConfigError(
+            f"method {name!r} ({what}) is not available in this version; choose one of {', '.join(methods())}, or "
+            "compare those that fit with foretoken bench --methods all --model MODEL"
+        )
+
+
+def _shown(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+def _read_text(text: str) -> Any:
+    """JSON, the JSON in ``@file``, or the bare name of a method."""
+    source = "speculative config"
+    if text.startswith("@"):
+        source = text[1:]
+        try:
+            text = Path(source).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"speculative config {source!r} cannot be read: {error.strerror}; check the path"
+            ) from None
+    text = text.strip()
+    if not text:
+        raise ConfigError(f'{source} is empty; write for instance {{"method": "ngram"}}, or None for plain decoding')
+    if text[0] not in '{["0123456789':
+        _check_is_no_path(text)
+        return {"method": text}
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
+
+
+def _check_is_no_path(text: str) -> None:
+    """Say how a file or a model is given where one stands in the place of a method."""
+    if text.endswith(".json"):
+        raise ConfigError(f"speculative config {text!r} is neither a method nor JSON; to read a file, write '@{text}'")
+    if "/" in text or text.startswith("zoo:") or text.endswith(".gguf"):
+        raise ConfigError(
+            f"speculative config {text!r} is neither a method nor JSON; to draft with that model, write "
+            f'{{"method": "draft_model", "model": "{text}"}}'
+        )

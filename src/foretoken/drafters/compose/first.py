@@ -1,0 +1,83 @@
+"""Several drafters as one: the first of them that expects enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.config.composite import CompositeOptions
+from foretoken.config.method import Method
+from foretoken.config.options import number, option
+from foretoken.drafters.materials import make_drafter
+from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.engine.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foretoken.drafters.parts.calibration import Calibration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from foretoken.drafters.materials import Materials
+    from foretoken.engine.drafter import Drafter
+    from foretoken.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOptions(CompositeOptions):
+    """Keys of taking the first drafter that expects enough; "a>b" takes b where a does not."""
+
+    method: ClassVar[str] = "first"
+    min_expected_tokens: float = option(number(0.0), 0.5, "accepted tokens that a draft must promise, by experience")
+
+
+class FirstDrafter(CompositeDrafter):
+    """Takes the draft of the first part that expects enough of it; the last part is taken as it is.
+
+    Parts behind it are not asked for that row, so a cheap drafter saves the forwards of a dear one.
+
+    Args:
+      min_expected: accepted tokens that a draft must promise, by its calibrated scores.
+
+    Exactness: as of the parts; the choice between them looks at drafts, so rules other than "match" are refused.
+    Randomness: of the parts.
+    """
+
+    name = "first"
+
+    def __init__(self, parts: Seq[Drafter], min_expected: float = 0.5) -> None:
+        super().__init__(parts)
+        self._min_expected = min_expected
+
+    def _ask(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[list[DraftTree]]:
+        left = list(budgets)
+        by_part = []
+        for calibration, part in zip(self._calibrations, self.parts, strict=True):
+            trees = part.propose(rows, left)
+            by_part.append(trees)
+            left = [
+                0 if tree.num_draft_tokens and self._is_enough(tree, calibration) else budget
+                for tree, budget in zip(trees, left, strict=True)
+            ]
+        return [list(trees) for trees in zip(*by_part, strict=True)]
+
+    def _is_enough(self, tree: DraftTree, calibration: Calibration) -> bool:
+        return sum(calibration.scores(tree)[1:]) >= self._min_expected
+
+    def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
+        """The last draft there is: behind one that promised enough nobody was asked."""
+        return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
+
+
+def build(options: FirstOptions, materials: Materials) -> FirstDrafter:
+    """Makes the parts."""
+    return FirstDrafter([make_drafter(part, materials) for part in options.drafters], options.min_expected_tokens)
+
+
+METHOD = Method(
+    FirstOptions,
+    build,
+    summary="with the first of several methods that expects enough",
+    sign=">",
+    sample={"drafters": ("ngram", "nasd")},
+)

@@ -1,0 +1,141 @@
+"""Jacobi decoding: guess a block, let one forward correct all of it at once, and go on with the corrections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.config.drafting import DraftOptions, draft_length
+from foretoken.config.method import Method
+from foretoken.config.options import one_of, option
+from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths.options import LengthOptions
+from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+
+
+@dataclass(frozen=True, kw_only=True)
+class JacobiOptions(LengthOptions, DraftOptions):
+    """Keys of Jacobi decoding."""
+
+    method: ClassVar[str] = "jacobi"
+    num_speculative_tokens: int = draft_length(16)
+    initial_guess: str = option(one_of(("repeat", "prompt")), "repeat", "the last token again, or tokens of the prompt")
+
+
+INITIAL_GUESSES = ("repeat", "prompt")
+
+
+class JacobiDrafter(ContextDrafter):
+    """A chain of guesses, each replaced in every step by what the target says after the guesses before it.
+
+    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
+    the block slides, so that it never waits for its last tokens; a position is refreshed with the choice that the
+    row's noise makes there, not with the argmax, so that it converges to the sampled text too.
+
+    Args:
+      num_speculative_tokens: guesses in the block, unless ``length_policy`` says otherwise.
+      initial_guess: of positions that enter the block: "repeat" copies the guess before, "prompt" draws tokens of the
+        prompt.
+
+    Raises: ConfigError for a negative number or an unknown initial guess.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
+    steps, since each step settles one more token at least.
+    Randomness: initial guesses of "prompt" are drawn by the row's seed.
+    Cost: O(block) per step, whatever the length of the text.
+    """
+
+    name = "jacobi"
+    requires = Requirements(choices=True)
+
+    def __init__(
+        self,
+        num_speculative_tokens: int = 16,
+        *,
+        initial_guess: str = "repeat",
+        length_policy: LengthPolicy | None = None,
+    ) -> None:
+        check_initial_guess(initial_guess)
+        self.length_policy = length_policy or Fixed(num_speculative_tokens)
+        self._initial_guess = initial_guess
+        self._guesses_of: dict[int, Guesses] = {}
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        for row in rows:
+            self._guesses_of[row.id] = Guesses(row, self._initial_guess)
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        length = self.length_policy.length(row, budget)
+        return DraftTree.chain(row.pending, self._guesses_of[row.id].first(length), source=self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self._guesses_of[row.id].refresh(result.features.choices or (), len(result.emitted))
+            self.length_policy.end(row, result.tree.depth, result.num_accepted)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._guesses_of.pop(row.id, None)
+            self.length_policy.forget(row)
+
+
+def check_initial_guess(name: str) -> None:
+    """Raises: ConfigError for an unknown way to guess."""
+    if name not in INITIAL_GUESSES:
+        raise ConfigError(f"initial_guess is {name!r}; choose one of {', '.join(INITIAL_GUESSES)}")
+
+
+class Guesses:
+    """What one row is expected to say next, token by token behind the pending one."""
+
+    def __init__(self, row: Sequence, initial_guess: str) -> None:
+        self._row = row
+        self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
+        self._tokens: list[int] = []
+
+    def first(self, length: int) -> list[int]:
+        """The first so many guesses, new ones where there are too few."""
+        missing = length - len(self._tokens)
+        self._tokens += [self._initial() for _ in repeat(None, missing)]
+        return self._tokens[:length]
+
+    def refresh(self, choices: Seq[int], num_emitted: int) -> None:
+        """Take the target's choices for guesses, and drop those for what was emitted meanwhile.
+
+        Choice i stands in the place of guess i. With guesses 5 6 7 8, choices 5 6 9 2 1 and three tokens emitted
+        (5 6 9), the guesses are now 2 1.
+        """
+        tokens = [*choices, *self._tokens[len(choices) :]][num_emitted:]
+        self._tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+
+    def drop(self, length: int) -> None:
+        """Forget the first so many guesses."""
+        del self._tokens[:length]
+
+    def _initial(self) -> int:
+        if self._prompt_tokens is not None:
+            return self._prompt_tokens.next()
+        return self._tokens[-1] if self._tokens else self._row.pending
+
+
+def build(options: JacobiOptions, materials: Materials) -> JacobiDrafter:
+    """Guesses need nothing but the text."""
+    return JacobiDrafter(
+        initial_guess=options.initial_guess, length_policy=options.policy(options.num_speculative_tokens)
+    )
+
+
+METHOD = Method(
+    JacobiOptions,
+    build,
+    summary="guesses that the target corrects all at once, step after step",
+    aliases=("jacobi_decoding",),
+)

@@ -1,0 +1,231 @@
+"""Lookahead decoding: parallel Jacobi iterations make n-grams, a pool keeps them, and one tree holds both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.config.drafting import DraftOptions, draft_length, node_limit
+from foretoken.config.method import Method
+from foretoken.config.options import flag, option, whole
+from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.drafters.parts.ngram_pool import NgramPool
+from foretoken.drafters.parts.trie import Trie
+from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadOptions(DraftOptions):
+    """Keys of lookahead decoding. Its N is num_speculative_tokens + 1."""
+
+    method: ClassVar[str] = "lookahead"
+    drafts_trees: ClassVar[bool] = True
+    num_speculative_tokens: int = draft_length(4)
+    max_draft_nodes: int | None = node_limit()
+    window_size: int = option(whole(1, 1024), 7, "columns of the window, W")
+    guess_set_size: int = option(whole(0, 1024), 7, "n-grams that are verified per step, G")
+    pool_from_prompt: bool = option(flag(), True, "whether n-grams of prompt and output enter the pool")
+
+
+class LookaheadDrafter(ContextDrafter):
+    """Verifies n-grams from a pool that a two-dimensional window of guesses fills on the way.
+
+    Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057; hao-ai-lab/LookaheadDecoding). With the paper's N =
+    ``num_speculative_tokens`` + 1, W = ``window_size`` and G = ``guess_set_size``, a full step has (W + G) (N - 1)
+    nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
+    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a trie, in which what they
+    share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
+    like any other node; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
+
+    Args:
+      num_speculative_tokens: tokens of a guess, N - 1; 1 or more.
+      window_size: columns of the window, W; 1 or more.
+      guess_set_size: n-grams kept per token, and verified per step, G; 0 or more.
+      pool_from_prompt: let the n-grams of prompt and output into the pool.
+      max_nodes: limit of the tree, root included; guesses give way to the window.
+
+    Raises: ConfigError when a number is out of range, or the window alone has more than ``max_nodes``.
+    Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
+    window is drawn from the prompt by the row's seed.
+    Cost: O(tree) per step, whatever the length of the text; one n-gram per prompt token at the start. Where only
+    chains can be verified the best guess remains and the window starts anew in every step.
+    """
+
+    name = "lookahead"
+    requires = Requirements(choices=True)
+
+    def __init__(
+        self,
+        num_speculative_tokens: int = 4,
+        *,
+        window_size: int = 7,
+        guess_set_size: int = 7,
+        pool_from_prompt: bool = True,
+        max_nodes: int | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("num_speculative_tokens", num_speculative_tokens, 1),
+            ("window_size", window_size, 1),
+            ("guess_set_size", guess_set_size, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; want {least} or more")
+        num_cells = most_cells(window_size, num_speculative_tokens)
+        if max_nodes is not None and max_nodes < num_cells:
+            raise ConfigError(
+                f"max_draft_nodes={max_nodes} holds no window with window_size={window_size} and "
+                f"num_speculative_tokens={num_speculative_tokens}; raise the first to {num_cells} or lower the others"
+            )
+        self._length = num_speculative_tokens
+        self._window_size = window_size
+        self._guess_set_size = guess_set_size
+        self._pool_from_prompt = pool_from_prompt
+        self._max_guess_nodes = None if max_nodes is None else max_nodes - num_cells + 1
+        self._window_of: dict[int, Window] = {}
+        self._pool_of: dict[int, NgramPool] = {}
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        for row in rows:
+            ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
+            tokens = PromptTokens(row)
+            self._window_of[row.id] = Window(self._window_size, self._length, tokens.next, ends)
+            self._pool_of[row.id] = NgramPool(self._length, self._guess_set_size)
+            self._learn(row, len(row.token_ids))
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        trie = Trie(row.pending, budget)
+        for guess in self._pool_of[row.id].continuations(row.pending):
+            trie.add_path(guess, self._max_guess_nodes)
+        self._window_of[row.id].add_to(trie)
+        return trie.tree(self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            assert result.features.choices is not None
+            for ngram in self._window_of[row.id].advance(result.tree, result.features.choices):
+                self._pool_of[row.id].add(ngram[0], ngram[1:])
+            self._learn(row, len(result.emitted))
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._window_of.pop(row.id, None)
+            self._pool_of.pop(row.id, None)
+
+    def _learn(self, row: Sequence, num_new_tokens: int) -> None:
+        if self._pool_from_prompt:
+            self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
+
+
+def most_cells(size: int, num_levels: int) -> int:
+    """The most cells, pending token included, that a `Window` has at any time: full, or one of the steps before."""
+    return max(count * (size + num_levels - count) for count in range(1, num_levels + 1))
+
+
+class Window:
+    """Levels of guesses for future positions; each level is what the target made of the one above it.
+
+    Column j of level l guesses the token l + j places behind the pending one, which is itself column 0 of level 0.
+    A cell of level 0 follows the cells to its left, every other one the cell above it:
+
+        level 0   pending - a1 - a2 - a3
+                  |         |    |    |
+        level 1   b0        b1   b2   b3
+                  |         |    |    |
+        level 2   c0        c1   c2   c3
+
+    So the window is a tree, and depths in it are the places. Read downwards with what the target says after the last
+    level, a column is an n-gram: (a1, b1, c1 would follow its key a1): a1 -> b1 c1 and the new token.
+
+    Args:
+      size: columns, W.
+      num_levels: levels when it is full, N - 1. It starts with the first one, N - 2 columns wider, and gains a level
+        for a column in each of its first steps.
+      initial: makes tokens for the first level, and for cells that have no other.
+      ends: tokens that end a text; they are never guessed, for nothing could follow them.
+    """
+
+    def __init__(self, size: int, num_levels: int, initial: Callable[[], int], ends: frozenset[int]) -> None:
+        self._num_levels = num_levels
+        self._initial = initial
+        self._ends = ends
+        self._first = [self._guess(initial()) for _ in range(size + num_levels - 2)]  # without the pending token
+        self._levels: list[list[int]] = []
+
+    @property
+    def levels(self) -> list[list[int]]:
+        """Tokens by level and column, the first level without the pending token."""
+        return [self._first, *self._levels]
+
+    def add_to(self, trie: Trie) -> None:
+        """Grow the window below the root."""
+        self._walk(trie.add)
+
+    def advance(self, tree: DraftTree, choices: Seq[int]) -> list[tuple[int, ...]]:
+        """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
+
+        Returns: the n-grams of all columns, key first, once the window is full. A column that the tree does not hold
+          to its end (it was cut near the end of a row) gives none.
+        """
+        bottom = self._walk(lambda node, token: None if node is None else tree.child(node, token))
+        keys = [tree.tokens[0], *self._first]
+        ngrams = []
+        if len(self.levels) == self._num_levels:
+            ngrams = [
+                (key, *(level[column] for level in self._levels), choices[node])
+                for column, (key, node) in enumerate(zip(keys, bottom, strict=True))
+                if node is not None and choices[node] >= 0
+            ]
+        self._shift([self._guess(-1 if node is None else choices[node]) for node in bottom])
+        return ngrams
+
+    def _walk(self, child: Callable[[int | None, int], int | None]) -> list[int | None]:
+        """The nodes of the last level, by a function from (node, token) to the node below."""
+        node: int | None = 0
+        nodes = [node]
+        for token in self._first:
+            node = child(node, token)
+            nodes.append(node)
+        for level in self._levels:
+            nodes = [child(node, token) for node, token in zip(nodes, level, strict=True)]
+        return nodes
+
+    def _shift(self, newest: list[int]) -> None:
+        """All cells one place nearer: by a column while the window fills, by a level afterwards."""
+        if len(self.levels) < self._num_levels:
+            self._first = self._first[1:]
+            self._levels = [level[1:] for level in [*self._levels, newest]]
+        else:
+            first, *self._levels = [*self._levels, newest]
+            self._first = first[1:]
+
+    def _guess(self, token: int) -> int:
+        """The token, or an initial one in the place of an end or of nothing (-1)."""
+        return self._initial() if token < 0 or token in self._ends else token
+
+
+def build(options: LookaheadOptions, materials: Materials) -> LookaheadDrafter:
+    """Window and pool begin with the prompt."""
+    materials.check_trees(options.method)
+    return LookaheadDrafter(
+        options.num_speculative_tokens,
+        window_size=options.window_size,
+        guess_set_size=options.guess_set_size,
+        pool_from_prompt=options.pool_from_prompt,
+        max_nodes=options.max_draft_nodes,
+    )
+
+
+METHOD = Method(
+    LookaheadOptions,
+    build,
+    summary="n-grams from a pool that a window of guesses fills on the way",
+    aliases=("lookahead_decoding", "lade"),
+)

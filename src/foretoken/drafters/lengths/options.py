@@ -1,0 +1,139 @@
+"""The keys of length policies, and of all methods whose drafts have a length that a policy may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.options import Options, number, one_of, option, whole
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.lengths import LengthPolicy
+
+
+NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
+"""What a drafter can show a length policy of the token it is about to draft, and what a policy looks at."""
+
+ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What one length policy understands.
+
+    Args:
+      looks_at: what it must be shown of the next token's law.
+      keys: of `LengthOptions` -> the argument of the policy.
+      modes: allowed values of ``length_policy_mode``.
+    """
+
+    looks_at: str = NOTHING
+    keys: Mapping[str, str] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
+
+
+_RULE_KEYS = {
+    "target_acceptance_rate": "target_rate",
+    "threshold_step": "step",
+    "acceptance_momentum": "acceptance_momentum",
+    "threshold_momentum": "threshold_momentum",
+}
+
+LENGTH_POLICIES: dict[str, Policy] = {
+    "fixed": Policy(),
+    "heuristic": Policy(),
+    "confidence": Policy(CONFIDENCE, {"draft_threshold": "threshold"}),
+    "egag": Policy(
+        LAW,
+        {
+            "length_policy_mode": "mode",
+            "min_draft_tokens": "min_tokens",
+            "egag_ema_beta": "beta",
+            "reference_entropy": "reference_entropy",
+        },
+        ("paper", "calibrated"),
+    ),
+    "adaedl": Policy(LAW, {"draft_threshold": "threshold", "entropy_scale": "entropy_scale", **_RULE_KEYS}),
+    "acceptance": Policy(
+        CONFIDENCE,
+        {
+            "length_policy_mode": "mode",
+            "draft_threshold": "threshold",
+            "initial_acceptance_rate": "initial_rate",
+            **_RULE_KEYS,
+        },
+        ("paper", "code", "static"),
+    ),
+}
+"""The table of length policies; their defaults stand in the policies themselves."""
+
+POLICY_KEYS = frozenset(name for policy in LENGTH_POLICIES.values() for name in policy.keys)
+
+_ALIASES = {"constant": "fixed", "heuristic_transient": "heuristic"}
+_MODES = tuple(sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes}))
+
+
+def length_policy(default: str) -> Any:
+    """The field ``length_policy``."""
+    return option(one_of(tuple(LENGTH_POLICIES), _ALIASES), default, "who decides how long a draft gets")
+
+
+def policies_for(looks: frozenset[str]) -> list[str]:
+    """Names of the policies that a drafter which shows so much can serve."""
+    return [name for name, policy in LENGTH_POLICIES.items() if policy.looks_at in looks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions(Options):
+    """Who decides how long a draft gets; see docs/length_policies.md.
+
+    Attributes:
+      looks: what the drafter can show a policy of the token it is about to draft.
+    """
+
+    looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
+
+    length_policy: str = length_policy("fixed")
+    length_policy_mode: str | None = option(
+        one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
+    )
+    draft_threshold: float | None = option(number(0.0, 1.0), help="confidence below which a draft ends")
+    min_draft_tokens: int | None = option(whole(0), help="shortest draft of egag")
+    egag_ema_beta: float | None = option(number(0.0, 1.0), help="weight of the past in the lengths of egag")
+    reference_entropy: float | None = option(number(0.0, above=True), help="nats that count as 1 in egag, calibrated")
+    entropy_scale: float | None = option(number(0.0), help="factor of the entropy in the bound of adaedl")
+    initial_acceptance_rate: float | None = option(number(0.0, 1.0), help="where the rate of acceptance begins")
+    target_acceptance_rate: float | None = option(number(0.0, 1.0), help="rate at which the threshold stays as it is")
+    threshold_step: float | None = option(number(0.0, 1.0), help="by which the threshold moves")
+    acceptance_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the rate")
+    threshold_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the threshold")
+
+    def check(self) -> None:
+        super().check()
+        policy, name = LENGTH_POLICIES[self.length_policy], self.length_policy
+        if policy.looks_at not in self.looks:
+            raise ConfigError(
+                f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
+                f"none; choose one of {', '.join(policies_for(self.looks))}"
+            )
+        for given in sorted(POLICY_KEYS - policy.keys.keys()):
+            if getattr(self, given) is not None:
+                owners = [other for other, its in LENGTH_POLICIES.items() if given in its.keys]
+                raise ConfigError(
+                    f"key {given!r} has no meaning for length_policy {name!r}, only for {', '.join(owners)}; leave it "
+                    "out, or set length_policy"
+                )
+        mode = self.length_policy_mode
+        if mode is not None and mode not in policy.modes:
+            raise ConfigError(f"length_policy {name!r} has no mode {mode!r}; choose one of {', '.join(policy.modes)}")
+
+    def policy(self, longest: int) -> LengthPolicy:
+        """The policy with its settings, around a longest draft."""
+        from foretoken.drafters.lengths import make_policy
+
+        given = {argument: getattr(self, key) for key, argument in LENGTH_POLICIES[self.length_policy].keys.items()}
+        return make_policy(
+            self.length_policy, longest, **{argument: value for argument, value in given.items() if value is not None}
+        )

@@ -1,0 +1,213 @@
+"""Prompt lookup: what followed the last few tokens when they last occurred will follow them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.drafting import DraftOptions, draft_length, node_limit
+from foretoken.config.method import Method
+from foretoken.config.options import option, whole
+from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths.options import LengthOptions
+from foretoken.engine.drafter import ContextDrafter, Features, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramOptions(LengthOptions, DraftOptions):
+    """Keys of prompt lookup."""
+
+    method: ClassVar[str] = "ngram"
+    num_speculative_tokens: int = draft_length(10)
+    max_draft_nodes: int | None = node_limit()
+    prompt_lookup_min: int = option(whole(1), 2, "shortest end of the text that is looked up")
+    prompt_lookup_max: int = option(whole(1), 5, "longest end of the text that is looked up")
+    num_prompt_lookup_candidates: int = option(whole(1), 1, "continuations that are merged into one tree")
+
+    @property
+    def num_branches(self) -> int:
+        return self.num_prompt_lookup_candidates
+
+    @classmethod
+    def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A single bound moves the default of the other one along."""
+        shortest, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        defaults: dict[str, Any] = {}
+        if isinstance(longest, int):
+            defaults["prompt_lookup_min"] = min(cls.prompt_lookup_min, longest)
+        if isinstance(shortest, int):
+            defaults["prompt_lookup_max"] = max(cls.prompt_lookup_max, shortest)
+        return defaults
+
+    def check(self) -> None:
+        super().check()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} is more than prompt_lookup_max={self.prompt_lookup_max}; "
+                "lower the first or raise the second"
+            )
+
+
+_MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
+
+
+class NGramDrafter(ContextDrafter):
+    """Copies from the row's own text, prompt and output, after the longest suffix that has occurred before.
+
+    Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in
+    transformers and vLLM. Deviations: the most recent occurrence comes first, not the earliest; a
+    continuation that runs into the end of the text goes on with its own copy (text of period P goes on with
+    period P); several distinct continuations may be merged into one tree.
+
+    Args:
+      num_speculative_tokens: depth of the draft, unless ``length_policy`` says otherwise.
+      prompt_lookup_min: shortest suffix worth copying after. 2: one token is found almost anywhere.
+      prompt_lookup_max: longest suffix looked for.
+      num_candidates: most continuations in one draft, longest match first, then most recent; 1 gives a chain.
+      max_nodes: limit of the merged tree, root included; None for no limit but the candidates' own.
+
+    Raises: ConfigError when a number is out of range.
+    Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
+    Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of
+    the text.
+    """
+
+    name = "ngram"
+
+    def __init__(
+        self,
+        num_speculative_tokens: int = 5,
+        *,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 4,
+        num_candidates: int = 1,
+        max_nodes: int | None = None,
+        length_policy: LengthPolicy | None = None,
+    ) -> None:
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max {prompt_lookup_max}; "
+                "want 1 <= min <= max"
+            )
+        if num_candidates < 1:
+            raise ConfigError(f"num_candidates is {num_candidates}; want 1 (a chain) or more")
+        if max_nodes is not None and max_nodes < 1:
+            raise ConfigError(f"max_nodes is {max_nodes}; the root alone makes 1")
+        self.length_policy = length_policy or Fixed(num_speculative_tokens)
+        self._orders = range(prompt_lookup_min, prompt_lookup_max + 1)
+        self._num_candidates = num_candidates
+        self._max_nodes = max_nodes
+        self._index_of: dict[int, SuffixIndex] = {}
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        for row in rows:
+            self._index_of[row.id] = SuffixIndex(self._orders)
+            self._index_of[row.id].extend(row.token_ids)
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        length = self.length_policy.length(row, budget)
+        index = self._index_of[row.id]
+        index.extend(row.token_ids)
+        paths = index.continuations(row.token_ids, length, self._num_candidates) if length else []
+        return DraftTree.from_paths(row.token_ids[-1], paths, self._max_nodes, self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self.length_policy.end(row, result.tree.depth, result.num_accepted)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._index_of.pop(row.id, None)
+            self.length_policy.forget(row)
+
+
+class SuffixIndex:
+    """Where every n-gram of a growing text ends, newest first, for n in ``orders``.
+
+    An n-gram counts from the moment its next token is known, so the end of the text never matches itself.
+    """
+
+    def __init__(self, orders: Seq[int]) -> None:
+        self._ends = {order: _Ends() for order in orders}
+        self._num_tokens = 0
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in the tokens of the text that are new since the last call."""
+        for end in range(max(self._num_tokens, 1), len(tokens)):
+            for order, ends in self._ends.items():
+                if order <= end:
+                    ends.add(tuple(tokens[end - order : end]), end)
+        self._num_tokens = len(tokens)
+
+    def continuations(self, tokens: Seq[int], length: int, limit: int) -> list[tuple[int, ...]]:
+        """At most ``limit`` distinct continuations of the text, each of ``length`` tokens, best first."""
+        found: dict[tuple[int, ...], None] = {}
+        for end in self._occurrences(tokens):
+            found[continuation(tokens, end, length)] = None
+            if len(found) == limit:
+                break
+        return list(found)
+
+    def _occurrences(self, tokens: Seq[int]) -> Iterator[int]:
+        """Ends of earlier occurrences of the text's suffixes: longest suffix first, then most recent."""
+        for order in sorted(self._ends, reverse=True):
+            if order < len(tokens):
+                yield from islice(self._ends[order].of(tuple(tokens[-order:])), _MAX_OCCURRENCES)
+
+
+class _Ends:
+    """End positions of the n-grams of one order, as chains from each to the one before."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._older: dict[int, int] = {}
+
+    def add(self, ngram: tuple[int, ...], end: int) -> None:
+        older = self._newest.get(ngram)
+        if older is not None:
+            self._older[end] = older
+        self._newest[ngram] = end
+
+    def of(self, ngram: tuple[int, ...]) -> Iterator[int]:
+        end = self._newest.get(ngram)
+        while end is not None:
+            yield end
+            end = self._older.get(end)
+
+
+def continuation(tokens: Seq[int], start: int, length: int) -> tuple[int, ...]:
+    """``length`` tokens of the text from ``start`` on; past its end the copy goes on with itself.
+
+    (1, 2, 3) from 1 for 5 tokens: 2 3 2 3 2.
+    """
+    copy = tokens[start : start + length]
+    repeats = -(-length // len(copy))
+    return (tuple(copy) * repeats)[:length]
+
+
+def build(options: NGramOptions, materials: Materials) -> NGramDrafter:
+    """Prompt lookup needs nothing but the text."""
+    return NGramDrafter(
+        prompt_lookup_min=options.prompt_lookup_min,
+        prompt_lookup_max=options.prompt_lookup_max,
+        num_candidates=options.num_prompt_lookup_candidates,
+        max_nodes=options.max_draft_nodes,
+        length_policy=options.policy(options.num_speculative_tokens),
+    )
+
+
+METHOD = Method(
+    NGramOptions,
+    build,
+    summary="what followed the end of the text when it last occurred in prompt or output",
+    aliases=("prompt_lookup", "prompt_lookup_decoding", "ngram_simple", "ngram_gpu"),
+)

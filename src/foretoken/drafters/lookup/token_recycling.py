@@ -1,0 +1,218 @@
+"""Token recycling: what the target ranked high after a token the last time makes the tree of the next time."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from foretoken.config.drafting import DraftOptions, draft_length, node_limit
+from foretoken.config.method import Method
+from foretoken.config.options import flag, one_of, option, text, whole
+from foretoken.drafters.parts.adjacency import AdjacencyMatrix
+from foretoken.drafters.parts.treeshape import best_shape
+from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.tree import DraftTree
+from foretoken.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+    from foretoken.engine.cache import KVCache
+    from foretoken.engine.model import CausalLM
+
+
+DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
+"""Nodes of the tree where the config names none: as published, and where every node costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecyclingOptions(DraftOptions):
+    """Keys of token recycling."""
+
+    method: ClassVar[str] = "token_recycling"
+    drafts_trees: ClassVar[bool] = True
+    num_speculative_tokens: int = draft_length(6)
+    max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
+    num_candidates: int = option(whole(1), 8, "successors that are kept per token")
+    shared: bool = option(flag(), False, "whether requests learn from each other")
+    initial_state: str = option(
+        one_of(("auto", "vocabulary", "prompt", "empty")),
+        "auto",
+        "what is known before the first step: vocabulary (what the target says after every token alone, at the cost of "
+        "a prompt as long as the vocabulary), prompt, empty, or auto: prompt, and what a model of the zoo brings",
+    )
+    state_file: str | None = option(text(), help="where what was learned is kept")
+
+
+INITIAL_STATES = ("vocabulary", "prompt", "empty")
+
+
+class TokenRecyclingDrafter(ContextDrafter):
+    """A static tree, filled breadth-first from a matrix of the target's own candidates.
+
+    Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
+    successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills rows
+    before the first step; where a token stands at several nodes its row comes from the accepted one; the matrix ends
+    with its request unless it is shared. The published tree is not described by a rule; see `best_shape` for ours.
+
+    Args:
+      vocab_size: of the target.
+      num_speculative_tokens: deepest level of the tree; 1 or more.
+      num_candidates: successors kept per token, k; 1 or more.
+      max_nodes: nodes of the tree, root included; 2 or more.
+      shared: one matrix for all requests, as published, instead of one each.
+      initial_state: "vocabulary" starts from what the target says after every token alone, at the cost of a prompt as
+        long as the vocabulary; "prompt" lets in each prompt, its text and the target's candidates along it, which
+        "vocabulary" does too; "empty" starts from nothing.
+      matrix: what was learned before, to start from.
+      state_file: where a matrix is kept that the vocabulary made, or that requests share. It is read if it exists,
+        and written when the vocabulary has been gone through or the last shared row has ended.
+
+    Raises: ConfigError when a number is out of range; CheckpointError, ConfigError for a file that does not fit.
+    Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
+    Cost: array operations on the nodes of the tree per step, whatever the length of the text; one pass over the
+    prompt, and the output embedding for its tokens.
+    """
+
+    name = "token_recycling"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_speculative_tokens: int = 6,
+        *,
+        num_candidates: int = 8,
+        max_nodes: int = 80,
+        shared: bool = False,
+        initial_state: str = "prompt",
+        matrix: AdjacencyMatrix | None = None,
+        state_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("num_speculative_tokens", num_speculative_tokens, 1),
+            ("num_candidates", num_candidates, 1),
+            ("max_draft_nodes", max_nodes, 2),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} is {value}; want {least} or more")
+        if initial_state not in INITIAL_STATES:
+            raise ConfigError(f"initial_state is {initial_state!r}; choose one of {', '.join(INITIAL_STATES)}")
+        num_candidates = min(num_candidates, vocab_size)
+        self.requires = Requirements(top_k=num_candidates, prompt_top_k=initial_state != "empty", all_nodes=True)
+        self._shape = best_shape(max_nodes, num_speculative_tokens, num_candidates)
+        self._shared = shared
+        self._learns_vocabulary = initial_state == "vocabulary"
+        self._state_file = None if state_file is None else Path(state_file).expanduser()
+        if matrix is None and self._state_file is not None:
+            matrix = self._load(self._state_file, vocab_size, num_candidates)
+        self._is_blank = matrix is None
+        self._start = matrix or AdjacencyMatrix(vocab_size, num_candidates)
+        self._is_unsaved = False
+        self._matrix_of: dict[int, AdjacencyMatrix] = {}
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        if self._is_blank and self._learns_vocabulary:
+            from foretoken.drafters.parts.vocabulary import vocabulary_matrix
+
+            self._start = vocabulary_matrix(target, self._start.num_candidates)
+            self._is_blank = False
+            if self._state_file is not None:
+                self._start.save(self._state_file)
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        for row, prompt in zip(rows, features, strict=True):
+            matrix = self._matrix_of[row.id] = self._matrix()
+            if self.requires.prompt_top_k:
+                if prompt.top_ids is not None:
+                    known = row.token_ids[-1 - len(prompt.top_ids) : -1]
+                    matrix.update(known, prompt.top_ids.cpu().numpy())
+                matrix.add_text(row.token_ids)
+
+    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+        return self._shape.filled(row.pending, budget, self._matrix_of[row.id], self.name)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            top_ids = result.features.top_ids
+            assert top_ids is not None
+            order = last_of_all(len(result.tree), result.path)
+            tokens = [result.tree.tokens[node] for node in order]
+            self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy()[order])
+            self._is_unsaved = True
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            self._matrix_of.pop(row.id, None)
+        if self._shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
+            self._is_unsaved = False
+            try:
+                self._start.save(self._state_file)
+            except CheckpointError as error:  # what was generated is worth more than what was learned
+                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what a shared drafter has learned, for ``state_file`` of another one.
+
+        Raises: ConfigError for a drafter that is not shared; CheckpointError where writing is not possible.
+        """
+        if not self._shared:
+            raise ConfigError("only shared=True learns beyond a request; there is nothing to save")
+        self._start.save(path)
+
+    def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
+        """What the file holds; None where it is still to be written.
+
+        Raises: CheckpointError, ConfigError.
+        """
+        if file.exists() or not (self._shared or self._learns_vocabulary):
+            return AdjacencyMatrix.load(file, vocab_size, num_candidates)
+        if not os.access(file.parent, os.W_OK):
+            raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
+        return None
+
+    def _matrix(self) -> AdjacencyMatrix:
+        """The one that a new request works with."""
+        if self._shared:
+            return self._start
+        if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
+            return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
+        return self._start.copy()
+
+
+def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
+    """All nodes, those of the path behind the others: 4 nodes and the path 0 2 make 1 3 0 2."""
+    accepted = set(path)
+    return [*(node for node in range(num_nodes) if node not in accepted), *path]
+
+
+def build(options: TokenRecyclingOptions, materials: Materials) -> TokenRecyclingDrafter:
+    """Begins with what a target of the zoo says after every token alone, where it brings that along."""
+    materials.check_trees(options.method)
+    matrix, initial_state, vocab_size = None, options.initial_state, materials.target.vocab_size
+    if initial_state == "auto":
+        initial_state, candidates = "prompt", materials.asset("candidates")
+        if candidates is not None and options.state_file is None and options.num_candidates <= 8:
+            matrix = AdjacencyMatrix.load(candidates, vocab_size, options.num_candidates)
+    default_nodes = DEFAULT_NODES_ON_CPU if materials.target.device.type == "cpu" else DEFAULT_NODES
+    return TokenRecyclingDrafter(
+        vocab_size,
+        options.num_speculative_tokens,
+        num_candidates=options.num_candidates,
+        max_nodes=options.max_draft_nodes or default_nodes,
+        shared=options.shared,
+        initial_state=initial_state,
+        matrix=matrix,
+        state_file=options.state_file,
+    )
+
+
+METHOD = Method(
+    TokenRecyclingOptions,
+    build,
+    summary="what the target ranked high after a token the last time",
+    aliases=("recycling",),
+)

@@ -1,0 +1,136 @@
+"""Which tokens the target ranked highest after each token, in one matrix for the whole vocabulary."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from foretoken.errors import CheckpointError, ConfigError
+
+_FORMAT = "foretoken token_recycling 1"
+_TENSOR = "candidates"
+
+
+class AdjacencyMatrix:
+    """The k most likely successors of every token, as the target ranked them last.
+
+    Source: token recycling (Luo et al. 2024, arXiv:2408.08696). Deviation: rows start out unknown, not with token 0.
+
+    Args:
+      vocab_size: V.
+      num_candidates: k, successors per token, best first.
+
+    Memory: 4 V k bytes at most; pages that no token has touched cost nothing.
+    """
+
+    def __init__(self, vocab_size: int, num_candidates: int) -> None:
+        self._successors = np.zeros((vocab_size, num_candidates), dtype=np.int32)  # ids plus one; 0 is unknown
+
+    @property
+    def vocab_size(self) -> int:
+        return self._successors.shape[0]
+
+    @property
+    def num_candidates(self) -> int:
+        return self._successors.shape[1]
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """The matrix, int32 (V, k); -1 where nothing is known."""
+        return self._successors - 1
+
+    def copy(self) -> AdjacencyMatrix:
+        """Another matrix with the same contents."""
+        matrix = AdjacencyMatrix(0, self.num_candidates)
+        matrix._successors = self._successors.copy()
+        return matrix
+
+    def successors(self, tokens: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """The successor of each token at each rank, int32 (M,); -1 where it is not known."""
+        found: np.ndarray = self._successors[tokens, ranks] - 1
+        return found
+
+    def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
+        """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
+        reversed_tokens = np.asarray(tokens, dtype=np.int64)[::-1]
+        distinct, last = np.unique(reversed_tokens, return_index=True)
+        self._successors[distinct, : top_ids.shape[1]] = top_ids[::-1][last] + 1
+
+    def add_text(self, tokens: Seq[int]) -> None:
+        """Put the successors that a text gives its tokens before all others, the most recent first."""
+        found: dict[int, list[int]] = {}
+        for place in range(len(tokens) - 1, 0, -1):
+            row = found.setdefault(tokens[place - 1], [])
+            if len(row) < self.num_candidates and tokens[place] not in row:
+                row.append(tokens[place])
+        for token, row in found.items():
+            known = [other - 1 for other in self._successors[token].tolist() if other]
+            merged = list(dict.fromkeys([*row, *known]))[: self.num_candidates]
+            self._successors[token, : len(merged)] = np.array(merged) + 1
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything that is known to a safetensors file, whole or not at all.
+
+        Raises: CheckpointError where that is not possible.
+        """
+        target = Path(path)
+        part = target.with_name(target.name + ".part")
+        try:
+            save_file({_TENSOR: self.candidates}, part, {"format": _FORMAT})
+            part.replace(target)
+        except (OSError, SafetensorError) as error:
+            part.unlink(missing_ok=True)
+            raise CheckpointError(f"{target} cannot be written: {error}; check the directory and its space") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
+        """Read what `save` wrote.
+
+        Raises: CheckpointError for a file that is missing, truncated, of another kind or inconsistent; ConfigError for
+          one of another vocabulary or with fewer candidates; of more, the best are taken.
+        """
+        candidates = _read(path)[:, :num_candidates]
+        if candidates.shape != (vocab_size, num_candidates):
+            raise ConfigError(
+                f"{path} holds {candidates.shape[1]} candidates for each of {candidates.shape[0]} tokens, but the "
+                f"target has {vocab_size} tokens and num_candidates is {num_candidates}; use the file with the model "
+                "that it is from"
+            )
+        if candidates.min(initial=-1) < -1 or candidates.max(initial=-1) >= vocab_size:
+            raise CheckpointError(f"{path} holds token ids outside of 0..{vocab_size - 1}; it is damaged, save it anew")
+        matrix = cls(vocab_size, num_candidates)
+        np.add(candidates, 1, out=matrix._successors)
+        if _has_twins(matrix._successors):
+            raise CheckpointError(f"{path} names a successor of some token twice; it is damaged, save it anew")
+        return matrix
+
+
+def _read(path: str | os.PathLike[str]) -> np.ndarray:
+    try:
+        with safe_open(path, framework="np") as file:
+            form = (file.metadata() or {}).get("format")
+            if form != _FORMAT:
+                raise CheckpointError(
+                    f"{path} has the format {form!r}, not {_FORMAT!r}; it is no saved adjacency matrix"
+                )
+            candidates: np.ndarray = file.get_tensor(_TENSOR)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error}; check the path, or save it anew") from None
+    if candidates.dtype != np.int32 or candidates.ndim != 2:
+        raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it anew")
+    return candidates
+
+
+def _has_twins(successors: np.ndarray) -> bool:
+    """Whether any row holds an id twice, or an id behind an unknown one."""
+    known = successors > 0
+    in_order = np.sort(successors, axis=1)
+    twins = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] > 0)
+    return bool(twins.any() or (known[:, 1:] & ~known[:, :-1]).any())

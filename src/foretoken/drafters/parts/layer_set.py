@@ -1,0 +1,138 @@
+"""Which layers of a model are left out, and the model without them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import foretoken.engine.model as lm
+    from foretoken.engine import sublayers
+    from foretoken.engine.model import CausalLM
+else:
+    lm = Lazy("foretoken.engine.model")
+    sublayers = Lazy("foretoken.engine.sublayers")
+
+FORMAT = "foretoken-layer-set"
+
+
+@dataclass(frozen=True)
+class LayerSet:
+    """Which residual branches are left out while drafting.
+
+    Args:
+      attention, mlp: indices of the layers, ascending.
+      num_layers: of the model that the set is for; None for any.
+      details: how it was found; kept as it is.
+    """
+
+    attention: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    num_layers: int | None = None
+    details: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def exit_at(cls, layer: int, num_layers: int) -> LayerSet:
+        """Everything from ``layer`` on: early exit, the first ``layer`` layers and the head draft.
+
+        Raises: ConfigError unless 1 <= layer < num_layers.
+        """
+        if not 1 <= layer < num_layers:
+            raise ConfigError(f"exit_layer is {layer}; the model has {num_layers} layers, so 1..{num_layers - 1} exit")
+        rest = tuple(range(layer, num_layers))
+        return cls(rest, rest, num_layers)
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerSet:
+        """Read what ``save`` (and ``foretoken tune layer-skip``) wrote.
+
+        Raises: ConfigError for a file that is missing or something else.
+        """
+        path = Path(path).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"layer set {path} cannot be read: {error.strerror}; check the path") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"layer set {path} is not JSON: {error}; make one by foretoken tune layer-skip") from None
+        try:
+            if content["format"] != FORMAT:
+                raise KeyError("format")
+            return cls(
+                _layers(content, "skipped_attention"),
+                _layers(content, "skipped_mlp"),
+                _whole(content["num_layers"], "num_layers"),
+                dict(content.get("details") or {}),
+            )
+        except KeyError as error:
+            raise ConfigError(
+                f"layer set {path} lacks a proper {error}; make one by foretoken tune layer-skip"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"layer set {path} is none: {error}; make one by foretoken tune layer-skip") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a small JSON file."""
+        content = {
+            "format": FORMAT,
+            "num_layers": self.num_layers,
+            "skipped_attention": list(self.attention),
+            "skipped_mlp": list(self.mlp),
+            "details": self.details,
+        }
+        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def check(self, num_layers: int, model_name: str) -> None:
+        """Raises: ConfigError when a layer is named that the model does not have, or the set is for another depth."""
+        if self.num_layers is not None and self.num_layers != num_layers:
+            raise ConfigError(
+                f"the layer set is for a model of {self.num_layers} layers and {model_name} has {num_layers}; "
+                "search one for this model by foretoken tune layer-skip"
+            )
+        for kind, indices in (("skipped_attention", self.attention), ("skipped_mlp", self.mlp)):
+            missing = [index for index in indices if not 0 <= index < num_layers]
+            if missing:
+                raise ConfigError(f"{kind} names layers {missing}, and {model_name} has 0..{num_layers - 1}")
+
+    def __len__(self) -> int:
+        """Number of sublayers left out."""
+        return len(self.attention) + len(self.mlp)
+
+
+def _layers(content: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Raises: KeyError, TypeError for what is no list of whole numbers."""
+    if not isinstance(content[key], list):
+        raise TypeError(f"{key} is {content[key]!r}, not a list of layers")
+    return tuple(sorted({_whole(layer, key) for layer in content[key]}))
+
+
+def _whole(value: object, key: str) -> int:
+    """Raises: TypeError for anything but a whole number, which int() would cut to one."""
+    if type(value) is not int:
+        raise TypeError(f"{key} has {value!r}, not a whole number")
+    return value
+
+
+def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
+    """A variant of the target without these sublayers.
+
+    Raises: ConfigError for layers that it does not have; UnsupportedModelError for layers of another build.
+    """
+    layer_set.check(target.num_layers, target.name)
+
+    def edit(variant: CausalLM, _: Any) -> None:
+        sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(
+            layer_set.attention, layer_set.mlp
+        )
+
+    return target.variant(f"without {len(layer_set)} sublayers", edit)
+
+
+def run_once(model: CausalLM) -> None:
+    """One forward over a token, in a cache of its own."""
+    model.forward(lm.Nodes.from_chains([[0]]), model.new_cache(1, capacity=8))

@@ -1,0 +1,94 @@
+"""Drafting with a 4-bit copy of the target's own linears."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.drafting import draft_length
+from foretoken.config.method import Method
+from foretoken.config.options import flag, option, whole
+from foretoken.drafters.parts.layer_set import LayerSet, run_once
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foretoken.drafters.materials import Materials
+    from foretoken.engine import quantize, sublayers
+    from foretoken.engine.model import CausalLM
+else:
+    quantize = Lazy("foretoken.engine.quantize")
+    sublayers = Lazy("foretoken.engine.sublayers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedSelfOptions(LayerSetOptions):
+    """Keys of drafting over 4-bit weights."""
+
+    method: ClassVar[str] = "quantized_self"
+    num_speculative_tokens: int = draft_length(3)
+    quantization_group_size: int = option(whole(1), 32, "inputs that share a scale in the 4-bit weights")
+    quantize_head: bool = option(flag(), False, "the output embedding in 4 bits, too: cheaper, and less agreement")
+
+
+class QuantizedSelfDrafter(SelfDrafter):
+    """Drafts with the target over 4-bit weights, in the target's cache, whose draft entries verification replaces.
+
+    Source: QSpec (Zhao et al. 2024, arXiv:2410.11305); ML-SpecQD (Georganas et al. 2025, arXiv:2503.13565).
+
+    Args:
+      group_size: inputs that share a scale and a zero point.
+      with_head: whether the output embedding is quantised, too; see `quantize_linears`.
+      layer_set: sublayers that are left out besides.
+      options: see `SelfDrafter`.
+
+    Exactness, randomness: as of `SelfDrafter`; the target itself keeps its weights.
+    """
+
+    name = "quantized_self"
+
+    def __init__(
+        self, *, group_size: int = 32, with_head: bool = False, layer_set: LayerSet | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.group_size = group_size
+        self.with_head = with_head
+        self.layer_set = layer_set or LayerSet()
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        return quantized(target, self.group_size, self.layer_set, with_head=self.with_head)
+
+
+def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
+    """A variant of the target over 4-bit weights, without some sublayers.
+
+    Raises: ConfigError when no linear of the target can be quantised in such groups.
+    """
+    layer_set.check(target.num_layers, target.name)
+
+    def edit(variant: CausalLM, model: PreTrainedModel) -> None:
+        quantize.quantize_linears(model, group_size, with_head=with_head)
+        if len(layer_set):
+            sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(
+                layer_set.attention, layer_set.mlp
+            )
+
+    return target.variant("4-bit", edit)
+
+
+def build(options: QuantizedSelfOptions, materials: Materials) -> QuantizedSelfDrafter:
+    """Refuses now what cannot be quantised; the weights are made when the engine binds the drafter."""
+    target = materials.target
+    quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
+    return QuantizedSelfDrafter(
+        group_size=options.quantization_group_size,
+        with_head=options.quantize_head,
+        layer_set=options.given_set(target.num_layers),
+        **options.growth(target.vocab_size),
+    )
+
+
+METHOD = Method(QuantizedSelfOptions, build, summary="with the target itself over 4-bit weights", aliases=("qspec",))
