@@ -22,7 +22,7 @@ import torch
 from foretoken import zoo
 from foretoken.bench.models import load_pair, scaled, sizes
 from foretoken.bench.suite import Settings, Suite
-from foretoken.loading import is_zoo
+from foretoken.loading.models import is_zoo
 
 PADDED_CONTEXT = 256
 

@@ -28,7 +28,7 @@ from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.tune.layer_sets import LayerSearch
 from foretoken.tune.objective import Costs, ExpectedTime, Task
 from foretoken.tune.space import Space

@@ -28,7 +28,7 @@ from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, calibrated_share
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.engine.stats import SequenceStats
-from foretoken.traceplot import check_picture, require_matplotlib
+from foretoken.views.traceplot import check_picture, require_matplotlib
 
 KINDS = ("chat", "maths", "code")
 VOCABULARIES = (4_096, 32_000, 128_256)

@@ -30,10 +30,10 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.equality import MAX_FLOAT32_GAP, first_difference
 from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import read_questions
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.packing import packed_dtype
-from foretoken.outputs import RequestOutput
+from foretoken.model.execution.packing import packed_dtype
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.retrieval.build import build
+from foretoken.serving.outputs import RequestOutput
 from foretoken.testing import token_gap
 
 QUESTIONS = (

@@ -23,10 +23,10 @@ from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
-from foretoken.engine.tree import DraftTree
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.tree import DraftTree
 
 BASELINE = "bigram"
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from foretoken.drafters.base import Drafter, Features, StepResult
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine.cache import KVCache
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM
+from foretoken.tree import DraftTree
 
 ROW_HEIGHT, LETTER, GAP, MARGIN = 18, 6.6, 26, 8
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foretoken import zoo
-from foretoken.engine.packing import can_pack
 from foretoken.errors import ConfigError
+from foretoken.model.execution.packing import can_pack
 from foretoken.zoo.conversion import weights_file
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"

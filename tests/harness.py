@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
-from foretoken.engine.cache import KVCache
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.tree import DraftTree
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import reference_node_logits
+from foretoken.tree import DraftTree
 
 FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-5

@@ -34,17 +34,17 @@ from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.treeshape import TreeShape
 from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.engine import quantize
-from foretoken.engine.cache import KVCache
 from foretoken.engine.drafter import Features, StepResult
-from foretoken.engine.model import CausalLM
-from foretoken.engine.sublayers import SkippableLayers
-from foretoken.engine.tree import DraftTree
+from foretoken.model import quantize
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM
+from foretoken.model.sublayers import SkippableLayers
 from foretoken.retrieval import history
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.build import State
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.history import OutputHistory
+from foretoken.tree import DraftTree
 from integration import test_self_draft, test_self_draft_state, test_swift
 from mutants import (
     Altered,

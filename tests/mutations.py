@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken.accept.rules import Verdict
 from foretoken.drafters.parts import growing
-from foretoken.engine import accept
-from foretoken.engine.cache import KVCache
+from foretoken.engine import accepting as accept
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
-from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.tree import DraftTree
 from mutants import Call, with_arguments
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data import END_OF_TEXT, documents, held_out
 
-from foretoken.loading import load_tokenizer
+from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval.build import build
 
 CHARACTERS = {

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from foretoken.errors import ForetokenError
     from foretoken.hf import speculate
     from foretoken.llm import LLM
-    from foretoken.modelinfo import ModelInfo
-    from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foretoken.runner import Stream
-    from foretoken.trajectories import Trajectory, trajectory
+    from foretoken.loading.info import ModelInfo
+    from foretoken.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+    from foretoken.serving.runner import Stream
+    from foretoken.views.trajectory import Trajectory, trajectory
 
 __version__ = "0.1.0.dev0"
 
@@ -37,19 +37,19 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
-    "CompletionOutput": "outputs",
+    "CompletionOutput": "serving.outputs",
     "ForetokenError": "errors",
-    "Logprob": "outputs",
-    "ModelInfo": "modelinfo",
-    "RequestMetrics": "outputs",
-    "RequestOutput": "outputs",
+    "Logprob": "serving.outputs",
+    "ModelInfo": "loading.info",
+    "RequestMetrics": "serving.outputs",
+    "RequestOutput": "serving.outputs",
     "SamplingParams": "config.sampling",
     "SpeculativeConfig": "config.speculative",
-    "Stream": "runner",
-    "StreamOutput": "outputs",
-    "Trajectory": "trajectories",
+    "Stream": "serving.runner",
+    "StreamOutput": "serving.outputs",
+    "Trajectory": "views.trajectory",
     "speculate": "hf",
-    "trajectory": "trajectories",
+    "trajectory": "views.trajectory",
 }
 
 

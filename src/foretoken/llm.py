@@ -19,26 +19,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import zoo
-from foretoken.applicability import applicable
 from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.kernels import KernelFacts
-from foretoken.engine.model import CausalLM
-from foretoken.engine.noise import mix
-from foretoken.engine.prefixes import PrefixStore
 from foretoken.engine.stats import StepProfile
-from foretoken.loading import is_zoo, load_model, load_tokenizer
-from foretoken.modelinfo import describe, load_line
-from foretoken.outputs import RequestOutput
-from foretoken.pairing import Pairing
-from foretoken.payoff import PayoffWatch
+from foretoken.law.noise import mix
+from foretoken.loading.applicability import applicable
+from foretoken.loading.info import describe, load_line
+from foretoken.loading.models import is_zoo, load_model, load_tokenizer
+from foretoken.loading.pairing import Pairing
+from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.execution.kernels import KernelFacts
+from foretoken.model.lm import CausalLM
 from foretoken.progress import progress_bar
-from foretoken.prompts import Prompts, chat_prompt, read_params, read_prompts
-from foretoken.runner import Runner, Stream
+from foretoken.serving.outputs import RequestOutput
+from foretoken.serving.payoff import PayoffWatch
+from foretoken.serving.prompts import Prompts, chat_prompt, read_params, read_prompts
+from foretoken.serving.runner import Runner, Stream
 
 logger = logging.getLogger("foretoken")
 

@@ -44,8 +44,8 @@ from foretoken.classic.utils.logits_processor import (
     TopKProcessor,
 )
 from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT
-from foretoken.engine.model import CausalLM
 from foretoken.errors import ContextLengthError, UnsupportedModelError
+from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 
 

@@ -17,6 +17,7 @@ import torch
 from classic_models import difference, enumerated, plain_law, remember_logits, tiny
 from scipy.stats import chisquare
 
+from foretoken.accept import rules as verify
 from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_speculative_generate
 from foretoken.classic.sampling import autoregressive_generate, speculative_generate
 from foretoken.classic.utils.logits_processor import (
@@ -27,7 +28,6 @@ from foretoken.classic.utils.logits_processor import (
     TopKProcessor,
     draws_from_probs,
 )
-from foretoken.engine import verify
 
 PROMPT = [0, 2, 1, 0, 2, 1, 0]
 MAKERS: dict[str, Callable[[float], LogitsProcessor]] = {

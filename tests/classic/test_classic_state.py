@@ -17,8 +17,8 @@ from foretoken.classic import adapters, last_trace
 from foretoken.classic.adapters import adapter_of
 from foretoken.classic.sampling import autoregressive_generate, speculative_generate
 from foretoken.classic.utils.logits_processor import MultinomialProcessor
-from foretoken.engine.model import CausalLM
 from foretoken.errors import PromptError
+from foretoken.model.lm import CausalLM
 from foretoken.testing import strengthen, toy_model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 
 

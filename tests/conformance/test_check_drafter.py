@@ -10,11 +10,11 @@ from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
 from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.engine.model import Nodes
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ForetokenError
+from foretoken.model.lm import Nodes
 from foretoken.testing import check_drafter
+from foretoken.tree import DraftTree
 
 FAULTS = [
     ("perfect-tree", mutations.commits_everything),

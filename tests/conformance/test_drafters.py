@@ -20,7 +20,7 @@ from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.history import OutputHistory

@@ -20,9 +20,9 @@ from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.cli import app
-from foretoken.cli_options import DEFAULTS, choose_model, respell, speculative
-from foretoken.demo import Lane
-from foretoken.runner import Stream
+from foretoken.cli.comparison import Lane
+from foretoken.cli.options import DEFAULTS, choose_model, respell, speculative
+from foretoken.serving.runner import Stream
 
 STORY = "Once upon a time there was a"
 TINY = ["--model", "zoo:tiny"]

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foretoken.cli import app
-from foretoken.cli_options import respell
+from foretoken.cli.options import respell
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -16,7 +16,7 @@ from test_wheel import build, wheel_of
 import foretoken.drafters.lookup
 from foretoken import LLM, SamplingParams, SpeculativeConfig
 from foretoken.config.method import methods
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.testing import check_drafter, toy_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "echo_method"

@@ -18,9 +18,7 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import (
     ConfigError,
     ContextLengthError,
@@ -29,7 +27,9 @@ from foretoken.errors import (
     NumericsError,
     PromptError,
 )
+from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 64
 POISON = 63

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.engine.cache import KVCache
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.errors import ShapeError
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import reference_node_logits, toy_model
 from harness import (
     PREFIXES,
@@ -118,7 +118,7 @@ def test_rows_join_leave_move_and_fork_while_others_run(name: str) -> None:
 
 
 def _feed_rows(session: Session, first_row: int, chains: list[list[int]]) -> None:
-    from foretoken.engine.model import Nodes
+    from foretoken.model.lm import Nodes
 
     session.lm.forward(Nodes.from_chains(chains), session.cache, first_row=first_row, keep=slice(0, 0))
     session.cache.commit([range(len(chain)) for chain in chains], first_row)

@@ -10,10 +10,10 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
+from foretoken.model.lm import CausalLM
 from foretoken.testing import decode, toy_model
+from foretoken.tree import DraftTree
 
 
 class Probing(Drafter):

@@ -38,7 +38,7 @@ from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.testing import PROMPTS, perturbed, toy_model

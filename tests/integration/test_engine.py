@@ -23,12 +23,12 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import engine as engine_module
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.outputs import Emitted
 from foretoken.engine.sequence import Sequence as Row
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError, NumericsError, TreeError
+from foretoken.model.lm import CausalLM
 from foretoken.testing import check_cache_lengths, perturbed, strengthen, toy_model
+from foretoken.tree import DraftTree
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5), (7,), (2, 7, 1, 8, 2, 8), (1, 6, 1))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)

@@ -23,7 +23,7 @@ from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, Trace, compare, decode
 from method_mutants import MUTANTS

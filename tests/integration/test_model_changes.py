@@ -20,10 +20,10 @@ import lora
 from foretoken import LLM, speculate
 from foretoken.classic.adapters import adapter_of
 from foretoken.classic.sampling import autoregressive_generate
-from foretoken.engine.execution import choose_execution
-from foretoken.engine.model import CausalLM
-from foretoken.engine.prober import Prober
 from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution.execution import choose_execution
+from foretoken.model.lm import CausalLM
+from foretoken.model.prober import Prober
 from foretoken.testing import toy_model
 
 PROMPT = [5, 6, 7, 8]

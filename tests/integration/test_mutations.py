@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from architectures import ARCHITECTURES
-from foretoken.engine.model import layer_types
+from foretoken.model.lm import layer_types
 from harness import PREFIXES, Session, adapter, first_attention, largest_difference, oracle, rounds_of
 from mutations import (
     Patch,

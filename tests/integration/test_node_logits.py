@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from harness import adapter, node_logit_error, tolerance
 
 CASES = [(name, attention) for name, arch in ARCHITECTURES.items() for attention in arch.attention]

@@ -22,9 +22,9 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.engine.tree import DraftTree
+from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 64
 POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
@@ -182,7 +182,7 @@ def test_rows_of_a_batch_have_lengths_of_their_own_and_share_the_forwards(
 
 def test_a_fixed_length_computes_no_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy is free where it does not look."""
-    from foretoken.engine import sampling as module
+    from foretoken.law import sampling as module
 
     def never(*_: Any) -> None:
         raise AssertionError("log_probs was called")

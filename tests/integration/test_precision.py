@@ -15,7 +15,7 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.testing import Divergence, Trace, compare, decode, divergences, token_gap
 from harness import first_attention, random_ids
 

@@ -18,13 +18,13 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.cache import KVCache
 from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.engine.prefixes import PrefixStore, shared_length
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
+from foretoken.model.cache.prefixes import PrefixStore, shared_length
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from architectures import ARCHITECTURES, Architecture
 from foretoken import LLM, zoo
-from foretoken.engine import model as model_module
-from foretoken.engine.execution import Execution
-from foretoken.engine.model import CausalLM
-from foretoken.engine.nodes import Nodes
-from foretoken.engine.packing import PackedLinear
-from foretoken.engine.probe import Check
-from foretoken.engine.prober import Prober
-from foretoken.engine.reduced import representatives
 from foretoken.errors import ProbeError
+from foretoken.model import lm as model_module
+from foretoken.model.execution.execution import Execution
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+from foretoken.model.probe import Check
+from foretoken.model.prober import Prober
+from foretoken.model.reduced import representatives
 from foretoken.testing import strengthen
 from mutations import Patch, shifts_positions, shows_siblings
 

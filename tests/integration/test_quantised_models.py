@@ -16,10 +16,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from foretoken import LLM, speculate
-from foretoken.engine.independence import quantised_layers
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.packing import packable
 from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.model.execution.packing import packable
+from foretoken.model.independence import quantised_layers
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import strengthen
 
 IDS = torch.tensor([[10, 11, 12, 13]])

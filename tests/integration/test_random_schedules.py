@@ -19,8 +19,8 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
+from foretoken.model.lm import CausalLM
 from foretoken.testing import check_cache_lengths, perturbed, toy_model
 
 VOCAB_SIZE = 64

@@ -16,9 +16,9 @@ from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.model import CausalLM
-from foretoken.engine.wrappers import unwrapped
 from foretoken.errors import ForetokenError, ProbeError, UnsupportedModelError, UnsupportedStateError
+from foretoken.model.lm import CausalLM
+from foretoken.model.wrappers import unwrapped
 from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
 

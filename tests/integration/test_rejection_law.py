@@ -16,15 +16,16 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine import noise, verify
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
+from foretoken.law import noise
+from foretoken.model.lm import CausalLM
 from foretoken.testing import perturbed, toy_model
 
 VOCAB_SIZE = 4

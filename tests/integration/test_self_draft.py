@@ -21,10 +21,10 @@ from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter, quantized
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.quantize import GroupedInt4, Int4Linear
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.quantize import GroupedInt4, Int4Linear
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter
 

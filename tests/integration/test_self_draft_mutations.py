@@ -24,11 +24,11 @@ from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
-from foretoken.engine import execution
-from foretoken.engine.cache import KVCache
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.errors import ForetokenError
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution import execution
+from foretoken.model.lm import CausalLM
 from foretoken.testing import Trace, compare, decode
 from harness import adapter
 from mutants import Apply, Call, replaced, skipped, with_arguments, wrapped

@@ -17,12 +17,11 @@ from architectures import VOCAB_SIZE
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
-from foretoken.drafters.parts.swift import SwiftDrafter
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter, SwiftDrafter
 from foretoken.drafters.selfdraft.quantized_self import quantized
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.sublayers import SkippableLayers
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.sublayers import SkippableLayers
 from foretoken.testing import toy_model
 from harness import adapter, random_ids
 

@@ -17,8 +17,8 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.engine.packing import packed_dtype
+from foretoken.model.execution.packing import packed_dtype
+from foretoken.model.lm import CausalLM
 from foretoken.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
 from harness import first_attention, random_ids
 

@@ -14,12 +14,12 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftDrafter, SwiftSearch
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftSearch
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter, SwiftDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import check_drafter, compare, decode, strengthen
 
 VOCAB_SIZE = 64

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foretoken import zoo
-from foretoken.bench import cli, costs, equality, measure, models, profile, report, workload
+from foretoken.bench import costs, equality, measure, models, profile, report, workload
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.models import Pair
@@ -30,12 +30,13 @@ from foretoken.bench.suite import (
     Suite,
     UnequalOutputsError,
 )
+from foretoken.cli import bench as cli
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import EngineConfig
-from foretoken.engine.model import CausalLM
 from foretoken.errors import ConfigError
+from foretoken.model.lm import CausalLM
 
 PROMPT = tuple(range(40, 60))
 GREEDY = Sampling(ignore_eos=True)

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams
-from foretoken.chat import Conversation, Turn
 from foretoken.cli import app
-from foretoken.cli_options import respell
+from foretoken.cli.conversation import Conversation, Turn
+from foretoken.cli.options import respell
 from foretoken.errors import ConfigError, ContextLengthError
-from foretoken.outputs import StreamOutput
+from foretoken.serving.outputs import StreamOutput
 from foretoken.testing import toy_model
 
 QUESTIONS = ("Tell me a story about a lion and a mouse.", "What is your favorite movie?", "Who was it?")

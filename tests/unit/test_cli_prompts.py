@@ -17,12 +17,12 @@ from typer.testing import CliRunner, Result
 
 from foretoken import zoo
 from foretoken.cli import app
-from foretoken.cli_generate import ending
-from foretoken.cli_options import put_json
-from foretoken.cli_prompts import ask, check_template, looks_like_instruct, read_prompts, read_prompts_file
+from foretoken.cli.generate import ending
+from foretoken.cli.options import put_json
+from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts, read_prompts_file
 from foretoken.errors import ConfigError, PromptError
-from foretoken.loading import load_tokenizer
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.loading.models import load_tokenizer
+from foretoken.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretoken.zoo.manifest import Manifest
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]

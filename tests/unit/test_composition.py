@@ -28,12 +28,12 @@ from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
+from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 64
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from foretoken import zoo
 from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
-from foretoken.loading import load_tokenizer
+from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval.build import Limits, append, build, from_tokens
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files

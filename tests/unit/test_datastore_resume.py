@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from foretoken.errors import DatastoreError
-from foretoken.loading import load_tokenizer
+from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import manifest as manifests
 from foretoken.retrieval.build import Limits, build

@@ -31,14 +31,14 @@ from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence as Row
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 64
 STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))

@@ -14,7 +14,7 @@ from foretoken.bench.drafting import CONFIGS, Text, draft_cost, draft_costs, ope
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.drafter import Drafter, Features
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.manifest import Manifest
 from foretoken.testing import toy_model

@@ -22,16 +22,16 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from foretoken.engine import execution as execution_module
-from foretoken.engine import packing
-from foretoken.engine.attention import GROUPED_SDPA, grouped_sdpa
-from foretoken.engine.cache import KVCache
-from foretoken.engine.compiled import MAX_NODES
-from foretoken.engine.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.packing import PackedLinear, RMSNorm, packed_dtype
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution import execution as execution_module
+from foretoken.model.execution import packing
+from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
+from foretoken.model.execution.compiled import MAX_NODES
+from foretoken.model.execution.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
+from foretoken.model.execution.packing import PackedLinear, RMSNorm, packed_dtype
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.tree import DraftTree
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
 

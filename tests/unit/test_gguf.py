@@ -26,7 +26,7 @@ from foretoken.gguf import packages
 from foretoken.gguf.header import read_header
 from foretoken.gguf.model import check_readable, end_token_ids, llama3_factors, stored_dtype
 from foretoken.gguf.tokenizer import merges_by_score, read_tokenizer
-from foretoken.loading import load_model, load_tokenizer
+from foretoken.loading.models import load_model, load_tokenizer
 from gguf_files import tokenizer_entries, write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -304,7 +304,7 @@ def test_a_file_at_a_hub_is_fetched(plain: Path, monkeypatch: pytest.MonkeyPatch
         asked.append((*arguments, options))
         return str(plain)
 
-    monkeypatch.setattr("foretoken.loading.cached_file", cached_file)
+    monkeypatch.setattr("foretoken.loading.models.cached_file", cached_file)
     llm = LLM("owner/name", gguf_file="part/x.gguf", revision="abc")
     assert llm.model_info.name == "owner/name"
     assert llm.generate("A dog", GREEDY)[0].finished
@@ -315,7 +315,7 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def cached_file(*arguments: Any, **options: Any) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("foretoken.loading.cached_file", cached_file)
+    monkeypatch.setattr("foretoken.loading.models.cached_file", cached_file)
     with pytest.raises(CheckpointError, match=r"the GGUF file of owner/name cannot be loaded .*check the spelling"):
         LLM("owner/name", gguf_file="x.gguf")
 

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.sampling import SamplingLaw, scores
 from foretoken.hf.processors import AsShown, Place, sampling_fields
 from foretoken.hf.prompts import Row, read_rows
+from foretoken.law.sampling import SamplingLaw, scores
 from foretoken.testing import toy_model
 
 VOCAB, EOS, PAD = 64, 7, 3

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, zoo
-from foretoken.chat import Conversation
-from foretoken.engine.model import CausalLM
+from foretoken.cli.conversation import Conversation
 from foretoken.errors import ConfigError, CorpusError, PromptError
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import build
 from foretoken.testing import toy_model
 

@@ -18,12 +18,12 @@ from foretoken.cli import app
 from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.engine.noise import mix
-from foretoken.engine.sampling import SamplingLaw, choose
 from foretoken.errors import ConfigError, PromptError
+from foretoken.law.noise import mix
+from foretoken.law.sampling import SamplingLaw, choose
+from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, decode, perturbed, toy_model
-from foretoken.trajectories import Block, Trajectory
+from foretoken.views.trajectory import Block, Trajectory
 
 MODEL = toy_model(64)
 PARAMS = {

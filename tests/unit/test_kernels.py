@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.engine import kernels
-from foretoken.engine.execution import apply_execution, shadow
-from foretoken.engine.kernels import ROW_COUNTS, Bucket, KernelFacts
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.packing import LimitedLinear, PackedLinear, RowLimit, linears
+from foretoken.model.execution import kernels
+from foretoken.model.execution.execution import apply_execution, shadow
+from foretoken.model.execution.kernels import ROW_COUNTS, Bucket, KernelFacts
+from foretoken.model.execution.packing import LimitedLinear, PackedLinear, RowLimit, linears
+from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import toy_model
 from harness import first_attention
 

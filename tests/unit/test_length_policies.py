@@ -23,6 +23,7 @@ from foretoken.drafters.lengths import (
     Egag,
     LengthPolicy,
     make_policy,
+    policy_of,
 )
 from foretoken.drafters.lengths.adaptive import ThresholdRule, ThresholdState
 from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
@@ -355,21 +356,24 @@ def test_settings_arrive_at_the_policy() -> None:
         acceptance_momentum=0.25,
         threshold_momentum=0.75,
     )
-    policy = config.options.policy(7)
+    policy = policy_of(config.options, 7)
     assert isinstance(policy, Acceptance)
     assert policy.rule == ThresholdRule("paper", 0.7, 0.05, 0.25, 0.75)
     assert (policy.num_tokens, policy.threshold_of(row()), policy._state(row()).acceptance_rate) == (7, 0.6, 0.5)
-    egag = SpeculativeConfig(
-        method="draft_model",
-        length_policy="egag",
-        length_policy_mode="paper",
-        min_draft_tokens=2,
-        egag_ema_beta=0.9,
-    ).options.policy(6)
+    egag = policy_of(
+        SpeculativeConfig(
+            method="draft_model",
+            length_policy="egag",
+            length_policy_mode="paper",
+            min_draft_tokens=2,
+            egag_ema_beta=0.9,
+        ).options,
+        6,
+    )
     assert isinstance(egag, Egag)
     assert egag.formula == EgagLength(2, 6, 0.9)
     assert not egag.is_calibrated
-    adaedl = SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options.policy(6)
+    adaedl = policy_of(SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options, 6)
     assert isinstance(adaedl, AdaEDL)
     assert (adaedl.entropy_scale, adaedl.threshold) == (0.4, 0.7)
 

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.dtypes import choose_dtype
 from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
 from foretoken.llm import eos_token_ids
-from foretoken.loading import choose_device, load_model, load_tokenizer, resolve
-from foretoken.pairing import check_same_tokenizer, check_vocab_sizes
+from foretoken.loading.models import choose_device, load_model, load_tokenizer, resolve
+from foretoken.loading.pairing import check_same_tokenizer, check_vocab_sizes
+from foretoken.model.dtypes import choose_dtype
 from foretoken.testing import toy_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -150,7 +150,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("has_bfloat16", [True, False])
 def test_auto_keeps_what_the_device_computes_in(has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32 checkpoints became bfloat16 without a word, and their texts others than those of `transformers`."""
-    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: has_bfloat16)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     kept = {CPU: {torch.float32, torch.float64}, GPU: {torch.float32, torch.float64, torch.float16, torch.bfloat16}}
     kept[CPU] |= {torch.bfloat16} if has_bfloat16 else set()
@@ -170,7 +170,7 @@ def test_the_dtype_of_a_checkpoint_is_known(
     stored: torch.dtype, names_dtype: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its config, or from the header of its weights where the config is silent."""
-    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: True)
     LlamaForCausalLM.from_pretrained(checkpoint, dtype=stored).save_pretrained(checkpoint)
     if not names_dtype:
         edit(checkpoint, dtype=None, torch_dtype=None)
@@ -210,7 +210,7 @@ def test_a_drafter_has_its_own_dtype_and_is_never_wider_than_its_target(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A choice for all counts for the drafter too; one of its own counts most."""
-    monkeypatch.setattr("foretoken.dtypes.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("foretoken.model.dtypes.cpu_has_bfloat16", lambda: True)
     config = {"method": "draft_model", "model": str(checkpoint)}  # stored in bfloat16, as zoo:tiny is
     single = checkpoint.parent / "single"
     LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(single)

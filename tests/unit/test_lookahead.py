@@ -21,8 +21,8 @@ from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.trie import Trie
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.errors import ConfigError
+from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
 
 VOCAB_SIZE = 64

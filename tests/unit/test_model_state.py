@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from architectures import ARCHITECTURES
-from foretoken.engine.state import ModelState
+from foretoken.model.state import ModelState
 from foretoken.testing import toy_model
 
 

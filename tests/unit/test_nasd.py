@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.engine.drafter import Features, Requirements, StepResult
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 NOTHING = Features()
 

@@ -13,8 +13,8 @@ from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lookup.ngram import NGramDrafter, continuation
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Features, Requirements, StepResult
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 
 @dataclass

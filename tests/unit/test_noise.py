@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import stats
 
-from foretoken.engine import noise
-from foretoken.engine.noise import KeyedNoise, Purpose, mix
+from foretoken.law import noise
+from foretoken.law.noise import KeyedNoise, Purpose, mix
 
 FALSE_ALARM = 1e-7
 

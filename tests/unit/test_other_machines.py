@@ -12,10 +12,10 @@ import torch
 
 import foretoken
 from foretoken import LLM
-from foretoken.engine import packing
-from foretoken.engine.execution import apply_execution, choose_execution, shadow
-from foretoken.engine.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
 from foretoken.errors import ConfigError
+from foretoken.model.execution import packing
+from foretoken.model.execution.execution import apply_execution, choose_execution, shadow
+from foretoken.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
 from foretoken.testing import toy_model
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +66,7 @@ if not has_onednn:  # as in wheels for Apple silicon
 
 import foretoken
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.engine.execution import cpu_has_bfloat16
+from foretoken.model.execution.execution import cpu_has_bfloat16
 
 llm = LLM("zoo:tiny", "draft_model+ngram")
 params = SamplingParams(temperature=0, max_tokens=24)

@@ -12,8 +12,8 @@ import pytest
 from foretoken import LLM, SamplingParams, SpeculativeConfig, trajectory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
+from foretoken.model.lm import CausalLM
+from foretoken.serving.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
 from foretoken.testing import toy_model
 
 STORY = "Once upon a time there was a"

@@ -10,7 +10,14 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.stats import SequenceStats, StepProfile
-from foretoken.payoff import MIN_PLAIN_STEPS, MIN_STEPS, WARM_UP_STEPS, PayoffWatch, describe_loss, drafting_share
+from foretoken.serving.payoff import (
+    MIN_PLAIN_STEPS,
+    MIN_STEPS,
+    WARM_UP_STEPS,
+    PayoffWatch,
+    describe_loss,
+    drafting_share,
+)
 from foretoken.testing import toy_model
 
 

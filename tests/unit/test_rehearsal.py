@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from foretoken.engine.nodes import Nodes
-from foretoken.engine.rehearsal import (
+from foretoken.model.nodes import Nodes
+from foretoken.model.rehearsal import (
     Rehearsal,
     hide_parents,
     relative_error,
@@ -17,7 +17,7 @@ from foretoken.engine.rehearsal import (
     show_everything,
     show_siblings,
 )
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 TREE = DraftTree((7, 8, 9, 4), (-1, 0, 0, 1))
 OTHER = DraftTree((1, 2, 3, 5), (-1, 0, 1, 2))

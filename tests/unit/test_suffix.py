@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.drafter import Features, StepResult
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Candidate, Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory
 from foretoken.retrieval.trie import Children
+from foretoken.tree import DraftTree
 
 TEXTS = st.integers(0, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=40))
 

@@ -24,10 +24,10 @@ from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import TreeShape, best_shape
 from foretoken.drafters.parts.vocabulary import vocabulary_matrix
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, decode, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)

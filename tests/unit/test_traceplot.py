@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
-from foretoken.cli_generate import titled_traces
+from foretoken.cli.generate import titled_traces
 from foretoken.engine.stats import StepTrace
 from foretoken.errors import ConfigError
-from foretoken.traceplot import check_picture, plot_traces
+from foretoken.views.traceplot import check_picture, plot_traces
 
 SHORT = [
     "generate",

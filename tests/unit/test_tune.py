@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
-from foretoken.cli_tune import _Options, _prompts
+from foretoken.cli.tune import _Options, _prompts
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.engine.model import CausalLM
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
-from foretoken.loading import load_tokenizer
+from foretoken.loading.models import load_tokenizer
+from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective, Score, Task
 from foretoken.tune.space import Space

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foretoken.bench import cli, which_cli, which_report
+from foretoken.bench import which_report
 from foretoken.bench.advice import advise, by_kind, ranked
 from foretoken.bench.arms import EngineArm, Run, Sampling
 from foretoken.bench.equality import Divergence, Equality
@@ -28,6 +28,8 @@ from foretoken.bench.which import (
     read_candidates,
     split_outside_brackets,
 )
+from foretoken.cli import bench as cli
+from foretoken.cli import which as which_cli
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 

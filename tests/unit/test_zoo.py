@@ -25,7 +25,7 @@ from foretoken import LLM, zoo
 from foretoken.config.method import methods
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import cache_folder, temporary_folder
-from foretoken.loading import load_model, load_tokenizer
+from foretoken.loading.models import load_model, load_tokenizer
 from foretoken.zoo import conversion
 from foretoken.zoo.manifest import read_manifest, root
 from gguf_files import write_llama

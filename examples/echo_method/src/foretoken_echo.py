@@ -9,7 +9,7 @@ from foretoken.config.drafting import DraftOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import option, whole
 from foretoken.engine.drafter import ContextDrafter
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials

@@ -18,9 +18,9 @@ from transformers.utils import logging
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
+from foretoken.model.lm import CausalLM
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 
 from foretoken.bench.arms import EngineArm, Run, Sampling
 from foretoken.bench.measure import no_garbage_collection
-from foretoken.engine.cache import KVCache
-from foretoken.engine.model import CausalLM, Nodes
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
 
 
 @dataclass(frozen=True)

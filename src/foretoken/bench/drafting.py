@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from foretoken.accept.rules import Verdict, match
 from foretoken.bench.measure import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.drafter import Drafter, Features, StepResult
-from foretoken.engine.sampling import SamplingLaw
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict, match
+from foretoken.law.sampling import SamplingLaw
 from foretoken.retrieval.build import Progress, from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.tree import DraftTree
 
 REST = "rest"
 REST_ALONE: dict[str, Any] = {"method": REST, "retrieval_dynamic_index": False}

@@ -10,9 +10,9 @@ import torch
 
 from foretoken.bench.arms import Sampling
 from foretoken.bench.measure import Trial
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.noise import as_int64, gumbel
-from foretoken.engine.sampling import SamplingLaw, log_probs
+from foretoken.law.noise import as_int64, gumbel
+from foretoken.law.sampling import SamplingLaw, log_probs
+from foretoken.model.lm import CausalLM, Nodes
 
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""

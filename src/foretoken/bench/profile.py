@@ -12,8 +12,8 @@ from typing import Any
 from foretoken.bench.arms import EngineArm, Sampling
 from foretoken.bench.costs import drafter_models, replaced
 from foretoken.bench.measure import no_garbage_collection
-from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import StepProfile
+from foretoken.model.lm import CausalLM
 
 VERBS = ("propose", "verify", "accept", "commit", "observe", "emit")
 

@@ -23,9 +23,9 @@ from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_que
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.engine import EngineConfig
-from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ForetokenError
+from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import Progress
 
 PLAIN = "plain"

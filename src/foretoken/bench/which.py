@@ -36,14 +36,14 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import DrafterFactory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats, StepProfile
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.inflate import inflate
 from foretoken.llm import eos_token_ids
-from foretoken.loading import is_zoo, load_model
-from foretoken.modelinfo import Loaded
-from foretoken.pairing import Pairing
+from foretoken.loading.info import Loaded
+from foretoken.loading.models import is_zoo, load_model
+from foretoken.loading.pairing import Pairing
+from foretoken.model.lm import CausalLM
+from foretoken.testing.inflate import inflate
 
 PLAIN = "plain"
 ALL = "all"

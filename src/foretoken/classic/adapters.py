@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from foretoken.engine.model import CausalLM
-from foretoken.engine.wrappers import check_unwrapped
 from foretoken.errors import UnsupportedModelError
+from foretoken.model.lm import CausalLM
+from foretoken.model.wrappers import check_unwrapped
 
 _ENTRIES: WeakKeyDictionary[nn.Module, CausalLM] = WeakKeyDictionary()
 _LOCK = threading.Lock()

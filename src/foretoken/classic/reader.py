@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foretoken.config.engine import EngineConfig
-from foretoken.engine.cache import KVCache
-from foretoken.engine.model import CausalLM, Nodes
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
 
 
 class Reader:

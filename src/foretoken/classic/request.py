@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from operator import index
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.model import CausalLM
 from foretoken.engine.sequence import check_prompt
 from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError, PromptError
+from foretoken.model.lm import CausalLM
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.accept.rules import Verdict, rejection
 from foretoken.classic.processed import ProcessedLaw, TorchNoise
 from foretoken.classic.reader import Reader
 from foretoken.classic.request import Request
 from foretoken.classic.trace import DraftedToken, Step, Trace
-from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict, rejection
+from foretoken.tree import DraftTree
 
 OnStep = Callable[[Step, list[int]], None]
 """Is shown every step, and the whole text after it."""
@@ -80,7 +80,7 @@ class Decoding:
       on_step: is shown every step.
 
     Exactness: lossless for any proposer that does not look at the target's choices: tokens are accepted by
-    `foretoken.engine.verify.rejection`.
+    `foretoken.accept.rules.rejection`.
     """
 
     request: Request

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from foretoken.config.speculative import SpeculativeConfig
     from foretoken.engine.drafter import Drafter
-    from foretoken.engine.model import CausalLM
+    from foretoken.model.lm import CausalLM
 
 T = TypeVar("T")
 

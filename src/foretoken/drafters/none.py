@@ -10,7 +10,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import Options
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials

@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from foretoken.engine.cache import KVCache
 from foretoken.engine.drafter import Features
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
+from foretoken.model.cache.ragged import KVCache
 
 
 @dataclass(eq=False)

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.engine.cache import KVCache
-    from foretoken.engine.model import CausalLM
     from foretoken.engine.sequence import Sequence
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 
 
 @dataclass(frozen=True)

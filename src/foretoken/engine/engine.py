@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.accept.rules import Verdict
 from foretoken.config.engine import EngineConfig
-from foretoken.engine.accept import Choices, accept_rows, choose_all
+from foretoken.engine.accepting import Choices, accept_rows, choose_all
 from foretoken.engine.batch import Batch, Run
 from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.features import concatenate, gather, recording
-from foretoken.engine.kernels import Bucket
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.noise import fresh_seed, mix
 from foretoken.engine.outputs import Emitted, RowOutput, TokenLogprobs
-from foretoken.engine.packing import HALVES, packed_dtype
-from foretoken.engine.prefixes import PrefixStore
-from foretoken.engine.sampling import SamplingLaw, failure
 from foretoken.engine.sequence import Sequence, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
 from foretoken.engine.stopping import StopChecker
-from foretoken.engine.tree import DraftTree
-from foretoken.engine.verify import Verdict
 from foretoken.errors import ConfigError, EngineBusyError, TreeError
+from foretoken.law.noise import fresh_seed, mix
+from foretoken.law.sampling import SamplingLaw, failure
+from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.execution.kernels import Bucket
+from foretoken.model.execution.packing import HALVES, packed_dtype
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

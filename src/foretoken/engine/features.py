@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from foretoken.engine.drafter import Features, Requirements
-from foretoken.engine.model import CausalLM
+from foretoken.model.lm import CausalLM
 
 
 def recording(target: CausalLM, requires: Requirements) -> AbstractContextManager[Any]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken.engine import sampling
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ForetokenError
+from foretoken.law import sampling
+from foretoken.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
-    from foretoken.engine.sampling import SamplingLaw
+    from foretoken.law.sampling import SamplingLaw
 
 
 @dataclass(eq=False)

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.engine.model import CausalLM
-from foretoken.modelinfo import Loaded, model_name
-from foretoken.pairing import Drafting, Pairing
+from foretoken.loading.info import Loaded, model_name
+from foretoken.loading.pairing import Drafting, Pairing
+from foretoken.model.lm import CausalLM
 
 MAX_DRAFTINGS = 4
 """Ways of drafting that are kept per model; a draft model that was loaded by name lives in its entry."""

@@ -13,14 +13,14 @@ import torch
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
-from foretoken.engine.noise import mix
-from foretoken.engine.sampling import SamplingLaw
 from foretoken.engine.sequence import Sequence as EngineRow
 from foretoken.engine.stats import SequenceStats
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.processors import Place, is_shared, sampling_fields
 from foretoken.hf.prompts import Row
 from foretoken.hf.tails import tail, tail_scores
+from foretoken.law.noise import mix
+from foretoken.law.sampling import SamplingLaw
 
 logger = logging.getLogger("foretoken")
 

@@ -24,9 +24,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM
 from foretoken.engine.stats import SequenceStats
-from foretoken.engine.wrappers import check_unwrapped
 from foretoken.errors import ConfigError, PromptError
 from foretoken.hf import refusals
 from foretoken.hf.adapters import Adapter, Adapters
@@ -34,8 +32,10 @@ from foretoken.hf.call import Call, Wishes
 from foretoken.hf.caller import Caller
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
-from foretoken.loading import load_tokenizer
-from foretoken.pairing import Drafting
+from foretoken.loading.models import load_tokenizer
+from foretoken.loading.pairing import Drafting
+from foretoken.model.lm import CausalLM
+from foretoken.model.wrappers import check_unwrapped
 
 _ADAPTERS = Adapters()
 """Of the whole process, weakly: a call with a new `speculate(...)` must not pack the weights of a model again."""

@@ -43,7 +43,7 @@ class Place:
 def sampling_fields(processors: Sequence[Processor], do_sample: bool, place: Place) -> Fields:
     """Fields of `SamplingParams` that mean the same as the list.
 
-    Exactness: transformers' own values; see `foretoken.engine.sampling`.
+    Exactness: transformers' own values; see `foretoken.law.sampling`.
     """
     begin, fields = _beginning(processors, place)
     end = len(processors)

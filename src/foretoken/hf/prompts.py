@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from foretoken.engine.model import CausalLM, layer_types
 from foretoken.errors import ConfigError, PromptError
+from foretoken.model.lm import CausalLM, layer_types
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from foretoken.engine.model import CausalLM, Nodes
-from foretoken.engine.sampling import SamplingLaw, scores
+from foretoken.law.sampling import SamplingLaw, scores
+from foretoken.model.lm import CausalLM, Nodes
 
 CHUNK = 512
 """Tokens per forward."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush, heappushpop
 from typing import Any, NamedTuple, Protocol
 
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 
 class Candidate(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foretoken.engine.tree import DraftTree
 from foretoken.retrieval.growth import Candidate, Shape
 from foretoken.retrieval.shard import PADDING, decode
+from foretoken.tree import DraftTree
 
 Ids = npt.NDArray[np.int64]
 

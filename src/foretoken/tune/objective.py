@@ -18,9 +18,9 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
+from foretoken.model.lm import CausalLM, Nodes
 
 DrafterOf = Callable[[LayerSet], Drafter]
 

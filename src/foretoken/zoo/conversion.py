@@ -286,6 +286,6 @@ def _remove_scraps(folder: Path) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    from foretoken.dtypes import DTYPES
+    from foretoken.model.dtypes import DTYPES
 
     return DTYPES[name]

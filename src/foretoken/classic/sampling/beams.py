@@ -12,8 +12,8 @@ from torch import Tensor
 from foretoken.classic.reader import feed
 from foretoken.classic.request import Request
 from foretoken.classic.trace import Step
-from foretoken.engine.model import CausalLM, Nodes
 from foretoken.errors import ConfigError, NumericsError
+from foretoken.model.lm import CausalLM, Nodes
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
-from foretoken.engine.model import CausalLM, fit_vocabulary
-from foretoken.pairing import check_vocab_sizes
+from foretoken.loading.pairing import check_vocab_sizes
+from foretoken.model.lm import CausalLM, fit_vocabulary
 
 __all__ = ["max_fn", "speculative_generate"]
 

@@ -10,7 +10,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import number, option
 from foretoken.drafters.materials import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.parts.calibration import Calibration

@@ -11,8 +11,8 @@ from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method
 from foretoken.drafters.materials import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq

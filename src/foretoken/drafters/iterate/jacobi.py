@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import DraftOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
@@ -129,7 +129,7 @@ class Guesses:
 def build(options: JacobiOptions, materials: Materials) -> JacobiDrafter:
     """Guesses need nothing but the text."""
     return JacobiDrafter(
-        initial_guess=options.initial_guess, length_policy=options.policy(options.num_speculative_tokens)
+        initial_guess=options.initial_guess, length_policy=policy_of(options, options.num_speculative_tokens)
     )
 
 

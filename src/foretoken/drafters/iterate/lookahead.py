@@ -15,8 +15,8 @@ from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.trie import Trie
 from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials

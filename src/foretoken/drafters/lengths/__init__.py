@@ -8,6 +8,7 @@ from foretoken.drafters.lengths.adaptive import Acceptance, AdaEDL
 from foretoken.drafters.lengths.base import CONFIDENCE, LAW, NOTHING, LengthPolicy
 from foretoken.drafters.lengths.confidence import Confidence
 from foretoken.drafters.lengths.entropy import Egag
+from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.lengths.schedules import MAX_LENGTH, Fixed, Heuristic
 from foretoken.errors import ConfigError
 
@@ -25,12 +26,18 @@ __all__ = [
     "Heuristic",
     "LengthPolicy",
     "make_policy",
+    "policy_of",
 ]
 
 POLICIES: dict[str, Callable[..., LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Confidence, Egag, AdaEDL, Acceptance)
 }
 """Every policy by its name; the first argument is the longest draft."""
+
+
+def policy_of(options: LengthOptions, longest: int) -> LengthPolicy:
+    """The policy that options ask for, around a longest draft."""
+    return make_policy(options.length_policy, longest, **options.policy_settings)
 
 
 def make_policy(name: str, num_tokens: int, **settings: float | str) -> LengthPolicy:

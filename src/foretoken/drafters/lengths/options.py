@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from foretoken.config.options import Options, number, one_of, option, whole
 from foretoken.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foretoken.drafters.lengths import LengthPolicy
-
 
 NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
 """What a drafter can show a length policy of the token it is about to draft, and what a policy looks at."""
@@ -75,7 +71,7 @@ _ALIASES = {"constant": "fixed", "heuristic_transient": "heuristic"}
 _MODES = tuple(sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes}))
 
 
-def length_policy(default: str) -> Any:
+def policy_name(default: str) -> Any:
     """The field ``length_policy``."""
     return option(one_of(tuple(LENGTH_POLICIES), _ALIASES), default, "who decides how long a draft gets")
 
@@ -95,7 +91,7 @@ class LengthOptions(Options):
 
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
 
-    length_policy: str = length_policy("fixed")
+    length_policy: str = policy_name("fixed")
     length_policy_mode: str | None = option(
         one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
     )
@@ -129,11 +125,8 @@ class LengthOptions(Options):
         if mode is not None and mode not in policy.modes:
             raise ConfigError(f"length_policy {name!r} has no mode {mode!r}; choose one of {', '.join(policy.modes)}")
 
-    def policy(self, longest: int) -> LengthPolicy:
-        """The policy with its settings, around a longest draft."""
-        from foretoken.drafters.lengths import make_policy
-
+    @property
+    def policy_settings(self) -> dict[str, float | str]:
+        """The arguments of the policy that are given."""
         given = {argument: getattr(self, key) for key, argument in LENGTH_POLICIES[self.length_policy].keys.items()}
-        return make_policy(
-            self.length_policy, longest, **{argument: value for argument, value in given.items() if value is not None}
-        )
+        return {argument: value for argument, value in given.items() if value is not None}

@@ -19,14 +19,14 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.engine.model as lm
+    import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
-    from foretoken.engine import prefixes
-    from foretoken.engine.model import CausalLM
+    from foretoken.model.cache import prefixes
+    from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
-    lm = Lazy("foretoken.engine.model")
-    prefixes = Lazy("foretoken.engine.prefixes")
+    lm = Lazy("foretoken.model.lm")
+    prefixes = Lazy("foretoken.model.cache.prefixes")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import option, whole
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
 from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
@@ -241,7 +241,7 @@ def build(options: NasdOptions, materials: Materials) -> NasdDrafter:
         ngram_size=options.ngram_size,
         filler_top_k=options.filler_top_k,
         num_branches=options.num_draft_branches,
-        length_policy=options.policy(depth),
+        length_policy=policy_of(options, depth),
     )
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import option, whole
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.engine.drafter import ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
@@ -201,7 +201,7 @@ def build(options: NGramOptions, materials: Materials) -> NGramDrafter:
         prompt_lookup_max=options.prompt_lookup_max,
         num_candidates=options.num_prompt_lookup_candidates,
         max_nodes=options.max_draft_nodes,
-        length_policy=options.policy(options.num_speculative_tokens),
+        length_policy=policy_of(options, options.num_speculative_tokens),
     )
 
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, text, whole
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.engine.drafter import ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.datastore import MAX_DEPTH, Datastore, Lookup
 from foretoken.retrieval.growth import Root, Shape, grow
 from foretoken.retrieval.trie import Children
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
@@ -155,7 +155,7 @@ def build(options: RestOptions, materials: Materials) -> RestDrafter:
         max_nodes=options.max_draft_nodes,
         num_branches=options.num_draft_branches,
         dynamic_index=options.retrieval_dynamic_index,
-        length_policy=options.policy(options.num_speculative_tokens),
+        length_policy=policy_of(options, options.num_speculative_tokens),
     )
 
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option, text, whole
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.engine.drafter import ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError, DatastoreError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory, Spot
 from foretoken.retrieval.manifest import fingerprint_of
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
@@ -184,7 +184,7 @@ def build(options: SuffixOptions, materials: Materials) -> SuffixDrafter:
         num_branches=options.num_draft_branches,
         history=_history(options, materials) if options.shared else None,
         history_file=options.state_file,
-        length_policy=options.policy(options.num_speculative_tokens),
+        length_policy=policy_of(options, options.num_speculative_tokens),
     )
 
 

@@ -16,13 +16,13 @@ from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import best_shape
 from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.cache import KVCache
-    from foretoken.engine.model import CausalLM
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 
 
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16

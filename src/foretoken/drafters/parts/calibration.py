@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 NUM_BINS = 10
 PRIOR_WEIGHT = 8.0  # observations that a drafter's own estimate, or the default, is worth

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from foretoken.drafters.parts.calibration import Calibration
 from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.engine.cache import KVCache
-    from foretoken.engine.model import CausalLM
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 
 
 class CompositeDrafter(Drafter):

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 from foretoken.drafters.lengths import LengthPolicy
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.tree import DraftTree
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.engine.model as lm
-    from foretoken.engine import noise, sampling
-    from foretoken.engine.cache import KVCache
-    from foretoken.engine.model import CausalLM
+    import foretoken.model.lm as lm
+    from foretoken.law import noise, sampling
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
-    lm = Lazy("foretoken.engine.model")
-    noise = Lazy("foretoken.engine.noise")
-    sampling = Lazy("foretoken.engine.sampling")
+    lm = Lazy("foretoken.model.lm")
+    noise = Lazy("foretoken.law.noise")
+    sampling = Lazy("foretoken.law.sampling")
 
 
 @dataclass(eq=False)

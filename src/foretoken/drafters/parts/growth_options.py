@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from foretoken.config.drafting import BranchOptions, node_limit
 from foretoken.config.options import one_of, option
+from foretoken.drafters.lengths import policy_of
 from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
 
@@ -31,5 +32,5 @@ class GrowthOptions(LengthOptions, BranchOptions):
             "num_branches": self.num_draft_branches,
             "sample_method": self.draft_sample_method,
             "acceptance": self.rejection_sample_method,
-            "policy": self.policy(depth),
+            "policy": policy_of(self, depth),
         }

@@ -9,9 +9,9 @@ from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
-    from foretoken.engine import noise
+    from foretoken.law import noise
 else:
-    noise = Lazy("foretoken.engine.noise")
+    noise = Lazy("foretoken.law.noise")
 
 
 class PromptTokens:

@@ -11,12 +11,12 @@ from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
-    import foretoken.engine.model as lm
-    from foretoken.engine import sublayers
-    from foretoken.engine.model import CausalLM
+    import foretoken.model.lm as lm
+    from foretoken.model import sublayers
+    from foretoken.model.lm import CausalLM
 else:
-    lm = Lazy("foretoken.engine.model")
-    sublayers = Lazy("foretoken.engine.sublayers")
+    lm = Lazy("foretoken.model.lm")
+    sublayers = Lazy("foretoken.model.sublayers")
 
 FORMAT = "foretoken-layer-set"
 

@@ -14,11 +14,11 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.engine.model as lm
-    from foretoken.engine.cache import KVCache
-    from foretoken.engine.model import CausalLM
+    import foretoken.model.lm as lm
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 else:
-    lm = Lazy("foretoken.engine.model")
+    lm = Lazy("foretoken.model.lm")
 
 
 class SelfDrafter(GrowingDrafter):

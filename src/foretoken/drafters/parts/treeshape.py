@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
 """How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""

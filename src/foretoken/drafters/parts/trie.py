@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from foretoken.engine.tree import DraftTree
+from foretoken.tree import DraftTree
 
 
 class Trie:

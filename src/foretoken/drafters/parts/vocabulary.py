@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.engine.model import CausalLM
-from foretoken.engine.nodes import Nodes
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
 
 
 @torch.inference_mode()

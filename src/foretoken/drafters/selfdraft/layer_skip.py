@@ -8,15 +8,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, text, whole, whole_numbers
-from foretoken.drafters.lengths.options import length_policy
+from foretoken.drafters.lengths.options import policy_name
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.parts.swift import NUM_SCORED, SwiftSearch
 from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    import torch
+
+    import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.model import CausalLM
+    from foretoken.engine.sequence import Sequence
+    from foretoken.law import sampling
+    from foretoken.model import sublayers
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
+else:
+    torch = Lazy("torch")
+    lm = Lazy("foretoken.model.lm")
+    sampling = Lazy("foretoken.law.sampling")
+    sublayers = Lazy("foretoken.model.sublayers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +70,7 @@ class LayerSkipOptions(LayerSetOptions):
 
     method: ClassVar[str] = "layer_skip"
     num_speculative_tokens: int = draft_length(8)
-    length_policy: str = length_policy("acceptance")
+    length_policy: str = policy_name("acceptance")
     exit_layer: int | None = option(whole(1), help="everything from this layer on is left out")
     layer_search: str | None = option(
         one_of(("swift",)), help="swift looks for a better set while decoding, from the given one or its own"
@@ -94,14 +111,101 @@ class LayerSkipDrafter(SelfDrafter):
         return skipping(target, self.layer_set)
 
 
+class SwiftDrafter(LayerSkipDrafter):
+    """`LayerSkipDrafter` that improves its set while it drafts, without data and without a search beforehand.
+
+    As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
+    of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
+    that seems better costs a second forward, of the set it would replace. The score is
+    the share of tokens that the candidate would have drafted: its argmax, and of sampled rows its choice by the row's
+    own noise. The set outlives the requests; of their text it keeps nothing else.
+
+    Source: see `SwiftSearch`. Deviations from the published program: nothing is cloned but the columns at stake; drafts
+    follow length policy and branches of the config instead of a fixed comb of siblings.
+
+    Args:
+      start: set to begin with; None for the published one.
+      num_scored: tokens that a candidate is scored on.
+      seed: of the search.
+      options: see `SelfDrafter`.
+
+    Exactness, randomness: as of `SelfDrafter`; the search draws from ``seed``.
+    """
+
+    def __init__(
+        self, start: LayerSet | None = None, *, num_scored: int = NUM_SCORED, seed: int = 0, **options: Any
+    ) -> None:
+        super().__init__(start or LayerSet(), **options)
+        self._start = start
+        self._num_scored = num_scored
+        self._seed = seed
+        self.search: SwiftSearch | None = None
+        self.num_scoring_passes = 0
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        if self._start is not None:
+            self._start.check(target.num_layers, target.name)
+        self.search = SwiftSearch(target.num_layers, self._start, self._seed)
+
+        def edit(variant: CausalLM, _: Any) -> None:
+            self._layers = sublayers.SkippableLayers(variant.layers, lambda: run_once(variant))
+
+        variant = target.variant("some sublayers left out", edit)
+        self._use(self.search.best)
+        return variant
+
+    def _use(self, layer_set: LayerSet) -> None:
+        self.layer_set = layer_set
+        self._layers.leave_out(layer_set.attention, layer_set.mlp)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        if self.search is not None and not self.search.is_over:
+            self._try_one(self.search, rows)
+        return super().propose(rows, budgets)
+
+    def _try_one(self, search: SwiftSearch, rows: Seq[Sequence]) -> None:
+        """Score a candidate on one of the rows that have generated enough, in turn."""
+        ready = [slot for slot, row in enumerate(rows) if row.num_output_tokens > self._num_scored]
+        if not ready:
+            return
+        slot = ready[self.num_scoring_passes % len(ready)]
+
+        def score_again(layer_set: LayerSet) -> float:
+            self._layers.leave_out(layer_set.attention, layer_set.mlp)
+            return self._score(rows[slot], self._cache, slot)
+
+        candidate = search.candidate()
+        self._layers.leave_out(candidate.attention, candidate.mlp)
+        try:
+            search.tell(self._score(rows[slot], self._cache, slot), score_again)
+        finally:
+            self._use(search.best)
+
+    def _score(self, row: Sequence, cache: KVCache, slot: int) -> float:
+        """Share of the latest tokens that the variant would have drafted, each behind the true text.
+
+        Of 40 tokens, the last pending, and C = 32: columns 7..38 are written over by tokens 7..38, whose successors
+        8..39 are compared.
+        """
+        first = cache.lengths[slot] - self._num_scored
+        fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
+        self.num_scoring_passes += 1
+        with cache.kept(slot, first, cache.lengths[slot]):
+            logits = self._fit(self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0])
+        if row.law.is_greedy:
+            found = sampling.argmax(logits)
+        else:
+            size = len(true)
+            found = sampling.choose(logits, [row.law] * size, [()] * size, list(range(first + 1, first + 1 + size)))
+        num_right: int = (found == torch.tensor(true, device=found.device)).sum().item()  # type: ignore[assignment]
+        return num_right / len(true)
+
+
 def build(options: LayerSkipOptions, materials: Materials) -> LayerSkipDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds."""
-    from foretoken.drafters.parts.swift import SwiftDrafter, SwiftSearch
-    from foretoken.engine.sublayers import Sublayers
-
     target = materials.target
     for layer in target.layers:
-        Sublayers.of(layer)  # refuses layers of another build now
+        sublayers.Sublayers.of(layer)  # refuses layers of another build now
     layer_set, brought = options.given_set(target.num_layers), materials.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
         layer_set = LayerSet.load(brought)

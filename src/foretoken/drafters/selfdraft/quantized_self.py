@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foretoken.drafters.materials import Materials
-    from foretoken.engine import quantize, sublayers
-    from foretoken.engine.model import CausalLM
+    from foretoken.model import quantize, sublayers
+    from foretoken.model.lm import CausalLM
 else:
-    quantize = Lazy("foretoken.engine.quantize")
-    sublayers = Lazy("foretoken.engine.sublayers")
+    quantize = Lazy("foretoken.model.quantize")
+    sublayers = Lazy("foretoken.model.sublayers")
 
 
 @dataclass(frozen=True, kw_only=True)

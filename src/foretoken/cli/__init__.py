@@ -1,0 +1,56 @@
+"""The command line: ``foretoken generate | chat | demo | info | bench | tune | datastore | trajectory``."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from foretoken import __version__
+from foretoken.cli import bench as cli_bench
+from foretoken.cli import chat as cli_chat
+from foretoken.cli import datastore as cli_datastore
+from foretoken.cli import demo as cli_demo
+from foretoken.cli import generate as cli_generate
+from foretoken.cli import info as cli_info
+from foretoken.cli import trajectory as cli_trajectory
+from foretoken.cli import tune as cli_tune
+from foretoken.cli.options import notices, respell, tolerate_encodings
+
+app = typer.Typer(
+    name="foretoken",
+    help="Lossless, batched speculative decoding for unmodified Hugging Face causal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(cli_generate.generate)
+app.command("chat")(cli_chat.chat)
+app.command("demo")(cli_demo.demo)
+app.command("info")(cli_info.info)
+app.command("bench")(cli_bench.run)
+app.add_typer(cli_datastore.app)
+app.add_typer(cli_tune.app)
+app.command("trajectory")(cli_trajectory.trajectory)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Exit codes: 0 done, 1 unexpected error, 2 usage, configuration or refusal, 3 outputs differ, 130 interrupted."""
+    tolerate_encodings()
+    context.with_resource(notices())
+
+
+def main() -> None:
+    """Run the command line."""
+    app(respell(sys.argv[1:]))

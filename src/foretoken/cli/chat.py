@@ -1,0 +1,259 @@
+"""``foretoken chat``: a conversation in the terminal, or line by line through a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli.chat_screen import JsonScreen, Screen
+from foretoken.cli.options import (
+    DEFAULTS,
+    EXIT_DIFFERS,
+    EXIT_REFUSED,
+    AsJson,
+    Device,
+    DraftModel,
+    Dtype,
+    Execution,
+    GgufFile,
+    Method,
+    MinP,
+    Model,
+    NumSpeculativeTokens,
+    RepetitionPenalty,
+    Seed,
+    SpeculativeOption,
+    Temperature,
+    TopK,
+    TopP,
+    choose_model,
+    exit_codes,
+    load_llm,
+    sampling,
+    speculative,
+)
+from foretoken.errors import ConfigError, ForetokenError
+
+if TYPE_CHECKING:
+    from foretoken.cli.conversation import Conversation, Turn
+
+ANSWER_TOKENS = 256
+KEPT_PREFIXES = 2  # this conversation, and the one before a /reset
+HELP = {
+    "/method [NAME]": "draft in another way (also JSON, @file); none is plain",
+    "/plain": "give the last answer again by plain decoding, and compare",
+    "/stats": "counters of this chat",
+    "/seed [N]": "draw answers with this seed; random draws a new one each time",
+    "/reset": "forget the conversation",
+    "/help": "this list; a message that begins with / is written with //",
+    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer, not the chat",
+}
+
+
+def chat(
+    model: Model = None,
+    gguf_file: GgufFile = None,
+    draft_model: DraftModel = None,
+    method: Method = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    speculative_config: SpeculativeOption = None,
+    system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Budget of every answer.")] = ANSWER_TOKENS,
+    temperature: Temperature = DEFAULTS.temperature,
+    top_k: TopK = DEFAULTS.top_k,
+    top_p: TopP = DEFAULTS.top_p,
+    min_p: MinP = DEFAULTS.min_p,
+    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
+    seed: Seed = DEFAULTS.seed,
+    max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.
+
+    Lines starting with / are commands, /help lists them. Piped, every line is a message, and standard output carries
+    the answers and nothing else.
+    """
+    with exit_codes():
+        from foretoken.cli.conversation import Conversation
+
+        params = sampling(
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        model = choose_model(model)
+        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        llm = load_llm(
+            model,
+            config,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            device=device,
+            execution=execution,
+            max_model_len=max_model_len,
+            num_cached_prefixes=KEPT_PREFIXES,
+        )
+        screen = JsonScreen() if as_json else Screen()
+        code = Chat(Conversation(llm, params, system), screen).run()
+    if code:
+        raise typer.Exit(code)
+
+
+class Chat:
+    """Reads lines, and acts on them.
+
+    Args:
+      screen: where lines come from and answers go.
+    """
+
+    def __init__(self, conversation: Conversation, screen: Screen) -> None:
+        self.conversation = conversation
+        self.screen = screen
+        self._code = 0
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/method": self._method,
+            "/plain": self._plain,
+            "/stats": self._stats,
+            "/seed": self._seed,
+            "/reset": self._reset,
+            "/help": self._help,
+        }
+
+    def run(self) -> int:
+        """Until the end of input or /quit; the exit code, which is 0 on a terminal whatever was mistyped."""
+        self.screen.greet()
+        for line in self.screen.lines():
+            if line.split()[:1] in (["/quit"], ["/exit"]):
+                break
+            try:
+                self._act(line)
+            except ForetokenError as error:
+                self._fail(EXIT_REFUSED)
+                self.screen.complain(error)
+            except KeyboardInterrupt:
+                if not self.screen.is_interactive:
+                    raise
+                self.screen.say("(broken off; the question is dropped)")
+        return 0 if self.screen.is_interactive else self._code
+
+    def _fail(self, code: int) -> None:
+        self._code = max(self._code, code)
+
+    def _act(self, line: str) -> None:
+        if not line.startswith("/") or line.startswith("//"):
+            self._ask(line.removeprefix("/") if line.startswith("//") else line)
+            return
+        name, _, argument = line.partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            known = [*self._commands, "/quit"]
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"there is no command {name}; {hint} A message that begins with / is written with //")
+        command(argument.strip())
+
+    def _ask(self, text: str) -> None:
+        with self.screen.answering() as stop:
+            turn = self.conversation.ask(text, self.screen.put, stop)
+        self.screen.finish(turn)
+        self.screen.say(_ending(turn, self.conversation))
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def _method(self, argument: str) -> None:
+        if argument:
+            self.conversation.use(argument)
+        config = self.conversation.llm.speculative_config
+        drafted = f", up to {config.num_speculative_tokens} tokens ahead" if config.is_speculative else ""
+        self.screen.say(f"method {self.conversation.method}{drafted}")
+
+    def _plain(self, _: str) -> None:
+        with self.screen.answering() as stop:
+            turn = self.conversation.again(put=self.screen.put, stop=stop)
+        last = self.conversation.turns[-1]
+        shown = len(turn.token_ids) if turn.is_stopped else len(last.token_ids)
+        is_identical = turn.token_ids == last.token_ids[:shown]
+        self.screen.finish(turn, identical=is_identical)
+        if is_identical:
+            self.screen.say(
+                f"identical: {shown} of {len(last.token_ids)} tokens{_seed(last, self.conversation)}; {last.method} "
+                f"took {_steps(last)} steps, plain decoding {_steps(turn)}"
+            )
+        else:
+            self._fail(EXIT_DIFFERS)
+            same = next(
+                (i for i, pair in enumerate(zip(turn.token_ids, last.token_ids, strict=False)) if pair[0] != pair[1]),
+                min(len(turn.token_ids), len(last.token_ids)),
+            )
+            self.screen.say(f"different from token {same} on; {_why_different(self.conversation)}")
+
+    def _stats(self, _: str) -> None:
+        conversation = self.conversation
+        self.screen.table(
+            {
+                "method": conversation.method,
+                "seed": "random" if conversation.params.seed is None else conversation.params.seed,
+                **conversation.totals.as_dict(),
+                "context_tokens": conversation.num_tokens,
+                "max_context_tokens": conversation.max_length,
+            }
+        )
+
+    def _seed(self, argument: str) -> None:
+        if argument == "random":
+            self.conversation.seed(None)
+        elif argument:
+            self.conversation.seed(_whole(argument))
+        seed = self.conversation.params.seed
+        self.screen.say("a new seed for every answer" if seed is None else f"seed {seed}")
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self.screen.say("the conversation is empty")
+
+    def _help(self, _: str) -> None:
+        self.screen.say("\n".join(f"{usage:<16} {meaning}" for usage, meaning in HELP.items()))
+
+
+def _ending(turn: Turn, conversation: Conversation) -> str:
+    """What is worth saying about how an answer ended; nothing when the model ended it."""
+    if turn.is_stopped:
+        return "(stopped)" if turn.text else "(stopped before the first word; the question is dropped)"
+    if turn.output.outputs[0].finish_reason != "length":
+        return ""
+    limit = conversation.max_length
+    if limit is not None and conversation.num_tokens >= limit:
+        return f"(cut off: the conversation fills the context of {limit} tokens; /reset starts a new one)"
+    return f"(cut off after {len(turn.token_ids)} tokens; --max-new-tokens allows more)"
+
+
+def _why_different(conversation: Conversation) -> str:
+    config = conversation.llm.speculative_config
+    if config.rejection_sample_method != "match":
+        return f"{config.rejection_sample_method!r} keeps the law and not the tokens, 'match' keeps both"
+    return "in half precision near-ties may fall differently: try --dtype float32"
+
+
+def _whole(argument: str) -> int:
+    try:
+        return int(argument)
+    except ValueError:
+        raise ConfigError(f"the seed is {argument!r}; give a whole number, or random") from None
+
+
+def _seed(turn: Turn, conversation: Conversation) -> str:
+    return "" if conversation.params.is_greedy else f", seed {turn.seed}"
+
+
+def _steps(turn: Turn) -> int:
+    return int(turn.output.metrics.speculative_decoding["num_steps"])

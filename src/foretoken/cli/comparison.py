@@ -1,0 +1,280 @@
+"""Plain beside speculative decoding: two ways that take turns over the same questions, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.llm import LLM
+from foretoken.serving.outputs import RequestOutput
+from foretoken.serving.prompts import PromptLike
+from foretoken.serving.runner import Stream
+
+QUESTIONS = (
+    "Correct all mistakes in this text.\n\nhello anna, thank you for you're letter. i am realy happy that you comes to "
+    "visit us in june. the childs can not wait to see you. please tell us when your train arrive, then peter will wait "
+    "for you at the station. we has a bed for you in the small room. see you soon, mary",
+    "Shorten this text to half its length: The old bakery on Mill Street reopened last week after six months of work. "
+    "The owners kept the brick oven from 1912 and added a small cafe with eight tables. Bread is baked at four every "
+    "morning, and the first customers arrive at six. On Saturdays there are classes for children.",
+    "Write a Python class Stack with push, pop, peek and is_empty.",
+    "What are three tips for sleeping better?",
+)
+"""What people ask an assistant: to correct, to shorten, for code, and what it knows. Not chosen for the gain."""
+
+TOY_QUESTIONS = (
+    "Tell me a story about a lion and a mouse.",
+    "Tom has 5 apples and buys 7 more. How many apples does he have?",
+    "How do I list all files in a directory?",
+    "Which countries border France?",
+)
+"""What zoo:tiny was trained on."""
+
+
+@dataclass
+class Lane:
+    """One way of decoding one question, as far as it has come.
+
+    Args:
+      title: how the way is called.
+      pieces: text and whether it was drafted, in order.
+      seconds: spent on this lane so far, the prompt included.
+      output: set once the answer has ended.
+    """
+
+    title: str
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    num_tokens: int = 0
+    seconds: float = 0.0
+    output: RequestOutput | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.output is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return () if self.output is None else self.output.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return "" if self.output is None else self.output.outputs[0].finish_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    def advance(self, stream: Stream) -> None:
+        """Decode until there is news, or the answer has ended."""
+        start = perf_counter()
+        delta = next(stream, None)
+        self.seconds += perf_counter() - start
+        if delta is not None:
+            self.num_tokens += len(delta.token_ids)
+            self.pieces += [(text, source != "target") for text, source in delta.segments]
+        if delta is None or delta.finish_reason is not None:
+            self.output = stream.output(0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question, decoded both ways."""
+
+    question: str
+    plain: Lane
+    drafting: Lane
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        return self.plain, self.drafting
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first token that is not the same in both."""
+        pairs = zip_longest(self.plain.token_ids, self.drafting.token_ids)
+        return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+
+    @property
+    def is_identical(self) -> bool:
+        return self.first_difference is None
+
+    @property
+    def speedup(self) -> float:
+        """Plain decoding's time by that of speculative decoding: of equal texts, or it means nothing."""
+        return self.plain.seconds / self.drafting.seconds
+
+    def count(self, name: str) -> int:
+        """A counter of speculative decoding."""
+        assert self.drafting.output is not None
+        return int(self.drafting.output.metrics.speculative_decoding[name])
+
+
+def race(
+    llms: tuple[LLM, LLM],
+    question: str,
+    prompt: PromptLike,
+    params: SamplingParams,
+    watch: Callable[[Answer], None] = lambda answer: None,
+) -> Answer:
+    """Decode a question plainly and speculatively, in turns: the way that has had less time so far goes next.
+
+    So at every moment both have had the same time, and are where they would be, had each run alone for that time. Noise
+    of the machine meets both alike. What ``watch`` takes counts for neither.
+
+    Args:
+      llms: plain and speculative, over one target.
+      watch: called after every turn.
+    """
+    answer = Answer(question, Lane("plain"), Lane(llms[1].speculative_config.title))
+    with ExitStack() as stack:
+        running = [
+            (lane, stack.enter_context(llm.stream(prompt, params)))
+            for lane, llm in zip(answer.lanes, llms, strict=True)
+        ]
+        while running:
+            lane, stream = min(running, key=lambda turn: turn[0].seconds)
+            lane.advance(stream)
+            running = [turn for turn in running if not turn[0].is_done]
+            watch(answer)
+    return answer
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of all questions.
+
+    Args:
+      model: what was decoded, for people.
+      method: how the speculative way drafts.
+      exactness: the mode in which texts were compared.
+      promise: what that mode promises of them here.
+    """
+
+    model: str
+    method: str
+    num_speculative_tokens: int
+    dtype: str
+    execution: str
+    exactness: str
+    promise: str
+    num_threads: int
+    cpu: str
+    params: SamplingParams
+    answers: tuple[Answer, ...]
+
+    @property
+    def num_identical(self) -> int:
+        return sum(answer.is_identical for answer in self.answers)
+
+    @property
+    def is_identical(self) -> bool:
+        return self.num_identical == len(self.answers)
+
+    @property
+    def speedups(self) -> list[float]:
+        """One per question; none when a text differs."""
+        return [answer.speedup for answer in self.answers] if self.is_identical else []
+
+    @property
+    def speedup(self) -> float:
+        """The median; NaN when a text differs."""
+        return median(self.speedups) if self.is_identical else float("nan")
+
+    @property
+    def tokens_per_step(self) -> float:
+        return ratio(sum(a.drafting.num_tokens for a in self.answers), self._count("num_steps"))
+
+    @property
+    def acceptance_rate(self) -> float:
+        return ratio(self._count("num_accepted_draft_tokens"), self._count("num_draft_tokens"))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1 + ratio(self._count("num_accepted_draft_tokens"), self._count("num_spec_steps"))
+
+    def tokens_per_second(self, lanes: Sequence[Lane]) -> float:
+        """All tokens by all the time."""
+        return ratio(sum(lane.num_tokens for lane in lanes), sum(lane.seconds for lane in lanes))
+
+    @property
+    def plain(self) -> list[Lane]:
+        return [answer.plain for answer in self.answers]
+
+    @property
+    def drafting(self) -> list[Lane]:
+        return [answer.drafting for answer in self.answers]
+
+    def _count(self, name: str) -> int:
+        return sum(answer.count(name) for answer in self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``. Speeds are there only when all texts are equal."""
+        report: dict[str, Any] = {
+            "model": self.model,
+            "method": self.method,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "dtype": self.dtype,
+            "execution": self.execution,
+            "exactness": self.exactness,
+            "promise": self.promise,
+            "num_threads": self.num_threads,
+            "cpu": self.cpu,
+            "max_new_tokens": self.params.max_tokens,
+            "temperature": self.params.temperature,
+            "num_prompts": len(self.answers),
+            "num_identical": self.num_identical,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.acceptance_rate,
+            "tokens_per_step": self.tokens_per_step,
+            "speedup": None,
+            "questions": [self._question(answer) for answer in self.answers],
+        }
+        if self.is_identical:
+            speedups = self.speedups
+            report["speedup"] = {"median": self.speedup, "lowest": min(speedups), "highest": max(speedups)}
+            report["plain_tokens_per_second"] = self.tokens_per_second(self.plain)
+            report[f"{self.method}_tokens_per_second"] = self.tokens_per_second(self.drafting)
+        return report
+
+    def _question(self, answer: Answer) -> dict[str, Any]:
+        facts: dict[str, Any] = {
+            "question": answer.question,
+            "text": answer.plain.text,
+            "num_tokens": answer.plain.num_tokens,
+            "finish_reason": answer.plain.finish_reason,
+            "first_difference": answer.first_difference,
+            "tokens_per_step": ratio(answer.drafting.num_tokens, answer.count("num_steps")),
+        }
+        if answer.is_identical:
+            facts |= {
+                "plain_seconds": answer.plain.seconds,
+                "drafting_seconds": answer.drafting.seconds,
+                "speedup": answer.speedup,
+            }
+        return facts
+
+
+def promise_of(llm: LLM) -> str:
+    """What the exactness of an LLM promises of texts that drafts were accepted for; see docs/exactness.md."""
+    mode, dtype = llm.engine_config.exactness, llm.model_info.dtype
+    is_half = dtype in ("bfloat16", "float16")
+    if mode == "strict" or (is_half and mode == "default" and llm.kernel_facts.bucket is not None):
+        return "the same bits" if mode == "strict" else "the same bits for drafts that are chains"
+    if is_half:
+        return f"the same but for near-ties in {dtype}"
+    return "the same but for ties closer than 1e-4" if dtype == "float32" else "the same"
+
+
+def ratio(part: float, whole: float) -> float:
+    """0 where there is nothing to divide by."""
+    return part / whole if whole else 0.0

@@ -1,0 +1,233 @@
+"""A conversation with a model: its messages, its answers, and what became of them. No terminal in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.errors import ConfigError, ContextLengthError
+from foretoken.llm import LLM, SpeculativeLike
+from foretoken.serving.outputs import RequestOutput, StreamOutput
+from foretoken.serving.prompts import check_unicode
+
+PLAIN = "none"
+Put = Callable[[StreamOutput], None]
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its answer.
+
+    Args:
+      message: what the user said.
+      method: how the answer was drafted.
+      output: prompt, tokens, text, seed and metrics.
+      is_stopped: the user ended the answer.
+    """
+
+    message: str
+    method: str
+    output: RequestOutput
+    is_stopped: bool = False
+
+    @property
+    def text(self) -> str:
+        return self.output.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.output.outputs[0].token_ids
+
+    @property
+    def seed(self) -> int:
+        return self.output.outputs[0].seed
+
+    @property
+    def num_fed_tokens(self) -> int:
+        """Prompt tokens that were not in the cache; the last one is fed by the first step that decodes."""
+        return len(self.output.prompt_token_ids) - self.output.num_cached_tokens
+
+
+@dataclass
+class Totals:
+    """Counters over the answers of a conversation."""
+
+    num_turns: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    decode_seconds: float = 0.0
+
+    def add(self, turn: Turn) -> None:
+        counts, metrics = turn.output.metrics.speculative_decoding, turn.output.metrics
+        self.num_turns += 1
+        self.num_prompt_tokens += len(turn.output.prompt_token_ids)
+        self.num_cached_tokens += turn.output.num_cached_tokens
+        self.num_tokens += len(turn.token_ids)
+        self.num_steps += counts["num_steps"]
+        self.num_draft_tokens += counts["num_draft_tokens"]
+        self.num_accepted += counts["num_accepted_draft_tokens"]
+        self.decode_seconds += metrics.decode_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters, and the rates that follow from them; 0.0 where nothing was counted."""
+        return {
+            "num_turns": self.num_turns,
+            "num_generated_tokens": self.num_tokens,
+            "num_steps": self.num_steps,
+            "tokens_per_step": _ratio(self.num_tokens, self.num_steps),
+            "draft_acceptance_rate": _ratio(self.num_accepted, self.num_draft_tokens),
+            "tokens_per_second": _ratio(self.num_tokens, self.decode_seconds),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_fed_tokens": self.num_prompt_tokens - self.num_cached_tokens,
+        }
+
+
+@dataclass
+class Conversation:
+    """Messages that go back and forth between a user and a model, through the tokenizer's chat template.
+
+    Every turn's prompt is the whole conversation, as a new one with the same messages would have it; with
+    ``LLM(num_cached_prefixes=...)`` only the tokens that differ from what a cache still holds are fed.
+
+    Args:
+      llm: answers; its tokenizer needs a chat template.
+      params: of every answer; one sample.
+      system: first message, if any.
+
+    Raises: ConfigError when there is no chat template, or more than one sample per answer.
+    Exactness: as of the LLM; `again` by plain decoding gives the same tokens under "match".
+    Randomness: by the seed of ``params``, the same for every turn; without one every answer draws and reports its own.
+    """
+
+    llm: LLM
+    params: SamplingParams
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list, init=False)
+    turns: list[Turn] = field(default_factory=list, init=False)
+    totals: Totals = field(default_factory=Totals, init=False)
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise ConfigError(f"a conversation goes on with one answer, and n is {self.params.n}; leave n at 1")
+        self._llms = {self.llm.speculative_config: self.llm}
+        self.llm.chat_prompt([{"role": "user", "content": ""}])
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the messages; settings, totals and what the caches hold stay."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.turns = []
+
+    # -- settings ----------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """How answers are drafted."""
+        return str(self.llm.speculative_config.method)
+
+    def use(self, config: SpeculativeLike) -> None:
+        """Draft the next answers in another way: a method's name, or anything that `LLM` takes.
+
+        Raises: ConfigError, and what loading a drafter may raise; the old way stays.
+        """
+        self.llm = self._llm(config)
+
+    def _llm(self, config: SpeculativeLike) -> LLM:
+        is_name = isinstance(config, str) and not config.lstrip().startswith(("{", "@"))
+        parsed = SpeculativeConfig.parse({"method": config} if is_name else config)
+        if not is_name:
+            return self.llm.with_speculative_config(parsed)
+        if parsed not in self._llms:
+            self._llms[parsed] = self.llm.with_speculative_config(parsed)
+        return self._llms[parsed]
+
+    def seed(self, seed: int | None) -> None:
+        """Draw the next answers with this seed, or each with one of its own.
+
+        Raises: ConfigError for a seed out of range.
+        """
+        self.params = replace(self.params, seed=seed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the conversation, up to the end of the last answer."""
+        if not self.turns:
+            return 0
+        last = self.turns[-1]
+        return len(last.output.prompt_token_ids) + len(last.token_ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that conversation and answer have room for."""
+        return self.llm.engine_config.max_model_len or self.llm.target.context_length
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def ask(self, text: str, put: Put = lambda delta: None, stop: Stop = lambda: False) -> Turn:
+        """Say something, and take the answer into the conversation.
+
+        Args:
+          put: gets every piece of the answer as it comes.
+          stop: asked after every piece; True ends the answer there. An answer without any text is not taken in,
+            and neither is its question.
+
+        Raises:
+          PromptError: the message is not valid Unicode.
+          ContextLengthError: there is no room for an answer.
+          NumericsError: the model returned no usable distribution. The conversation stays as it was.
+        """
+        check_unicode(text, "the message")
+        question = {"role": "user", "content": text}
+        prompt = self.llm.chat_prompt([*self.messages, question])
+        self._check_room(len(prompt["prompt_token_ids"]))
+        turn = self._answer(self.llm, text, prompt, self.params, put, stop)
+        self.totals.add(turn)
+        if turn.text:
+            self.messages += [question, {"role": "assistant", "content": turn.text}]
+            self.turns.append(turn)
+        return turn
+
+    def again(self, method: SpeculativeLike = PLAIN, put: Put = lambda delta: None, stop: Stop = lambda: False) -> Turn:
+        """Answer the last question once more in another way, with the same seed, as far as the answer went.
+
+        The conversation stays as it is.
+
+        Raises: ConfigError when there is no answer yet.
+        """
+        if not self.turns:
+            raise ConfigError("there is no answer yet to give again; ask something first")
+        last = self.turns[-1]
+        params = replace(self.params, seed=last.seed, max_tokens=len(last.token_ids))
+        prompt = {"prompt": last.output.prompt, "prompt_token_ids": list(last.output.prompt_token_ids)}
+        return self._answer(self._llm(method), last.message, prompt, params, put, stop)
+
+    def _check_room(self, num_tokens: int) -> None:
+        limit = self.max_length
+        if limit is not None and num_tokens >= limit:
+            raise ContextLengthError(
+                f"the conversation with this message has {num_tokens} tokens, and the context holds {limit}: no room "
+                "for an answer; start anew (/reset), or say less"
+            )
+
+    @staticmethod
+    def _answer(llm: LLM, message: str, prompt: dict[str, Any], params: SamplingParams, put: Put, stop: Stop) -> Turn:
+        with llm.stream(prompt, params) as stream:
+            for delta in stream:
+                put(delta)
+                if delta.finish_reason is None and stop():
+                    break
+            is_stopped = stream.num_finished == 0
+        return Turn(message, str(llm.speculative_config.method), stream.output(0), is_stopped)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

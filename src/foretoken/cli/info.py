@@ -1,0 +1,239 @@
+"""``foretoken info``: what a model is, whether it can be verified, how it can draft, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from foretoken.cli.options import (
+    AsJson,
+    Device,
+    DraftModel,
+    Dtype,
+    Execution,
+    GgufFile,
+    Method,
+    Model,
+    NumSpeculativeTokens,
+    SpeculativeOption,
+    choose_model,
+    exit_codes,
+    load_llm,
+    put_json,
+    speculative,
+)
+from foretoken.config.method import methods
+from foretoken.config.reference import key_entries
+from foretoken.config.speculative import method_named
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.model.lm import CausalLM
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+def info(
+    model: Model = None,
+    gguf_file: GgufFile = None,
+    draft_model: DraftModel = None,
+    method: Method = None,
+    num_speculative_tokens: NumSpeculativeTokens = None,
+    speculative_config: SpeculativeOption = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
+    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys of --method, or of all methods, and load nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
+    with exit_codes():
+        if keys:
+            show_keys(None if method is None else method_named(method).name, as_json)
+            return
+        model = choose_model(model)
+        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        llm = load_llm(model, config, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
+        report = {**describe(llm, context, repeats), "notes": _notes(model)}
+        if as_json:
+            sys.stdout.write(json.dumps(report) + "\n")
+        else:
+            show(report)
+
+
+def show_keys(method: str | None, as_json: bool) -> None:
+    """What a speculative config may hold."""
+    entries = key_entries(method)
+    if as_json:
+        for entry in entries:
+            put_json(entry.as_dict())
+        return
+    console = Console(highlight=False)
+    for name, definition in methods().items():
+        if method in (None, name):
+            console.print(f"{name} drafts {definition.summary}", soft_wrap=True)
+    for entry in entries:
+        owners = "" if method is not None else f" [dim]({', '.join(entry.defaults)})[/dim]"
+        console.print(f"\n[bold]{entry.name}[/bold]{owners}")
+        default = f"; default {entry.default}" if entry.default else ""
+        console.print(Padding(f"{entry.values}{default}\n{escape(entry.help)}", (0, 0, 0, 4)))
+
+
+def _notes(model: str) -> list[str]:
+    """What people should know when they read figures of a zoo model."""
+    from foretoken import zoo
+    from foretoken.loading.models import is_zoo
+
+    return list(zoo.manifest(model).notes) if is_zoo(model) else []
+
+
+def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
+    """Everything `info` tells, as plain data."""
+    target = llm.target
+    length = min(context, (target.context_length or context + max(WIDTHS) + 1) - max(WIDTHS) - 1)
+    curve = cost_curve(target, max(1, length), repeats)
+    seconds = {width: median(times) for width, times in curve.items()}
+    report: dict[str, Any] = {
+        "model": asdict(llm.model_info),
+        "probe": "trees and chains" if target.supports_trees else "chains only",
+        "probe_report": None if target.probe is None else target.probe.as_dict(),
+        "kernels": llm.kernel_facts.as_dict(),
+        "method": llm.speculative_config.method,
+        "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
+        "context_tokens": length,
+        "step_seconds": {str(width): seconds[width] for width in seconds},
+        "step_cost": {str(width): seconds[width] / seconds[1] for width in seconds},
+        "peak_memory_bytes": peak_memory(target),
+        "methods": [
+            {"method": name, "applies": reason is None, "reason": reason} for name, reason in llm.applicable_methods()
+        ],
+        "drafter": None,
+    }
+    drafting = llm.drafting
+    if drafting.model is not None and drafting.info is not None:
+        step = median(cost_curve(drafting.model, max(1, length), repeats, (1,))[1])
+        report["drafter"] = {
+            **asdict(drafting.info),
+            "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
+            "step_seconds": step,
+            "cost": step / seconds[1],
+        }
+    return report
+
+
+def cost_curve(lm: CausalLM, context: int, repeats: int, widths: tuple[int, ...] = WIDTHS) -> dict[int, list[float]]:
+    """Seconds of a forward over k tokens behind a context, k interleaved, one warm-up each."""
+    from foretoken.model.lm import Nodes
+
+    cache = lm.new_cache(1, capacity=context + max(widths) + 1)
+    lm.forward(Nodes.from_chains([[token % lm.vocab_size for token in range(context)]]), cache, keep=slice(0, 0))
+    cache.commit([range(context)])
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for round_number in range(repeats + 1):
+        for width in widths:
+            nodes = Nodes.from_chains([[1 % lm.vocab_size] * width])
+            start = perf_counter()
+            lm.forward(nodes, cache)[0, -1, 0].item()
+            if round_number:
+                times[width].append(perf_counter() - start)
+    return times
+
+
+def peak_memory(lm: CausalLM) -> int:
+    """Most memory the process, or on a GPU the allocator, has held so far."""
+    if lm.device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(lm.device))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report for people."""
+    console = Console(highlight=False)
+    model, drafter = report["model"], report["drafter"]
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_row("model", f"{model['name']} ({model['architecture']})")
+    facts.add_row("parameters", f"{model['num_parameters'] / 1e6:.2f} M, {model['weight_bytes'] / 1e6:.1f} MB")
+    facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
+    facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
+    facts.add_row("probe", f"verifies {report['probe']} exactly")
+    facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
+    facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
+    if drafter is not None:
+        facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
+        facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+    for note in report["notes"]:
+        facts.add_row("note", note)
+    console.print(facts)
+    show_kernels(console, report["kernels"])
+    if report["probe_report"] is not None:
+        show_probe(console, report["probe_report"])
+    console.print(f"\ncost of one step over k tokens, {report['context_tokens']} tokens of context")
+    curve = Table()
+    curve.add_column("k", justify="right")
+    curve.add_column("ms", justify="right")
+    curve.add_column("T(k)/T(1)", justify="right")
+    for width, cost in report["step_cost"].items():
+        curve.add_row(width, f"{report['step_seconds'][width] * 1e3:.2f}", f"{cost:.2f}")
+    console.print(curve)
+    show_methods(console, report["methods"])
+
+
+def _count(number: int | None) -> str:
+    return "not stated" if number is None else f"{number:,}"
+
+
+def show_kernels(console: Console, kernels: dict[str, Any]) -> None:
+    """At which shapes plain and speculative decoding round alike, by the kernels of this machine."""
+    from foretoken.model.execution.kernels import Bucket, KernelFacts
+
+    bucket = None if kernels["bucket"] is None else Bucket(**kernels["bucket"])
+    facts = KernelFacts(bucket, kernels["reason"])
+    console.print(f"kernels, measured in {kernels['seconds']:.1f} s: {facts.describe()}")
+
+
+def show_probe(console: Console, probe: dict[str, Any]) -> None:
+    """What was compared with plain forwards when the model was loaded, and what every error was held against."""
+    cost = f"{probe['num_forwards']} forwards in {probe['seconds']:.1f} s"
+    table = Table(title=f"probe: errors relative to plain forwards, {cost}")
+    table.add_column("of")
+    for column in ("error", "rounding", "a fault", "allowed"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for check in probe["checks"]:
+        error = "infinite" if check["error"] is None else f"{check['error']:.1e}"
+        numbers = (f"{check[name]:.1e}" for name in ("noise", "control", "bound"))
+        table.add_row(check["name"], error, *numbers, check["verdict"])
+    console.print(table)
+    if probe["invisible"]:
+        console.print(f"wrong {' and '.join(probe['invisible'])} would not show in this model")
+
+
+def show_methods(console: Console, methods: list[dict[str, Any]]) -> None:
+    """Which methods apply, and what the others lack."""
+    applying = [entry["method"] for entry in methods if entry["applies"]]
+    console.print(f"methods that apply: {', '.join(applying)}")
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for entry in methods:
+        if not entry["applies"]:
+            table.add_row(f"not {entry['method']}", Text(entry["reason"]))
+    if table.row_count:
+        console.print(table)

@@ -1,0 +1,195 @@
+"""Prompts of the command line: from arguments, standard input and files, and through the chat template."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STDIN = "-"
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Put text through the chat template; what instruct models get without saying so."),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Give the model the text as it is, without its chat template.")]
+
+_INSTRUCT_NAME = re.compile(r"(?:^|[-_. ])(?:instruct|chat|it)(?:$|[-_. ])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt.
+
+    Args:
+      given: what the user wrote: text, or ``{"prompt_token_ids": [...]}``.
+      prompt: what the model gets.
+      is_templated: the chat template stands between the two.
+    """
+
+    given: Any
+    prompt: Any
+    is_templated: bool = False
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(prompts: Sequence[str], file: str | None) -> list[Any]:
+    """Prompts of the command line ("-" is standard input) and of a file.
+
+    Raises: PromptError when there is none, or a line cannot be read.
+    """
+    read: list[Any] = [read_stdin() if prompt == STDIN else prompt for prompt in prompts]
+    if file is not None:
+        read += read_prompts_file(file)
+    if not read:
+        raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
+    return read
+
+
+def read_stdin() -> str:
+    """Standard input as one text, in the encoding of the terminal, without the line end that ``echo`` adds."""
+    return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
+
+
+def read_prompts_file(file: str) -> list[Any]:
+    """Prompts of a JSONL file (``turns``, ``prompt``, ``text`` or ``prompt_token_ids``), or one per line of a .txt.
+
+    Of several turns the first is taken. "-" is JSONL on standard input. Files are UTF-8, with or without a byte order
+    mark, and only line ends end a line: U+2028, U+0085 and form feeds are text.
+
+    Raises: PromptError.
+    """
+    try:
+        if file == STDIN:
+            lines = _lines(sys.stdin.buffer.read())
+        else:
+            lines = _lines(Path(file).expanduser().read_bytes())
+    except UnicodeDecodeError as error:
+        name = "standard input" if file == STDIN else f"prompts file {file!r}"
+        raise PromptError(
+            f"{name} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x} ({error.reason}); convert "
+            "it, with iconv for instance"
+        ) from None
+    except OSError as error:
+        raise PromptError(f"prompts file {file!r} cannot be read: {error.strerror or error}; check the path") from None
+    written = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if file.endswith(".txt"):
+        return [line for _, line in written]
+    return [_json_prompt(line, f"{file}, line {number}") for number, line in written]
+
+
+def _lines(data: bytes) -> list[str]:
+    """A text stream ends lines at line ends alone, where `str.splitlines` ends them at a dozen characters."""
+    return [line.removesuffix("\n") for line in io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")]
+
+
+def _json_prompt(line: str, place: str) -> Any:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{place} is not JSON: {error}; write one object per line, or name the file .txt") from None
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, Mapping):
+        turns = entry.get("turns")
+        if isinstance(turns, list) and turns and isinstance(turns[0], str):
+            return turns[0]
+        for key in ("prompt", "text"):
+            if isinstance(entry.get(key), str):
+                return entry[key]
+        if isinstance(entry.get("prompt_token_ids"), list):
+            return {"prompt_token_ids": entry["prompt_token_ids"]}
+    raise PromptError(f"{place} holds no prompt; give turns (a list of text), prompt, text or prompt_token_ids")
+
+
+# -- the chat template -----------------------------------------------------------------------------------------------
+
+
+def check_template(chat: bool, raw: bool) -> None:
+    """Raises: BadParameter for both at once."""
+    if chat and raw:
+        raise typer.BadParameter("--chat puts text through the chat template and --raw does not; leave one out")
+
+
+def ask(
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: str,
+    given: Iterable[Any],
+    *,
+    chat: bool = False,
+    raw: bool = False,
+) -> list[Asked]:
+    """Every prompt as the model gets it: text as a message to an instruct model, token ids as they are.
+
+    Args:
+      model: as the user named it.
+      chat: use the template whatever the model is.
+      raw: never use it.
+
+    Raises:
+      ConfigError: a template is needed, and there is none.
+      PromptError: a message is empty or not valid Unicode.
+    """
+    listed = list(given)
+    has_text = any(isinstance(prompt, str) for prompt in listed)
+    if raw or not has_text or not (chat or is_instruct(tokenizer, model)):
+        return [Asked(prompt, prompt) for prompt in listed]
+    return [
+        _message(tokenizer, one, place) if isinstance(one, str) else Asked(one, one) for place, one in enumerate(listed)
+    ]
+
+
+def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -> Asked:
+    from foretoken.serving.prompts import chat_prompt, check_unicode
+
+    check_unicode(text, f"prompt {place}")
+    if not text.strip():
+        raise PromptError(f"prompt {place} is empty: {text!r} says nothing to answer; give some text")
+    return Asked(text, chat_prompt(tokenizer, [{"role": "user", "content": text}]), True)
+
+
+def is_instruct(tokenizer: PreTrainedTokenizerBase | None, model: str) -> bool:
+    """Whether plain text is a message to this model: the zoo's manifest says so, elsewhere its chat template does.
+
+    A model that is one by its name and has no template is given the text as it is, and the user is told.
+
+    Raises: ConfigError for a model of the zoo that is to have a template and has none.
+    """
+    from foretoken import zoo
+    from foretoken.loading.models import is_zoo
+
+    has_template = tokenizer is not None and bool(tokenizer.chat_template)
+    if is_zoo(model):
+        is_meant = zoo.manifest(model).is_instruct
+        if is_meant and not has_template:
+            raise ConfigError(
+                f"{model} answers messages, and its tokenizer has no chat template to put them in; give --raw, and a "
+                "prompt in the format that it was trained on"
+            )
+        return is_meant
+    if not has_template and tokenizer is not None and looks_like_instruct(model):
+        typer.echo(
+            f"foretoken: by its name {model} is an instruct model, but its tokenizer has no chat template: the prompt "
+            "is given as it is, and the answer may be empty. Put the model's chat_template.jinja beside its tokenizer; "
+            "--raw says that this is meant",
+            err=True,
+        )
+    return has_template
+
+
+def looks_like_instruct(model: str) -> bool:
+    """Whether the last part of a path or hub id has "instruct", "chat" or "it" as a word of its own."""
+    return _INSTRUCT_NAME.search(Path(model).name) is not None

@@ -1,0 +1,74 @@
+"""``foretoken trajectory``: the Jacobi iterations behind a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from shutil import get_terminal_size
+from typing import Annotated
+
+import typer
+
+from foretoken.cli.options import (
+    DEFAULTS,
+    AsJson,
+    Device,
+    Dtype,
+    Execution,
+    GgufFile,
+    Model,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    choose_model,
+    exit_codes,
+    load_llm,
+    sampling,
+)
+from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
+
+
+def trajectory(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
+    model: Model = None,
+    gguf_file: GgufFile = None,
+    block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
+    initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
+    max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
+    temperature: Temperature = DEFAULTS.temperature,
+    top_k: TopK = DEFAULTS.top_k,
+    top_p: TopP = DEFAULTS.top_p,
+    seed: Seed = DEFAULTS.seed,
+    chat: Chat = False,
+    raw: Raw = False,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
+    jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    execution: Execution = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
+
+    Standard output gets a table, or with --json one line per block.
+    """
+    with exit_codes():
+        from foretoken.views.trajectory import trajectory as trace
+        from foretoken.views.trajectory import write_text
+
+        params = sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        check_template(chat, raw)
+        read = read_prompts([prompt], None)
+        model = choose_model(model)
+        llm = load_llm(model, "none", gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
+        (asked,) = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
+        found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
+        if html is not None:
+            write_text(html, found.html())
+        if jsonl is not None:
+            found.write_jsonl(jsonl)
+        if as_json:
+            sys.stdout.writelines(json.dumps(record) + "\n" for record in found.records())
+        else:
+            sys.stdout.write(found.text(get_terminal_size().columns if sys.stdout.isatty() else None))

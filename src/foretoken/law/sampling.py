@@ -1,0 +1,189 @@
+"""The sampling law, once: logits become the target's distribution, and a choice from it, nowhere else.
+
+Order and meaning follow transformers 5.23 ``generate`` in float32: the processors of `foretoken.law.target`; then,
+unless greedy, temperature, top-k, top-p, min-p, typical-p (`foretoken.law.support`).
+
+One bad row never harms another: where a row holds NaN or +inf, or where nothing is possible, its choice is -1 and its
+log-probabilities are NaN. `failure` turns such a row into the error to report. Nothing here raises for a row's values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.errors import NumericsError
+from foretoken.law import noise
+from foretoken.law.choice import argmax, largest, perturbed_best
+from foretoken.law.support import Warper
+from foretoken.law.target import Path, SamplingLaw, check_shapes, process
+
+__all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process", "scores"]
+
+
+def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The processed distribution at each node, as log-probabilities.
+
+    Args:
+      logits: (M, V), any float dtype; never changed.
+      laws: M laws, one per node; nodes of one row share theirs.
+      paths: M paths, the draft tokens between the row's committed tokens and the node, its own included.
+
+    Returns: float32 (M, V); NaN in rows without a distribution. A greedy row has no temperature and no truncation: its
+      entries are the log-softmax of the processed logits, what users expect to be told; the point mass from which it
+      is decoded is what `probs` returns.
+    Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
+    """
+    scores = process(logits, laws, paths)
+    if scores is logits:
+        scores = scores.clone()
+    for warper, rows in _by_warper(laws, scores):
+        scaled = warper.scaled(scores if rows is None else scores[rows])
+        result = _log_law(scaled, warper)
+        if rows is None:
+            scores = result
+        else:
+            scores[rows] = result
+    return scores
+
+
+def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The processed scores at each node before any softmax, as ``generate`` returns them; -inf where a token is out.
+
+    Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
+    Exactness: transformers' own values.
+    """
+    result = process(logits, laws, paths)
+    if result is logits:
+        result = result.clone()
+    for warper, rows in _by_warper(laws, result):
+        if rows is None:
+            return warper.truncated(warper.scaled(result))
+        result[rows] = warper.truncated(warper.scaled(result[rows]))
+    return result
+
+
+def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """The law from which each node's token is decoded, float64 (M, V) and summing to one; NaN in bad rows.
+
+    Arguments as for `log_probs`. A greedy row is a point mass on its argmax.
+    """
+    result = log_probs(logits, laws, paths).double().exp_()
+    result /= result.sum(dim=-1, keepdim=True)
+    greedy = [row for row, law in enumerate(laws) if law.is_greedy]
+    if greedy:
+        best = choose(logits[greedy], [laws[row] for row in greedy], [paths[row] for row in greedy], [0] * len(greedy))
+        point = torch.zeros(len(greedy), result.shape[1], dtype=torch.float64, device=result.device)
+        point.scatter_(1, best.clamp(min=0)[:, None], 1.0)
+        point[best < 0] = torch.nan
+        result[greedy] = point
+    return result
+
+
+def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], positions: Sequence[int]) -> Tensor:
+    """The target's own token at each node: argmax of log p + Gumbel noise keyed by (seed, position, token).
+
+    Source: the Gumbel-max trick (Gumbel 1954); keyed as in `foretoken.law.noise`.
+
+    Args:
+      logits, laws, paths: as for `log_probs`.
+      positions: M absolute indices in the sequence of the token being chosen.
+
+    Returns: int64 (M,) on the device of the logits; -1 where `failure` has something to say.
+    Exactness: for one node and seed, the same token in any batch, order and draft; over seeds, exactly the law p.
+    Randomness: a pure function of (seed of the law, position, token id); none when greedy, where the lowest index of
+      the largest logit wins.
+    """
+    if all(law.is_argmax for law in laws):
+        check_shapes(logits, laws, paths)
+        return argmax(logits)
+    return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
+
+
+def choose_siblings(
+    logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], positions: Sequence[int], k: int
+) -> tuple[Tensor, Tensor]:
+    """The k best tokens at each node under the noise of `choose`: the natural children of a drafted node.
+
+    Source: Gumbel-top-k sampling without replacement (Kool et al. 2019, arXiv:1903.06059).
+
+    Args: as for `choose`; k: 1 or more.
+
+    Returns: tokens int64 (M, k), best first, the first column equal to `choose`; scores float64 (M, k), perturbed log-
+      probability minus the row's best (log-probability when greedy). Where fewer than k tokens are possible, and in bad
+      rows, tokens are -1 and scores -inf.
+    Exactness: over seeds, k draws without replacement from the law.
+    Randomness: as for `choose`.
+    """
+    scores = process(logits, laws, paths)
+    groups = _by_kind(laws)
+    if len(groups) == 1:
+        return _best(scores, laws, positions, k)
+    tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
+    values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
+    for rows in groups:
+        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k)
+        tokens[rows], values[rows] = group
+    return tokens, values
+
+
+def failure(logits: Tensor, law: SamplingLaw) -> NumericsError:
+    """The error for a row (V,) of logits whose choice was -1."""
+    if bool(torch.isnan(logits).any()):
+        return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
+    if not bool((logits > -torch.inf).any()):
+        return NumericsError("the model returned -inf for every token; check its attention mask and weights")
+    if bool((logits == torch.inf).any()):
+        return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
+    return NumericsError(
+        "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
+        f"no_repeat_ngram_size, logit_bias, min_tokens or logits_processors ({law.params})"
+    )
+
+
+def _by_kind(laws: Sequence[SamplingLaw]) -> list[list[int]]:
+    """Rows with equal temperature and truncation, greedy ones apart."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row, law in enumerate(laws):
+        groups.setdefault(law.kind, []).append(row)
+    return list(groups.values())
+
+
+def _by_warper(laws: Sequence[SamplingLaw], scores: Tensor) -> list[tuple[Warper, list[int] | None]]:
+    """Rows with equal temperature and truncation; None stands for all of them."""
+    groups: dict[Warper, list[int]] = {}
+    for row, law in enumerate(laws):
+        groups.setdefault(law.warper, []).append(row)
+    return [(warper, rows if len(groups) > 1 else None) for warper, rows in groups.items()]
+
+
+def _best(scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """The k best tokens of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
+    if laws[0].is_greedy:
+        return largest(scores, k)
+    warper = laws[0].warper
+    keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
+    return perturbed_best(warper, warper.scaled(scores), keys, k)
+
+
+def _log_law(scaled: Tensor, warper: Warper) -> Tensor:
+    """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
+    if not warper.truncates or scaled.device.type != "cpu" or not warper.has_shortcut:
+        result = torch.log_softmax(warper.truncated(scaled), dim=-1)
+        return result.where(scaled.amax(dim=-1, keepdim=True).isfinite(), torch.nan)
+    result = torch.full_like(scaled, -torch.inf)
+    for row, values in enumerate(scaled.detach().numpy()):
+        peak = float(values.max())
+        if not math.isfinite(peak):
+            result[row] = torch.nan
+            continue
+        support = warper.support(values, peak)
+        if not support.is_sure:
+            support = support.among(warper.kept(values))
+        normaliser = peak + np.log(support.weights.sum(dtype=np.float64))
+        result[row].numpy()[support.ids] = support.scores - np.float32(normaliser)
+    return result

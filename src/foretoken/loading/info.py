@@ -1,0 +1,141 @@
+"""What is known about a model in memory, for messages and for `foretoken info`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken.model.lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory.
+
+    Args:
+      is_owned: the library loaded it, so nobody else holds its weights.
+      num_parameters, weight_bytes: counted before any execution mode touches the weights; tied ones once.
+      stored_dtype: of the checkpoint, where that is known and the library loaded it.
+    """
+
+    model: PreTrainedModel = field(repr=False)
+    name: str
+    is_owned: bool
+    tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
+    num_parameters: int
+    weight_bytes: int
+    stored_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        name: str,
+        is_owned: bool,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stored_dtype: torch.dtype | None = None,
+    ) -> Loaded:
+        """Count, and keep."""
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        num_parameters = sum(weight.numel() for weight in model.parameters())
+        return cls(model, name, is_owned, tokenizer, num_parameters, size, stored_dtype)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is loaded, and how it runs.
+
+    Args:
+      num_parameters, weight_bytes: tied weights once, packed copies not counted.
+      supports_trees: verdict of the probe; chains always pass, or the model is refused.
+    """
+
+    name: str
+    architecture: str
+    num_parameters: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    execution: str
+    supports_trees: bool
+    vocab_size: int
+    context_length: int | None
+
+
+def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
+    """What there is to say about a model and its adapter."""
+    return ModelInfo(
+        name=loaded.name,
+        architecture=type(loaded.model).__name__,
+        num_parameters=loaded.num_parameters,
+        weight_bytes=loaded.weight_bytes,
+        dtype=str(lm.dtype).removeprefix("torch."),
+        device=str(lm.device),
+        execution=lm.execution.describe(),
+        supports_trees=lm.supports_trees,
+        vocab_size=lm.vocab_size,
+        context_length=lm.context_length,
+    )
+
+
+def load_line(
+    info: ModelInfo,
+    method: str | None,
+    *,
+    stored_dtype: torch.dtype | None = None,
+    is_dtype_chosen: bool = False,
+    drafter: ModelInfo | None = None,
+) -> str:
+    """What was loaded and how it will decode, in one line for people.
+
+    Args:
+      method: how it drafts; "none" is plain decoding because somebody said so, None because nobody said anything.
+      stored_dtype: of the checkpoint, where it is known.
+      is_dtype_chosen: the user named the dtype.
+      drafter: of the method ``draft_model``.
+    """
+    dtype = info.dtype
+    note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
+    parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype, info.execution]
+    if info.device != "cpu":
+        parts.append(f"on {info.device}")
+    if method is None:
+        parts.append("plain decoding (no speculative_config was given)")
+    elif method == "none":
+        parts.append("plain decoding")
+    elif drafter is None:
+        parts.append(f"method {method}")
+    else:
+        parts.append(f"method {method} with {drafter.name}, {count(drafter.num_parameters)}")
+    return f"{info.name}: {', '.join(parts)}"
+
+
+def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
+    """Why a model runs in another dtype than its checkpoint has; empty where it does not, or where nobody knows."""
+    if stored is None or stored == used:
+        return ""
+    if is_chosen:
+        return f"as asked; the checkpoint is {stored}"
+    if used == "float32" and (stored, device) == ("float16", "cpu"):
+        return "a float16 checkpoint, which CPUs compute in float32 here"
+    if used == "float32":
+        return f"a {stored} checkpoint, and this {'CPU' if device == 'cpu' else 'device'} has no {stored} arithmetic"
+    return f"a {stored} checkpoint; dtype={stored!r} keeps it"
+
+
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def count(number: int) -> str:
+    """134,515,008 -> ``134.5 M``."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """How a loaded model is called in messages."""
+    path = str(getattr(model, "name_or_path", "") or "")
+    return f"{type(model).__name__} ({path})" if path else type(model).__name__

@@ -1,0 +1,326 @@
+"""From what a user names to models and tokenizers in memory, with typed errors for everything that can go wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from foretoken import zoo
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.gguf import model as gguf_model
+from foretoken.gguf.header import Header, is_gguf, read_header
+from foretoken.gguf.tokenizer import read_tokenizer
+from foretoken.loading.info import Loaded, model_name
+from foretoken.model.dtypes import choose_dtype, stored_dtype
+from foretoken.model.wrappers import check_unwrapped
+from foretoken.progress import no_progress_bars
+
+ZOO = zoo.PREFIX
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is loaded from.
+
+    Args:
+      location: a directory, a hub id, or a GGUF file.
+      name: how it is called in messages.
+      revision: of a hub id.
+      trust_remote_code: run modelling code that comes with the checkpoint.
+      gguf_file: of a hub id, to be fetched.
+    """
+
+    location: str
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return os.path.exists(self.location)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.gguf_file is not None or os.path.isfile(self.location)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments for every ``from_pretrained``."""
+        return {
+            "revision": self.revision or "main",
+            "trust_remote_code": self.trust_remote_code,
+            "local_files_only": self.is_local,
+        }
+
+
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    part: str = "target",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    widest_dtype: torch.dtype | None = None,
+    with_tokenizer: bool = True,
+) -> Loaded:
+    """Load a model, or take one that is loaded already.
+
+    Args:
+      model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a model, which keeps its dtype and device.
+      part: "target" or "draft", of a model of the zoo.
+      dtype: "auto" is the checkpoint's own where the device computes in it, else float32 (`choose_dtype`).
+      device: "auto" is the GPU where there is one.
+      gguf_file: in the directory or at the hub id, to be read instead of other weights.
+      widest_dtype: what "auto" takes instead of anything wider.
+      with_tokenizer: read the one beside the model too.
+
+    Raises: CheckpointError, UnsupportedModelError, ConfigError.
+    """
+    if isinstance(model, torch.nn.Module):
+        model = check_unwrapped(model)
+        _check_kept(model, dtype, device, gguf_file)
+        return Loaded.of(model, model_name(model), False)
+    source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    place = choose_device(device)
+    front = _header(source) if source.is_gguf else _config(source)
+    if isinstance(front, Header):
+        gguf_model.check_readable(front)
+        stored: torch.dtype | None = gguf_model.stored_dtype(front)
+        loaded = _load_gguf(source, front, choose_dtype(dtype, place, stored, widest_dtype))
+    else:
+        stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
+        loaded = _load_weights(source, front, choose_dtype(dtype, place, stored, widest_dtype))
+    tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
+    return Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored)
+
+
+def resolve(
+    model: str | os.PathLike[str],
+    *,
+    part: str = "target",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+) -> Source:
+    """Decide what a name means.
+
+    Raises: CheckpointError for a path that does not exist, or a file that is not GGUF; ConfigError for what is no name
+      at all, and for a directory with several GGUF files of which none is chosen.
+    """
+    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+        raise ConfigError(f"model is {model!r}; give a directory, a hub id, zoo:NAME or a loaded PreTrainedModel")
+    name = os.fspath(model)
+    if gguf_file is not None and (name.startswith(ZOO) or os.path.isfile(os.path.expanduser(name))):
+        raise ConfigError(
+            f"gguf_file is {gguf_file!r}, and {name} is one model as it is; give it with a directory or a hub id only"
+        )
+    if name.startswith(ZOO):
+        if part == "draft" and not zoo.brings(name, part):  # then it is the model itself that is to draft
+            part = "target"
+        return Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
+    location = os.path.expanduser(name)
+    if os.path.isfile(location):
+        if not location.endswith(".gguf") and not is_gguf(location):
+            raise CheckpointError(
+                f"{name} is a file; give the directory that holds config.json and the weights, or a GGUF file"
+            )
+        return Source(location, name)
+    if os.path.isdir(location):
+        is_enough = part == "tokenizer" and gguf_file is None and _has_tokenizer(location)
+        file = None if is_enough else _gguf_in(location, name, gguf_file)
+        return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
+    if _looks_like_path(name) or name.endswith(".gguf"):
+        raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
+    return Source(location, name, revision, trust_remote_code, gguf_file)
+
+
+def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:
+    """The GGUF file to read in a directory: the one named, or the only one where there is no other model."""
+    if wanted is not None:
+        file = os.path.join(directory, wanted)
+        if os.path.isfile(file):
+            return file
+        raise CheckpointError(f"{name} has no file {wanted!r}{_listed(directory)}; check gguf_file")
+    if os.path.exists(os.path.join(directory, "config.json")):
+        return None
+    files = _gguf_files(directory)
+    if len(files) > 1:
+        raise ConfigError(f"{name} is a directory with {len(files)} models{_listed(directory)}; choose one: gguf_file")
+    return os.path.join(directory, files[0]) if files else None
+
+
+def _gguf_files(directory: str) -> list[str]:
+    return sorted(file for file in os.listdir(directory) if file.endswith(".gguf"))
+
+
+def _listed(directory: str) -> str:
+    files = _gguf_files(directory)
+    return f" ({', '.join(files[:6])}{', ...' if len(files) > 6 else ''})" if files else ""
+
+
+def is_zoo(model: object) -> bool:
+    """Whether a model is named by the zoo, whose manifest says what it brings along."""
+    return isinstance(model, str) and model.startswith(ZOO)
+
+
+def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A tokenizer by name, or the one given."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        source = resolve(tokenizer, part="tokenizer")
+        found = load_tokenizer_of(source, "tokenizer")
+        if found is None:
+            raise CheckpointError(f"{source.name} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+        return found
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(f"tokenizer is {type(tokenizer).__name__}; give a directory, a hub id or a loaded tokenizer")
+    return tokenizer
+
+
+def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside a model; None where a directory holds none."""
+    if source.is_gguf:
+        return read_tokenizer(_header(source))
+    if source.name.startswith(ZOO):
+        source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
+    if source.is_local and not _has_tokenizer(source.location):
+        return None
+    with _as_checkpoint_error(source, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.options)
+    return tokenizer
+
+
+def _has_tokenizer(directory: str) -> bool:
+    return any((Path(directory) / file).exists() for file in _TOKENIZER_FILES)
+
+
+def tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the directory a loaded model came from, if it is still there. Asks no hub."""
+    location = str(getattr(model, "name_or_path", "") or "")
+    return load_tokenizer_of(Source(location, location)) if location and os.path.isdir(location) else None
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device to load to; "auto" and None mean the GPU where there is one."""
+    if device is None or device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}: {error}; write cpu, cuda or cuda:0") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, but torch sees no GPU here; use cpu")
+    return chosen
+
+
+def _check_kept(
+    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device | None, gguf_file: str | None
+) -> None:
+    """A loaded model is not converted or moved behind its owner's back."""
+    if gguf_file is not None:
+        raise ConfigError(f"gguf_file is {gguf_file!r}, and the model is loaded already; give a directory or a hub id")
+    if dtype != "auto" and choose_dtype(dtype, model.device) != model.dtype:
+        raise ConfigError(
+            f"dtype is {dtype!r}, but the loaded model is in {model.dtype}; convert it with model.to(...)"
+        )
+    if device not in (None, "auto") and choose_device(device).type != model.device.type:
+        raise ConfigError(
+            f"device is {device!r}, but the loaded model is on {model.device}; move it with model.to(...)"
+        )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
+
+
+def _config(source: Source) -> Any:
+    """The configuration, of a model that can be decoded here at all."""
+    with _as_checkpoint_error(source, "configuration"):
+        config = AutoConfig.from_pretrained(source.location, **source.options)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{source.name} is an encoder-decoder model ({config.model_type}); foretoken decodes causal language models"
+        )
+    return config
+
+
+def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
+    """The model in this dtype; every weight comes from the checkpoint."""
+    with _as_checkpoint_error(source, "weights"), no_progress_bars() if source.name.startswith(ZOO) else nullcontext():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.location, config=config, dtype=dtype, output_loading_info=True, **source.options
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{source.name} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
+            "would start out random; download or save the checkpoint again"
+        )
+    return model
+
+
+def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
+    """The same for a GGUF file."""
+    with _as_checkpoint_error(source, "model"):
+        return gguf_model.load(header, dtype)
+
+
+def _header(source: Source) -> Header:
+    """The front of a GGUF file, which is fetched where it is at a hub."""
+    location = source.location
+    if source.gguf_file is not None:
+        with _as_checkpoint_error(source, "GGUF file"):
+            location = cached_file(source.location, source.gguf_file, revision=source.revision or "main")
+    return read_header(location)
+
+
+@contextmanager
+def _as_checkpoint_error(source: Source, what: str) -> Iterator[None]:
+    """Everything that loaders raise becomes a CheckpointError that says where, what and what to do."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, ForetokenError):
+        raise
+    except Exception as error:
+        detail = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the {what} of {source.name} cannot be loaded ({type(error).__name__}: {detail[:300]}); "
+            f"{_remedy(source, error)}"
+        ) from error
+
+
+def _remedy(source: Source, error: Exception) -> str:
+    if source.is_gguf and source.is_local:
+        return (
+            f"transformers {transformers.__version__} cannot read this GGUF file; load the original model, try a newer "
+            "transformers, or download the file again if it may be damaged"
+        )
+    if not source.is_local:
+        return (
+            "it is no directory here and could not be fetched as a hub id: check the spelling and the network, or "
+            "give a directory or zoo:tiny"
+        )
+    if isinstance(error, SafetensorError):
+        return "a weight file is truncated or damaged: download or copy it again"
+    return "the directory needs config.json and the weights as save_pretrained writes them"

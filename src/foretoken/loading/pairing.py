@@ -1,0 +1,164 @@
+"""A drafter for a target: the right one, with the same tokenizer, from one `SpeculativeConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from foretoken import zoo
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
+from foretoken.errors import TokenizerMismatchError
+from foretoken.loading.info import Loaded, ModelInfo, describe
+from foretoken.loading.models import load_model, tokenizer_beside
+from foretoken.model.lm import CausalLM
+
+_PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A way of drafting, ready to start.
+
+    Args:
+      new_drafter: makes a drafter without state, as often as one is needed.
+      model, info: of the method ``draft_model``.
+    """
+
+    new_drafter: DrafterFactory
+    model: CausalLM | None = None
+    info: ModelInfo | None = None
+
+    def refresh(self) -> None:
+        """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
+        if self.model is not None:
+            self.model.refresh()
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A target in search of a drafter.
+
+    Args:
+      loaded, target: the model, and its adapter.
+      tokenizer: of the target, where one is known.
+      zoo_name: of a target of the zoo, which brings along what drafters need.
+      execution, trust_remote_code: for a drafter that is a model.
+      dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
+        target's.
+    """
+
+    loaded: Loaded
+    target: CausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    zoo_name: str | None = None
+    execution: str = "auto"
+    trust_remote_code: bool = False
+    dtype: str | torch.dtype = "auto"
+
+    def drafting(self, config: SpeculativeConfig) -> Drafting:
+        """Load what the config asks for and check that it fits.
+
+        Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
+        """
+        materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
+        part = config.model_part
+        name = None if part is None else part.model if part.model is not None else self._own_drafter
+        if part is None or name is None:
+            return Drafting(drafter_factory(config, materials))
+        draft = self._load(name, part)
+        self._check(draft)
+        lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
+        nameless = config.without_model()  # what is kept must not keep the user's model alive
+        return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm))
+
+    @property
+    def _own_drafter(self) -> str | None:
+        """The name under which the target of the zoo brings its drafter, if it does."""
+        return self.zoo_name if self.zoo_name is not None and zoo.brings(self.zoo_name, "draft") else None
+
+    def _load(self, name: Any, config: SpeculativeConfig) -> Loaded:
+        if isinstance(name, torch.nn.Module):
+            return load_model(name)
+        return load_model(
+            name,
+            part="draft",
+            dtype=config.dtype or self.dtype,
+            widest_dtype=self.target.dtype,
+            device=self.target.device,
+            revision=config.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def _check(self, draft: Loaded) -> None:
+        ours = self.tokenizer if self.tokenizer is not None else tokenizer_beside(self.loaded.model)
+        theirs = draft.tokenizer if draft.is_owned else tokenizer_beside(draft.model)
+        if ours is not None and theirs is not None:
+            check_same_tokenizer(ours, theirs, self.loaded.name, draft.name)
+            return
+        num_tokens = None if ours is None else len(ours)
+        drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
+        check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
+# -- one tokenizer for two models --------------------------------------------------------------------------------
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, target_name: str, drafter_name: str
+) -> None:
+    """Compare vocabularies, ids and special tokens. Padding of embeddings plays no part.
+
+    Raises: TokenizerMismatchError, naming both and the first token that differs.
+    """
+    ours, theirs = _by_id(target), _by_id(drafter)
+    for token_id in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token_id) != theirs.get(token_id):
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: id {token_id} is "
+                f"{_quoted(ours.get(token_id))} in the first and {_quoted(theirs.get(token_id))} in the second; "
+                "use a drafter that was trained with the target's tokenizer, or method 'ngram', which needs none"
+            )
+    for name in ("bos_token", "unk_token"):  # a base model may end with another token than its chat model
+        first, second = getattr(target, name, None), getattr(drafter, name, None)
+        if first is not None and second is not None and first != second:
+            raise TokenizerMismatchError(
+                f"the tokenizers of {target_name} and {drafter_name} differ: {name} is {first!r} in the first and "
+                f"{second!r} in the second; use a drafter that was trained with the target's tokenizer"
+            )
+
+
+def check_vocab_sizes(
+    target_size: int, drafter_size: int, target_name: str, drafter_name: str, num_tokens: int | None = None
+) -> None:
+    """Compare sizes where tokenizers are not known. One may be the other padded to a round multiple.
+
+    Args:
+      num_tokens: of the target's tokenizer, where it is known.
+
+    Raises: TokenizerMismatchError.
+    """
+    small, large = sorted((target_size, drafter_size))
+    if _is_padded(small, large) or (num_tokens is not None and _is_padded(num_tokens, drafter_size)):
+        return
+    raise TokenizerMismatchError(
+        f"{target_name} has {target_size} token ids and the drafter {drafter_name} {drafter_size}, which is no padding "
+        "of one vocabulary; use a drafter with the target's tokenizer"
+    )
+
+
+def _is_padded(size: int, padded: int) -> bool:
+    """Whether rounding ``size`` up to a usual multiple gives ``padded``: 50257 and 50304 (64)."""
+    return size == padded or any(-(-size // multiple) * multiple == padded for multiple in _PADDING_MULTIPLES)
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    vocab: dict[str, Any] = tokenizer.get_vocab()
+    return {int(token_id): token for token, token_id in vocab.items()}
+
+
+def _quoted(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

@@ -1,0 +1,112 @@
+"""Which dtype a model is loaded in: as asked, or the checkpoint's own where the device computes in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import cached_file
+
+from foretoken.errors import ConfigError
+from foretoken.model.execution.packing import cpu_has_bfloat16, packed_dtype
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "float64": torch.float64,
+    "double": torch.float64,
+}
+_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def choose_dtype(
+    dtype: str | torch.dtype,
+    device: torch.device,
+    stored: torch.dtype | None = None,
+    widest: torch.dtype | None = None,
+) -> torch.dtype:
+    """The dtype to load in.
+
+    Args:
+      dtype: a dtype, its name, or "auto": single and double precision as they are stored, half precision as it is
+        stored where the device computes in it, and float32 otherwise.
+      stored: of the checkpoint; None where it is not known.
+      widest: what "auto" takes instead of anything wider.
+
+    Raises: ConfigError.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        chosen = stored if stored is not None and computes_in(device, stored) else torch.float32
+        return widest if widest is not None and chosen.itemsize > widest.itemsize else chosen
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products in this dtype are the device's own, not converted ones."""
+    if dtype in (torch.float32, torch.float64):
+        return True
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if device.type == "cpu":
+        return cpu_has_bfloat16() if dtype == torch.bfloat16 else packed_dtype(dtype) == dtype
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return True
+
+
+def stored_dtype(config: Any, location: str, revision: str | None = None, *, is_local: bool) -> torch.dtype | None:
+    """The dtype of a checkpoint: as its config says, else as most of its weights are; None where nobody knows."""
+    for stored in (config.get_text_config(decoder=True).dtype, config.dtype):
+        if isinstance(stored, torch.dtype):
+            return stored
+    options = {"revision": revision or "main", "local_files_only": is_local}
+    file = _cached(location, "model.safetensors", options)
+    if file is None:
+        shard = _first_shard(_cached(location, "model.safetensors.index.json", options))
+        file = None if shard is None else _cached(location, shard, options)
+    return None if file is None else _dtype_in(file)
+
+
+def _cached(location: str, name: str, options: dict[str, Any]) -> Path | None:
+    try:
+        file = cached_file(location, name, _raise_exceptions_for_missing_entries=False, **options)
+    except OSError:  # loading the weights will say what is wrong
+        return None
+    return None if file is None else Path(file)
+
+
+def _first_shard(index: Path | None) -> str | None:
+    if index is None:
+        return None
+    try:
+        return str(min(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
+
+
+def _dtype_in(file: Path) -> torch.dtype | None:
+    """The dtype of most weights in a safetensors file."""
+    try:
+        with file.open("rb") as stream:
+            entries = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (OSError, ValueError, OverflowError, MemoryError):  # damaged: loading the weights will say so
+        return None
+    sizes: Counter[torch.dtype] = Counter()
+    for name, entry in entries.items():
+        if name != "__metadata__" and entry["dtype"] in _SAFETENSORS:
+            sizes[_SAFETENSORS[entry["dtype"]]] += math.prod(entry["shape"])
+    return sizes.most_common(1)[0][0] if sizes else None

@@ -1,0 +1,261 @@
+"""How the forward of a model is carried out: a private shadow of it, and what runs its layers.
+
+The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the very same
+tensors, and everything this file does is done to the shadow.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.model.execution.attention import use_grouped_sdpa
+from foretoken.model.execution.compiled import CompiledForward
+from foretoken.model.execution.packing import (
+    MIN_ELEMENTS,
+    LimitedLinear,
+    PackedLinear,
+    RMSNorm,
+    RowLimit,
+    as_operator,
+    available_memory_bytes,
+    can_pack,
+    cpu_has_bfloat16,
+    linears,
+    packable,
+    packed_dtype,
+    packing_bytes,
+)
+from foretoken.model.independence import quantised_layers
+from foretoken.model.wrappers import take_out_compilation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16", "shadow"]
+
+logger = logging.getLogger("foretoken")
+
+KINDS = ("eager", "packed", "compiled")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shadow(model: Model) -> Model:
+    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter, buffer and packed weight.
+
+    Raises: UnsupportedModelError when the module tree cannot be copied.
+    """
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    shared = [
+        *model.parameters(),
+        *model.buffers(),
+        *(forward for forward in forwards if isinstance(forward, (PackedLinear, LimitedLinear, RMSNorm))),
+    ]
+    memo: dict[int, Any] = {id(item): item for item in shared}
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} holds something that cannot be copied ({error}), and foretoken only changes "
+            "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
+        ) from error
+    take_out_compilation(copied)
+    return copied
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What a model computes in, also where its embedding is kept in blocks of bytes."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype if dtype.is_floating_point else model.dtype
+
+
+def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve "auto" and check the rest.
+
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager".
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    if kind != "auto" and kind not in KINDS:
+        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
+        raise ConfigError(f"execution={kind!r} is unknown{hint}")
+    is_cpu = torch.device(device).type == "cpu"
+    if kind == "auto":
+        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+    if kind != "eager" and not is_cpu:
+        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    if kind == "packed" and not can_pack():
+        raise ConfigError(
+            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
+            "execution='eager', or 'auto', which takes it"
+        )
+    return kind
+
+
+class Execution:
+    """Runs the forward of a shadow. Use `apply_execution` to make one.
+
+    Args:
+      model: the shadow; its layers are changed in place.
+      kind: "eager", "packed" or "compiled".
+    """
+
+    def __init__(self, model: PreTrainedModel, kind: str) -> None:
+        self.model = model
+        self.kind = kind
+        self.uses_grouped_attention = False
+        self.compiled: CompiledForward | None = None
+        self._packed: list[PackedLinear] = []
+        self._num_norms = 0
+        self._row_limit: RowLimit | None = None
+
+    def run(self, **kwargs: Any) -> Any:
+        """The model's own forward, hooks included; arguments and output are `transformers`'."""
+        if self.compiled is not None:
+            return self.compiled(**kwargs)
+        return self.model(**kwargs)
+
+    @contextmanager
+    def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
+        """Inside, linear layers take at least and at most so many rows in one call; None for any number."""
+        if num_rows is None:
+            yield
+            return
+        if self._row_limit is None:
+            self._row_limit = RowLimit()
+            for layer in linears(self.model):
+                layer.forward = LimitedLinear(layer, self._row_limit)
+        self._row_limit.num_rows = num_rows
+        try:
+            yield
+        finally:
+            self._row_limit.num_rows = None
+
+    def over(self, model: PreTrainedModel) -> Execution:
+        """The same for a shadow of this one's model; what is packed stays with this one."""
+        other = Execution(model, self.kind)
+        other.uses_grouped_attention = self.uses_grouped_attention
+        return other
+
+    def refresh_if_stale(self) -> bool:
+        """Pack again what was written since it was packed; True when anything was.
+
+        Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
+        tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
+        """
+        return sum(layer.refresh() for layer in self._packed) > 0
+
+    @property
+    def num_packed_layers(self) -> int:
+        return len(self._packed)
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self._packed)
+
+    def describe(self) -> str:
+        """One line for people."""
+        notes = []
+        if self._packed:
+            layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
+            notes.append(f"{layers}, {self.packed_bytes / 1e6:.0f} MB packed")
+        if num_quantised := sum(1 for _ in quantised_layers(self.model)):
+            notes.append(f"{num_quantised} quantised layers as they are")
+        if not notes and self.kind != "eager":
+            notes.append("no layer large enough or of a packable dtype")
+        return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
+
+    def _pack(self, release_originals: bool, min_elements: int, earlier: Execution | None) -> None:
+        shared = _shared_storages(self.model)
+        packed_before = {} if earlier is None else {id(packed.weight): packed for packed in earlier._packed}
+        for layer in list(packable(self.model, min_elements)):
+            packed = PackedLinear(layer, packed_before.get(id(layer.weight)))
+            layer.forward = as_operator(packed) if self.kind == "compiled" else packed
+            self._packed.append(packed)
+            if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
+                packed.release()
+
+    def _fuse_norms(self) -> None:
+        for layer in self.model.modules():
+            norm = None if "forward" in vars(layer) else RMSNorm.of(layer)
+            if norm is not None:
+                layer.forward = norm
+                self._num_norms += 1
+
+
+@torch.inference_mode()
+def apply_execution(
+    shadow_model: PreTrainedModel,
+    kind: str = "auto",
+    *,
+    release_originals: bool = False,
+    min_packed_elements: int = MIN_ELEMENTS,
+    cache_dir: Path | str | None = None,
+    progress: Callable[[str], None] | None = None,
+    earlier: Execution | None = None,
+) -> Execution:
+    """Make a shadow run the chosen way.
+
+    Args:
+      shadow_model: from `shadow`, or a model nobody else holds; its layers are changed in place.
+      kind: "auto" (packed on x86 where memory allows, else eager), "eager", "packed" or "compiled".
+      release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
+        for models that the library loaded itself.
+      min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
+        the number of rows.
+      cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
+      progress: of "compiled": called with one line before and after each compilation.
+      earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
+
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    Exactness: equals eager execution within the rounding of the dtype.
+    """
+    device = shadow_model.get_input_embeddings().weight.device
+    chosen = choose_execution(kind, device, compute_dtype(shadow_model))
+    is_packed_already = earlier is not None and earlier.num_packed_layers > 0
+    if kind == "auto" and chosen == "packed" and not is_packed_already:
+        chosen = "packed" if _fits(shadow_model, release_originals, min_packed_elements) else "eager"
+    execution = Execution(shadow_model, chosen)
+    if execution.kind == "eager":
+        return execution
+    execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
+    execution._fuse_norms()
+    execution._pack(release_originals, min_packed_elements, earlier)
+    if execution.kind == "compiled":
+        execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
+    return execution
+
+
+def _fits(model: PreTrainedModel, release_originals: bool, min_elements: int) -> bool:
+    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    needed = packing_bytes(packable(model, min_elements), release_originals)
+    available = available_memory_bytes()
+    if available is None or needed <= 0.9 * available:
+        return True
+    logger.warning(
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
+        "drafts; pass execution='packed' to pack all the same.",
+        type(model).__name__,
+        needed / 1e9,
+        available / 1e9,
+    )
+    return False
+
+
+def _shared_storages(model: nn.Module) -> set[int]:
+    """Addresses of weights that more than one module uses, such as tied embeddings."""
+    owners = Counter(
+        parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    return {address for address, count in owners.items() if count > 1}

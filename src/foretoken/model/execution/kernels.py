@@ -1,0 +1,479 @@
+"""What the kernels of a machine keep: the shapes at which a row has the same bits whatever runs beside it.
+
+Kernels choose how to sum by the size of what they are given, so the logits of a text may differ in their last bits
+between a forward over one token and one over a whole draft. CPUs and libraries differ in where: measured here, on the
+model and the machine at hand, never assumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution.attention import grouped_sdpa
+from foretoken.model.execution.packing import linears
+from foretoken.model.nodes import Nodes
+
+if TYPE_CHECKING:
+    from foretoken.model.lm import CausalLM
+
+ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 33, 48, 64)
+"""Numbers of rows at which every kind of linear layer is tried."""
+
+VIEW_MULTIPLES = (64, 256, 512)
+"""Attention runs over a whole number of so many columns; steps of 64 were seen to change bits in float32."""
+
+LENGTHS = (37, 700)
+"""Contexts at which the model is tried: within the first block of columns, and past it."""
+
+QUERY_BLOCK = 32
+"""torch's attention for CPUs takes queries in blocks of so many. A block of one query is multiplied as a vector, in
+another order, which shows in bfloat16 once in thousands of numbers: too seldom to be measured, so it is avoided."""
+
+ATTENTION_LENGTHS = (37, 300, 700)
+"""Contexts at which attention alone is tried. At 300 a view of 320 columns was seen to give other bits than 512."""
+
+PREFILL_MULTIPLE = 8
+"""Chunks of prompts are padded to a multiple of so many tokens, so that several prompts have one length."""
+
+PREFILL_ROW_COUNTS = (48, 64, 96, 128, 160, 192, 256)
+"""Numbers of rows at which linear layers are tried for prompts."""
+
+MIN_OUTPUTS = 1 << 17
+"""A linear layer gives at least so many numbers at every number of rows: in bfloat16 few of them show another order of
+a sum, one in twenty thousand on a CPU with AMX."""
+
+MIN_SAMPLES = 1024
+"""Attention alone gives at least so many numbers per node: few of them show another order of a sum."""
+
+MAX_TRIED_LAYERS = 4
+"""Deeper models are tried by their first layers, more where a kind of attention comes later: kernels are the same."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Shapes at which a row keeps its bits, however many nodes, rows and columns run beside it.
+
+    Args:
+      min_nodes, max_nodes: every row runs at least so many nodes, padding included, and at most so many.
+      min_rows, max_rows: linear layers are given at least and at most so many rows in one call, over all rows.
+      view_multiple: attention runs over a multiple of so many columns.
+      group_size: queries of attention per node.
+      prefill_rows: the least and the most rows that linear layers are given in one call where prompts of one padded
+        length are read side by side; None where these do not keep their bits, and are read one at a time.
+    """
+
+    max_nodes: int
+    min_nodes: int = 1
+    min_rows: int = 1
+    max_rows: int = ROW_COUNTS[-1]
+    view_multiple: int = VIEW_MULTIPLES[0]
+    group_size: int = 1
+    prefill_rows: tuple[int, int] | None = None
+
+    def width(self, num_rows: int, num_nodes: int) -> int:
+        """To how many nodes the rows of a step are padded.
+
+        One row of 1 node with min_rows 3: 3. Two rows of 1 node: 2 each, which makes 4 in all. 11 nodes in groups of
+        3 are 33 queries, one more than a block: 12.
+        """
+        width = max(num_nodes, self.min_nodes, -(-self.min_rows // num_rows))
+        return width + _leaves_one_query(width, self.group_size)
+
+    def prefill_width(self, num_tokens: int) -> int:
+        """To how many nodes a chunk of a prompt is padded: 50 -> 56, and not at all where it is read alone."""
+        width = -(-num_tokens // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
+        return num_tokens if self.rows_per_call(width) is None else width
+
+    def rows_per_call(self, width: int) -> tuple[int, int] | None:
+        """How many rows linear layers are given in one call where chunks of this width are read together; else None."""
+        return self.prefill_rows if self.prefill_rows is not None and width <= self.prefill_rows[1] else None
+
+    def view_length(self, length: int) -> int:
+        """The view that holds ``length`` columns: 257 -> 512 for a multiple of 256."""
+        return -(-length // self.view_multiple) * self.view_multiple
+
+
+def _leaves_one_query(num_nodes: int, group_size: int) -> bool:
+    """Whether the last block of queries holds one."""
+    return num_nodes * group_size % QUERY_BLOCK == 1
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What was measured.
+
+    Args:
+      bucket: shapes that keep bits, or None where there are none.
+      reason: why there are none; empty otherwise.
+      seconds: what the measurement took.
+    """
+
+    bucket: Bucket | None
+    reason: str = ""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.bucket is None:
+            return f"no shapes are known to keep the bits of a row: {self.reason}"
+        b = self.bucket
+        return (
+            f"a row keeps its bits from {b.min_nodes} to {b.max_nodes} nodes, over columns in multiples of "
+            f"{b.view_multiple}, with {b.min_rows} to {b.max_rows} rows in one call of a linear layer; prompts are "
+            f"read {'one at a time' if b.prefill_rows is None else 'together where they are of about one length'}"
+        )
+
+
+@torch.inference_mode()
+def measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
+    """Find the shapes at which this model keeps the bits of a row on this machine.
+
+    Linear layers are tried one of each kind at `ROW_COUNTS`; then the first layers of the model, over caches of random
+    content, at several numbers of nodes, rows and columns: some twenty forwards of a few nodes.
+
+    Args:
+      max_nodes: the longest draft wanted, its root included. Where bits change below, the bucket ends there.
+
+    Exactness: a measurement on random numbers and not a proof, but kernels choose by shape, not by content.
+    """
+    start = perf_counter()
+    facts = _measure(lm, max_nodes)
+    return replace(facts, seconds=perf_counter() - start)
+
+
+def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
+    if lm.device.type != "cpu":
+        return KernelFacts(None, f"nothing is measured on {lm.device.type}")
+    if lm.execution.kind == "compiled":
+        return KernelFacts(None, "compiled kernels are made anew for every kind of shape")
+    if other := _other_products(lm.shadow):
+        return KernelFacts(None, f"{other} multiplies by matrices of its own, in calls whose size depends on the text")
+    low, high = 1, ROW_COUNTS[-1]
+    for layer in _kinds(lm.shadow):
+        rows = _row_range(layer)
+        if rows is None:
+            return KernelFacts(None, f"a linear layer of {_shape(layer)} has other bits in another place of the batch")
+        low, high = max(low, rows[0]), min(high, rows[1])
+    if high < 2 * low:
+        return KernelFacts(None, f"linear layers agree on calls of {low} to {high} rows only")
+    trial = _Trial(lm)
+    for nodes, multiple in trial.candidates(max_nodes):
+        bucket = Bucket(nodes[1], nodes[0], low, high, multiple, trial.group_size)
+        if trial.keeps_bits(bucket):
+            return KernelFacts(replace(bucket, prefill_rows=_prefill_rows(trial)))
+    return KernelFacts(None, "a row has other bits with other nodes, rows or columns beside it")
+
+
+def _kinds(model: nn.Module) -> Iterator[nn.Module]:
+    """One linear layer of every shape and way of being run."""
+    seen = set()
+    for layer in linears(model):
+        kind = (_shape(layer), layer.weight.dtype, type(vars(layer).get("forward")), layer.bias is None)
+        if kind not in seen:
+            seen.add(kind)
+            yield layer
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    """(in, out)."""
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+def _prefill_rows(trial: _Trial) -> tuple[int, int] | None:
+    """The range of numbers of rows in which every layer that reads prompts keeps bits; None where it is too small."""
+    low, high = PREFILL_ROW_COUNTS[0], PREFILL_ROW_COUNTS[-1]
+    for layer in trial.kinds_below_the_head():
+        rows = _row_range(layer, PREFILL_ROW_COUNTS)
+        if rows is None:
+            return None
+        low, high = max(low, rows[0]), min(high, rows[1])
+    return (low, high) if high >= 2 * low and trial.keeps_prompts_apart((low, high)) else None
+
+
+def _row_range(layer: nn.Module, counts: Sequence[int] = ROW_COUNTS) -> tuple[int, int] | None:
+    """The widest range of numbers of rows, of those tried, in which a row has the same bits; None for no range."""
+    generator = torch.Generator().manual_seed(0)
+    dtype: torch.dtype = layer.weight.dtype  # type: ignore[assignment]
+    size_in, size_out = _shape(layer)
+    x = torch.randn(max(counts[-1], MIN_OUTPUTS // size_out), size_in, generator=generator).to(dtype)
+    if not torch.equal(layer(x[:16].roll(1, 0)).roll(-1, 0), layer(x[:16])):
+        return None
+    best = (counts[0], counts[0])
+    low, first = 0, torch.empty(0)
+    for count in counts:
+        output = _in_calls(layer, x, count)
+        if not torch.equal(output, first):
+            low, first = count, output
+        if count * best[0] > best[1] * low:  # by the ratio of its ends
+            best = (low, count)
+    return best
+
+
+def _in_calls(layer: nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
+    """(M, in) -> (M, out), so many rows in every call; the last one takes some of the rows before it along."""
+    starts = range(0, len(x) - count, count)
+    num_left = len(x) - len(starts) * count
+    return torch.cat([*(layer(x[start : start + count]) for start in starts), layer(x[-count:])[-num_left:]])
+
+
+def _node_range(
+    dtype: torch.dtype, num_heads: int, group_size: int, sizes: tuple[int, int], max_nodes: int, multiple: int
+) -> tuple[int, int] | None:
+    """The widest range of numbers of nodes in which attention gives a node the same bits, whatever the view; None
+    for no range.
+
+    Scores are small differences of large products here, and values cancel: another order of any sum shows.
+    """
+    attend = _Attention(dtype, num_heads, group_size, sizes, max_nodes, multiple)
+    counts = [count for count in range(1, max_nodes + 1) if not _leaves_one_query(count, group_size)]
+    best: tuple[int, int] | None = None
+    low, first = 0, list[torch.Tensor]()
+    for high in counts:
+        output = attend(high)
+        if output is None:
+            first = []
+            continue
+        if not first or not _begins_with(output, first):
+            low, first = high, output
+        if best is None or high - low > best[1] - best[0] or (high == low and best[0] == best[1]):
+            best = (low, high)
+    return best
+
+
+def _begins_with(outputs: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -> bool:
+    """Whether the first nodes, (B, N, H, D) of every context, are these."""
+    return all(torch.equal(part[:, : begin.shape[1]], begin) for part, begin in zip(outputs, first, strict=True))
+
+
+class _Attention:
+    """Attention over keys and values of several contexts that show the order of sums."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        num_heads: int,
+        group_size: int,
+        sizes: tuple[int, int],
+        max_nodes: int,
+        multiple: int,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._multiple, self._max_nodes = multiple, max_nodes
+        columns = max(self._views(ATTENTION_LENGTHS[-1] + max_nodes))
+        num_rows = max(1, MIN_SAMPLES // (num_heads * sizes[1]))
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        half = -(-sizes[0] // 2)
+        large = 64 * draw(num_rows, num_heads, columns, half)
+        keys = torch.cat([large, large + 0.5 * draw(*large.shape).round()], -1)[..., : sizes[0]]
+        large = 64 * draw(num_rows, num_heads * group_size, max_nodes, half)
+        queries = torch.cat([large, -large], -1)[..., : sizes[0]]
+        values = draw(num_rows, num_heads, columns, sizes[1])
+        values[:, :, 1::2] = -values[:, :, : columns - 1 : 2]
+        self._queries, self._keys, self._values = (part.to(dtype) for part in (queries, keys, values))
+
+    def _views(self, length: int) -> list[int]:
+        """Numbers of columns that hold so many: the fewest, one multiple more, an odd and an even number of 256."""
+        fewest = -(-length // self._multiple) * self._multiple
+        blocks = -(-length // 256)
+        others = [256 * (blocks + (blocks % 2 == 0)), 256 * (blocks + blocks % 2)]
+        return [fewest, fewest + self._multiple, *(view for view in others if view % self._multiple == 0)]
+
+    def __call__(self, num_nodes: int) -> list[torch.Tensor] | None:
+        """(B, N, H, D) for every context; None where a view gives other bits."""
+        found = []
+        for length in ATTENTION_LENGTHS:
+            one, *others = (self._over(length, num_nodes, view) for view in self._views(length + self._max_nodes))
+            if not all(torch.equal(one, other) for other in others):
+                return None
+            found.append(one)
+        return found
+
+    def _over(self, length: int, num_nodes: int, columns: int) -> torch.Tensor:
+        """Attention of the first nodes behind so many columns, in a view of so many."""
+        sees = torch.arange(columns) <= length + torch.arange(num_nodes)[:, None]
+        mask = torch.zeros(sees.shape, dtype=self._queries.dtype)
+        mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
+        output, _ = grouped_sdpa(
+            nn.Identity(),
+            self._queries[:, :, :num_nodes],
+            self._keys[:, :, :columns],
+            self._values[:, :, :columns],
+            mask[None, None],
+            scaling=0.02,
+        )
+        return output
+
+
+def _other_products(model: nn.Module) -> str | None:
+    """The name of a module that holds a matrix and is neither a linear layer nor an embedding, such as experts."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
+            continue
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            return type(module).__name__
+    return None
+
+
+class _Trial:
+    """Forwards over caches of random content, by the first layers of a model. They are not counted."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        self._lm = lm.first_layers(MAX_TRIED_LAYERS)
+        cache = self._lm.new_cache(1)
+        self._lm.forward(Nodes.from_chains([[0]]), cache)
+        cache.commit([[0]])
+        self._states = cache.export(0, 1)  # for its shapes
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head where attention folds them into queries, else 1."""
+        if not self._lm.execution.uses_grouped_attention:
+            return 1
+        heads = {pair[0].shape[0] for pair in self._states if pair is not None}
+        return int(self._lm.config.num_attention_heads) // min(heads)
+
+    def candidates(self, max_nodes: int) -> Iterator[tuple[tuple[int, int], int]]:
+        """Ranges of numbers of nodes, and multiples of columns, worth trying on the model.
+
+        What our own attention function keeps can be seen at once and closely. Of others nothing is known; then only
+        one number of nodes is worth trying.
+        """
+        for multiple in VIEW_MULTIPLES:
+            if not self._lm.execution.uses_grouped_attention:
+                yield (max_nodes, max_nodes), multiple
+                continue
+            shapes = {tuple(part.shape[::2] for part in pair) for pair in self._states if pair is not None}
+            group = self._lm.config.num_attention_heads
+            ranges = [
+                _node_range(self._lm.dtype, heads, group // heads, sizes, max_nodes, multiple)
+                for (heads, size), (_, value_size) in shapes
+                for sizes in [(size, value_size)]
+            ]
+            if None in ranges:
+                continue
+            low, high = max(found[0] for found in ranges if found), min(found[1] for found in ranges if found)
+            if low <= high:
+                yield (low, high), multiple
+
+    def keeps_bits(self, bucket: Bucket) -> bool:
+        """Whether nodes have equal logits at all kinds of shapes that this bucket allows."""
+        room = (self._lm.context_length or 2 * LENGTHS[-1]) - bucket.max_nodes
+        lengths = [length for length in LENGTHS if length < room] or [max(1, room // 2)]
+        drafts = [self._draft(bucket, length) for length in lengths]
+        alone = [
+            self._logits(bucket, self._cache([length]), [draft])[0]
+            for length, draft in zip(lengths, drafts, strict=True)
+        ]
+        parts = list(_parts(bucket.max_nodes))
+        if not all(
+            self._keeps_in_parts(bucket, length, draft, logits, sizes)
+            for length, draft, logits in zip(lengths, drafts, alone, strict=True)
+            for sizes in parts
+        ):
+            return False
+        together = self._logits(bucket, self._cache(lengths), drafts)
+        return all(map(torch.equal, alone, together))
+
+    def kinds_below_the_head(self) -> Iterator[nn.Module]:
+        """One layer of every kind that `_kinds` knows, but the output embedding, which prompts do not reach."""
+        head = self._lm.shadow.get_output_embeddings()
+        return (layer for layer in _kinds(self._lm.shadow) if layer is not head)
+
+    def keeps_prompts_apart(self, rows: tuple[int, int]) -> bool:
+        """Whether prompts leave the same bits alone and beside others; ``rows`` as in `Bucket.prefill_rows`."""
+        width = min(5 * PREFILL_MULTIPLE, self._lm.context_length or sys.maxsize)
+        prompts = [self._tokens(width, seed) for seed in range(rows[1] // width + 1)]
+        together = self._prefilled(prompts, rows)
+        return all(
+            torch.equal(states, own)
+            for row, prompt in enumerate(prompts)
+            for pair, other in zip(
+                together.export(row, width), self._prefilled([prompt], rows).export(0, width), strict=True
+            )
+            if pair is not None and other is not None
+            for states, own in zip(pair, other, strict=True)
+        )
+
+    def _prefilled(self, prompts: Sequence[list[int]], rows: tuple[int, int]) -> KVCache:
+        """A cache that holds these prompts, of one length."""
+        cache, width = self._lm.new_cache(len(prompts)), len(prompts[0])
+        self._lm.forward(Nodes.from_chains(prompts), cache, keep=slice(0, 0), rows_per_call=rows)
+        cache.commit([range(width)] * len(prompts))
+        return cache
+
+    def _tokens(self, count: int, seed: int) -> list[int]:
+        """Random tokens."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self._lm.vocab_size, (count,), generator=generator).tolist()
+
+    def _draft(self, bucket: Bucket, seed: int) -> list[int]:
+        """The longest draft of the bucket, of random tokens."""
+        return self._tokens(bucket.max_nodes, seed)
+
+    def _cache(self, lengths: Sequence[int]) -> KVCache:
+        """One row of each length; what a row holds depends on its length alone."""
+        cache = self._lm.new_cache(len(lengths))
+        for row, length in enumerate(lengths):
+            generator = torch.Generator().manual_seed(length)
+            pairs = tuple(
+                None if pair is None else tuple(_random_like(states, length, generator) for states in pair)
+                for pair in self._states
+            )
+            cache.load(row, pairs, length)  # type: ignore[arg-type]
+        return cache
+
+    def _keeps_in_parts(
+        self, bucket: Bucket, length: int, draft: list[int], logits: torch.Tensor, sizes: Sequence[int]
+    ) -> bool:
+        """Whether a draft has the same logits when it is fed in parts, each committed before the next."""
+        cache, fed = self._cache([length]), 0
+        for size in sizes:
+            more_columns = bucket.view_multiple * (fed % 2)
+            (got,) = self._logits(bucket, cache, [draft[fed : fed + size]], more_columns)
+            if not torch.equal(got, logits[fed : fed + size]):
+                return False
+            cache.commit([range(size)])
+            fed += size
+        return True
+
+    def _logits(
+        self, bucket: Bucket, cache: KVCache, drafts: Sequence[list[int]], more_columns: int = 0
+    ) -> list[torch.Tensor]:
+        """(N, V) for the draft of every row; the view is longer than needed by ``more_columns``."""
+        width = bucket.width(len(drafts), max(map(len, drafts)))
+        view = bucket.view_length(max(cache.lengths) + width) + more_columns
+        logits = self._lm.forward(Nodes.from_chains(drafts, width), cache, view_length=view, bucket=bucket)
+        return [logits[row, : len(draft)].clone() for row, draft in enumerate(drafts)]
+
+
+def _parts(total: int) -> Iterator[list[int]]:
+    """Ways of cutting a draft up: 16 -> (1, 2, 3, 4, 5, 1), (7, 9), (13, 3)."""
+    sizes = list(range(1, total + 1))
+    while sum(sizes) > total:
+        sizes.pop()
+    yield [*sizes, *([total - sum(sizes)] if sum(sizes) < total else [])]
+    for first in {total * 4 // 9, total * 5 // 6} - {0, total}:
+        yield [first, total - first]
+
+
+def _random_like(states: torch.Tensor, length: int, generator: torch.Generator) -> torch.Tensor:
+    """(heads, length, head_dim) in the dtype of ``states``."""
+    return torch.randn(states.shape[0], length, states.shape[2], generator=generator).to(states)

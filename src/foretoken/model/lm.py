@@ -1,0 +1,534 @@
+"""The adapter around a `transformers` causal language model, target and drafter alike."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from foretoken.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution.attention import use_grouped_sdpa
+from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
+from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
+from foretoken.model.execution.packing import MIN_ELEMENTS
+from foretoken.model.independence import check_rows_independent, unchanged_attributes
+from foretoken.model.nodes import Nodes
+from foretoken.model.probe import Probe
+from foretoken.model.prober import Prober
+from foretoken.model.reduced import reduced
+from foretoken.model.state import ModelState
+from foretoken.model.wrappers import check_unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+__all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "fit_vocabulary", "layer_types"]
+
+logger = logging.getLogger("foretoken")
+
+Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
+FULL, SLIDING = "full_attention", "sliding_attention"
+MAX_LEARNT = 16
+"""Structures of one model, of which what was measured is remembered."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Features of one forward, (B, N, H) each, as far as they were asked for."""
+
+    last_hidden: torch.Tensor | None = None
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Learnt:
+    """What was measured on one structure of a model."""
+
+    probe: Probe
+    facts: dict[tuple[int, int], KernelFacts]
+
+
+def _nobody() -> None:
+    """In the place of a reference to a model that has no other owner."""
+
+
+class CausalLM:
+    """Runs nodes through an unmodified model over a `KVCache`.
+
+    The user's module objects are never entered for speed: a *shadow* shares their tensors and carries private
+    modules and configs. ``forward`` is the only way in.
+
+    Args:
+      model: any `transformers` causal LM whose state can be rolled back.
+      execution: "auto", "eager", "packed" or "compiled".
+      release_originals: let packed weights replace the originals; only for models nobody else holds.
+      probe: compare a tree and ragged chains with plain forwards before anything else runs.
+      packs_all: pack small layers too. They run slower then, and a row keeps its bits among more numbers of rows.
+      earlier: of another adapter of the same model; see `apply_execution`.
+
+    Raises:
+      UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
+      ProbeError: chains through the adapter differ from the model's own logits.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        execution: str = "auto",
+        release_originals: bool = False,
+        probe: bool = True,
+        packs_all: bool = False,
+        earlier: Execution | None = None,
+    ) -> None:
+        model = check_unwrapped(model)
+        check_supported(model)
+        self._wanted_execution = execution
+        self._packs_all = packs_all
+        # weights that are released cannot be read again, and nobody else holds the model
+        self._owner = _nobody if release_originals else weakref.ref(model)
+        self._state = ModelState.of(model)
+        self._learnt: dict[Any, _Learnt] = {}  # by the structures that the model had
+        self.num_changes = 0
+        self.config = model.config.get_text_config(decoder=True)
+        self.name = type(model).__name__
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = self.config.vocab_size
+        self.context_length: int | None = exact_context_length(self.config)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = compute_dtype(model)
+        self.num_forwards = 0
+        self._check_autocast()
+        self._layer_types = layer_types(self.config)
+        self._window: int | None = getattr(self.config, "sliding_window", None)
+        self._masks_needed = set(self._layer_types) - {FULL}
+        self._shadow = shadow(model).eval()
+        self._hooks = _FeatureHooks(self._shadow, self.num_layers)
+        self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
+        if probe:
+            with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
+                check_rows_independent(self._shadow, self.name, self.dtype, self.device)
+        is_packed = choose_execution(execution, self.device, self.dtype) != "eager"
+        prober = Prober(self, is_packed=is_packed) if probe else None
+        if prober is not None:
+            prober.before()
+        self._run_by(
+            apply_execution(
+                self._shadow,
+                execution,
+                release_originals=release_originals,
+                min_packed_elements=0 if packs_all else MIN_ELEMENTS,
+                earlier=earlier,
+            )
+        )
+        self._judge(None if prober is None else prober.after())
+        if self.probe is not None:
+            self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
+
+    def _run_by(self, execution: Execution) -> None:
+        self.execution = execution
+        self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
+        # grouped attention takes either, and would turn a bool mask into this form in every layer
+        self._additive_mask = self._is_eager_attention or execution.uses_grouped_attention
+
+    def _judge(self, probe: Probe | None) -> None:
+        self.probe = probe
+        self.supports_trees = probe is None or probe.supports_trees
+
+    def refresh(self) -> bool:
+        """Follow the model as its owner has changed it: weights, modules, hooks, configs, attributes of modules.
+
+        A switched adapter is such a change. It costs a new shadow and one reading of the weights; weights with other
+        values are packed again, and a structure that the probe has not seen is probed. Without any change a call takes
+        a few milliseconds: make it once per request, between steps. Writes through ``.data`` alone stay unseen.
+
+        Returns: whether anything had changed; `num_changes` counts. Keys and values, and variants of this adapter,
+          are then those of the model as it was.
+        Raises: as the constructor, while the model is one that cannot be decoded exactly.
+        """
+        model = self._owner()
+        state = self._state if model is None else ModelState.of(model)
+        if model is not None and state.structure != self._state.structure:
+            self._follow(model, state)
+            has_changed = True
+        else:
+            has_changed = self.execution.refresh_if_stale() or state != self._state
+            self._state = state
+        self.num_changes += has_changed
+        return has_changed
+
+    def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
+        """Become the adapter of the model as it is now, for all who hold this one."""
+        known = self._learnt.get(state.structure)
+        fresh = CausalLM(
+            model,
+            execution=self._wanted_execution,
+            probe=bool(self._learnt) and known is None,
+            packs_all=self._packs_all,
+            earlier=self.execution,
+        )
+        if known is not None:
+            fresh._facts = known.facts
+            fresh._judge(known.probe)
+        while len(self._learnt) >= MAX_LEARNT:
+            del self._learnt[next(iter(self._learnt))]
+        fresh._learnt = {**self._learnt, **fresh._learnt}
+        fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
+        vars(self).update(vars(fresh))
+
+    def new_cache(self, num_rows: int = 0, capacity: int = 256) -> KVCache:
+        """An empty cache that this model can write into."""
+        return KVCache(self.num_layers, num_rows=num_rows, capacity=capacity, device=self.device)
+
+    @torch.inference_mode()
+    def variant(self, name: str, edit: Callable[[CausalLM, PreTrainedModel], None]) -> CausalLM:
+        """An adapter over another shadow with the same tensors, which reads and writes the same caches.
+
+        Args:
+          name: what is different about it, for messages.
+          edit: changes modules of the new shadow in place. It may run the adapter to learn about them.
+
+        Exactness: neither this adapter nor the user's model is changed.
+        """
+        other = copy.copy(self)
+        other._owner = _nobody
+        other.name = f"{self.name} ({name})"
+        other._shadow = shadow(self._shadow)
+        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other.execution = self.execution.over(other._shadow)
+        edit(other, other._shadow)
+        other.num_forwards = 0
+        other._facts = {}
+        return other
+
+    def kernel_facts(self, max_nodes: int) -> KernelFacts:
+        """At which shapes this model keeps the bits of a row here; measured when first asked, then remembered."""
+        key = max_nodes, torch.get_num_threads()  # kernels share their work out by threads
+        if key not in self._facts:
+            count = self.num_forwards
+            self._facts[key] = measure(self, max_nodes)
+            self.num_forwards = count
+        return self._facts[key]
+
+    @torch.inference_mode()
+    def first_layers(self, num_layers: int) -> CausalLM:
+        """An adapter over the first layers only, more where a kind of attention comes later. Its text means nothing."""
+        kinds = [self._layer_types.index(kind) for kind in set(self._layer_types)]
+        count = max(num_layers, *(index + 1 for index in kinds))
+
+        def cut(other: CausalLM, _: PreTrainedModel) -> None:
+            del other._hooks.layers[count:]
+            other.num_layers, other._layer_types = count, self._layer_types[:count]
+
+        return self if count >= self.num_layers else self.variant("first layers", cut)
+
+    @property
+    def shadow(self) -> PreTrainedModel:
+        """The private modules that `forward` runs, over the tensors of the user's model."""
+        return self._shadow
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder layers of the shadow, in order."""
+        return list(self._hooks.layers)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        *,
+        first_row: int = 0,
+        keep: slice | None = None,
+        view_length: int | None = None,
+        bucket: Bucket | None = None,
+        rows_per_call: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Logits of every node, given the committed part of its row and its own ancestors.
+
+        Nodes are written behind the committed columns; call ``cache.commit`` to keep any.
+
+        Args:
+          nodes: B rows; row i is row ``first_row + i`` of the cache.
+          keep: which of the N node columns need logits; all by default, an empty slice for none.
+          view_length: fix the number of cache columns that attention runs over.
+          bucket: run at shapes that keep the bits of a row, as measured; the nodes are padded already.
+          rows_per_call: how many nodes linear layers are given in one call at least and at most, over all rows.
+        Returns: (B, kept, V) in the dtype of the model.
+        Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
+        """
+        self._check_autocast()
+        self.num_forwards += 1
+        num_rows, width = nodes.tokens.shape
+        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        if bucket is not None and view_length is None:
+            view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
+        columns = cache.open(first_row, num_rows, width, view_length)
+        starts = torch.tensor(trunks, device=self.device)[:, None]
+        positions = starts + nodes.depths.to(self.device)  # (B, S + N)
+        kept = range(width)[keep] if keep is not None else range(width)
+        if bucket is not None and num_rows * width > bucket.max_rows:
+            rows_per_call = (1, bucket.max_rows)
+        with self.execution.calls_of(rows_per_call):
+            output = self.execution.run(
+                input_ids=nodes.tokens.to(self.device),
+                position_ids=positions[:, nodes.num_fed :],
+                attention_mask=self._mask(nodes, starts, positions, columns, view_length is not None),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=_logits_to_keep(kept, width, self.device),
+            )
+        logits: torch.Tensor = output.logits
+        return logits[:, : len(kept)]
+
+    @contextmanager
+    def capture(self, *, last_hidden: bool = False, layer_inputs: Sequence[int] = ()) -> Iterator[_Capture]:
+        """Record features of the forwards inside the block; read ``.features`` after each.
+
+        ``last_hidden`` covers the kept columns only.
+        """
+        with self._hooks.recording(last_hidden, tuple(layer_inputs)) as record:
+            yield record
+
+    def _check_autocast(self) -> None:
+        """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise ConfigError(
+                "torch.autocast is on, and foretoken computes in the dtype of the model; leave the context, or load "
+                "the model in that dtype"
+            )
+
+    # -- masks -------------------------------------------------------------------------------------------------
+
+    def _mask(
+        self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool
+    ) -> Mask:
+        """4-D mask (B, 1, N, T), one per layer type where the model has several."""
+        if nodes.is_one_token and not self._masks_needed and not self._is_eager_attention and not fixed_shape:
+            return None  # a single token sees every column of the view
+        full = self._visible(nodes, starts, columns)
+        masks = {FULL: full}
+        if self._masks_needed:
+            masks[SLIDING] = full & self._in_window(nodes, starts, positions, columns)
+        used = {kind: self._as_mask(masks[kind]) for kind in dict.fromkeys(self._layer_types)}
+        return used if len(used) > 1 else next(iter(used.values()))
+
+    def _visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
+        num_rows, width = nodes.tokens.shape
+        column = torch.arange(columns, device=self.device)
+        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
+        if nodes.ancestors is None:
+            visible = column <= own[:, :, None]
+        else:
+            visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
+            places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
+            visible.scatter_(2, places, nodes.ancestors.to(self.device))
+        if min(nodes.counts) < width:
+            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
+            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
+            visible = torch.where(is_real, visible, column == own[:, :, None])
+        return visible
+
+    def _in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
+        num_rows = len(nodes.counts)
+        column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
+        column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
+        distance = positions[:, nodes.num_fed :, None] - column_positions[:, None, :]
+        return distance < (self._window or 0)
+
+    def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
+        """(B, S + N): the columns of the fed and the new nodes of every row."""
+        return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
+
+    def _as_mask(self, visible: torch.Tensor) -> torch.Tensor:
+        visible = visible[:, None]  # (B, 1, N, T)
+        if not self._additive_mask:
+            return visible
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+    # -- probe -------------------------------------------------------------------------------------------------
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """Attention type of every layer."""
+        return self._layer_types
+
+    @property
+    def window(self) -> int | None:
+        """Width of the sliding windows, if there are any."""
+        return self._window if SLIDING in self._layer_types else None
+
+    def reduced(self, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:
+        """An adapter over a few of the layers, for the probe; see `foretoken.model.reduced`.
+
+        Args:
+          dtype: None for the whole model as it is.
+          window: of every sliding layer, if the model has any and theirs is wider.
+        """
+        other = copy.copy(self)
+        other._owner, other._facts = _nobody, {}
+        if self.window is not None:
+            other._window = min(self.window, window)
+        other._shadow = reduced(self._shadow, self.layers, layers, dtype, other.window)
+        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other.dtype = dtype or self.dtype
+        other._run_by(Execution(other._shadow, "eager"))
+        return other
+
+    def group_attention(self) -> None:
+        """Run attention as packed execution does."""
+        self.execution.uses_grouped_attention = use_grouped_sdpa(self._shadow)
+        self._run_by(self.execution)
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
+    name = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
+    for path, module in model.named_modules():
+        if getattr(module, "merged", False) is True and getattr(module, "disable_adapters", False) is True:
+            raise UnsupportedModelError(
+                f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
+                "in the forward; call unmerge_adapter() before the adapters are disabled."
+            )
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise UnsupportedStateError(
+            f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
+            "rolled back after a rejected draft."
+        )
+    text_config = config.get_text_config(decoder=True)
+    for index, layer in enumerate(DynamicCache(config=text_config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedStateError(
+                f"layer {index} of {name} keeps {type(layer).__name__} state, which cannot be rolled back exactly "
+                "after a rejected draft. Models with attention layers only are supported."
+            )
+    unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedModelError(f"{name} has layers of type {', '.join(unknown)}, whose masks are not known here.")
+    if "position_ids" not in parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
+            "given their positions. Use a model with rotary or learned absolute positions."
+        )
+
+
+def exact_context_length(config: Any) -> int | None:
+    """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
+
+    Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
+    that border, or a long row in the batch, would change tokens before it: such models end at the border.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in (ropes, *nested)
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
+    ]
+    return min([length or borders[0], *borders]) if borders else length
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """Attention type of every layer, as `transformers` derives it from a text config."""
+    listed = getattr(config, "layer_types", None)
+    if listed is not None:
+        return tuple(listed)
+    kind = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
+    return (kind,) * int(config.num_hidden_layers)
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits (..., V) of a drafter over a target's vocabulary: padding tokens are cut off or impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+
+def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
+    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    if len(kept) == width:
+        return 0
+    if len(kept) == 0:
+        return 1
+    if kept.stop == width and kept.step == 1:
+        return len(kept)
+    return torch.tensor(list(kept), device=device)
+
+
+# -- features ----------------------------------------------------------------------------------------------------
+
+
+class _Capture:
+    """Holds what the hooks saw in the latest forward."""
+
+    def __init__(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> None:
+        self.wants_last_hidden = last_hidden
+        self.wants_layers = layer_inputs
+        self.last_hidden: torch.Tensor | None = None
+        self.layer_inputs: dict[int, torch.Tensor] = {}
+
+    @property
+    def features(self) -> Captured:
+        return Captured(self.last_hidden, dict(self.layer_inputs))
+
+
+class _FeatureHooks:
+    """Forward pre-hooks on a shadow: the output embedding and chosen decoder layers."""
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self._head = model.get_output_embeddings()
+        self.layers = _decoder_layers(model, num_layers)
+
+    @contextmanager
+    def recording(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> Iterator[_Capture]:
+        record = _Capture(last_hidden, layer_inputs)
+        handles = []
+
+        def keep_hidden(_module: Any, args: Any) -> None:
+            record.last_hidden = args[0]
+
+        def keep_layer(index: int) -> Any:
+            def hook(_module: Any, args: Any, kwargs: Any) -> None:
+                record.layer_inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        if last_hidden:
+            handles.append(self._head.register_forward_pre_hook(keep_hidden))
+        for index in layer_inputs:
+            handles.append(self.layers[index].register_forward_pre_hook(keep_layer(index), with_kwargs=True))
+        try:
+            yield record
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")

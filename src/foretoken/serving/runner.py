@@ -1,0 +1,255 @@
+"""One engine shared by many calls: who steps, who gets what, and what happens when a step breaks off."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from time import perf_counter
+from types import TracebackType
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.engine.stats import StepProfile
+from foretoken.errors import EngineBusyError, PromptError
+from foretoken.serving.outputs import RequestOutput, StreamOutput
+from foretoken.serving.payoff import PayoffWatch
+from foretoken.serving.prompts import Prompt
+from foretoken.serving.session import Request, Sample, Session
+from foretoken.serving.textstream import TextStream
+
+
+class Runner:
+    """Runs the sessions of several calls over one engine.
+
+    A session's caller steps the engine until its own session has news; results of other sessions are kept for them.
+    So calls from several threads, and calls made while a stream is open, share batches and all give right results.
+
+    Args:
+      new_engine: makes the engine, and another one after a step that broke off.
+      tokenizer: for the text of results.
+      num_spec_tokens: K, for the metrics.
+      lock: held while the target runs; runners of one target share it.
+      payoff: told of steps and of rows that have ended.
+    """
+
+    def __init__(
+        self,
+        new_engine: Callable[[], Engine],
+        tokenizer: PreTrainedTokenizerBase | None,
+        num_spec_tokens: int,
+        lock: threading.RLock,
+        payoff: PayoffWatch,
+    ) -> None:
+        self._new_engine = new_engine
+        self._engine = new_engine()
+        self._execution = self._engine.target.execution
+        self._num_changes = self._engine.target.num_changes
+        self._tokenizer = tokenizer
+        self._num_spec_tokens = num_spec_tokens
+        self._lock = lock
+        self._payoff = payoff
+        self._is_stepping = False
+        self._num_requests = 0
+        self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
+        self._abandoned: deque[Session] = deque()
+
+    @property
+    def profile(self) -> StepProfile:
+        return self._engine.profile
+
+    @property
+    def num_unfinished(self) -> int:
+        """Rows that are queued or running."""
+        return len(self._session_of)
+
+    def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
+        """Queue the prompts of one call, all of them or, when one is refused, none.
+
+        Args:
+          params: one for each prompt, given the number of the request.
+
+        Raises: PromptError, naming the prompt by its place; UnsupportedModelError when the owner of the model has made
+          it one that cannot be decoded exactly.
+        """
+        with self._lock:
+            if self._is_stepping:
+                raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
+            self._follow_target()
+            requests: list[Request] = []
+            try:
+                for place, (prompt, params_of) in enumerate(zip(prompts, params, strict=True)):
+                    requests.append(self._add(place, prompt, params_of(self._num_requests)))
+            except BaseException:
+                for request in requests:
+                    self._engine.abort(request.id)
+                raise
+            session = Session(
+                requests,
+                self._tokenizer,
+                drafter_name=self._engine.drafter.name,
+                num_spec_tokens=self._num_spec_tokens,
+            )
+            self._session_of.update(dict.fromkeys(session.row_ids, session))
+            return session
+
+    def _follow_target(self) -> None:
+        """Decode with the model as it is now. Rows that are running go on over what they have in the cache."""
+        target = self._engine.target
+        target.refresh()
+        if target.num_changes != self._num_changes:
+            self._engine.forget_prefixes()
+            self._num_changes = target.num_changes
+        while self._abandoned:
+            self.end(self._abandoned.popleft())
+        if target.execution is not self._execution and not self._session_of:
+            self._renew_engine()  # its drafter and its cache are made for the model as it was
+            self._execution = target.execution
+
+    def _add(self, place: int, prompt: Prompt, params: SamplingParams) -> Request:
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        try:
+            rows = self._engine.add_request(prompt.token_ids, params, request_id)
+        except PromptError as error:
+            raise type(error)(f"prompt {place}: {error}") from None
+        return Request(request_id, prompt, params, perf_counter(), [self._sample(row) for row in rows])
+
+    def _sample(self, row: Sequence) -> Sample:
+        text = TextStream(
+            self._tokenizer if row.params.detokenize else None,
+            stops=row.params.stop_strings,
+            keep_stop=row.params.include_stop_str_in_output,
+            skip_special_tokens=row.params.skip_special_tokens,
+        )
+        return Sample(row, text)
+
+    def advance(self, session: Session) -> None:
+        """Step until this session has news or has ended.
+
+        Raises: what broke off a step, in every session that had rows in it.
+        """
+        while not (session.news or session.is_closed):
+            with self._lock:
+                if session.failure is not None:
+                    raise session.failure
+                if session.news or session.is_closed or session.is_finished:
+                    return
+                while self._abandoned:
+                    self.end(self._abandoned.popleft())
+                self._step()
+
+    def _step(self) -> None:
+        started = perf_counter()
+        self._is_stepping = True
+        try:
+            outputs = self._engine.step()
+            ended = perf_counter()
+            self._payoff.step(outputs, ended - started, self._engine.profile)
+            for output in outputs:
+                self._session_of[output.row.id].take(output, started, ended)
+                if output.row.is_finished:
+                    del self._session_of[output.row.id]
+                    self._payoff.ended(output.row.stats, self._engine.profile)
+        except BaseException as error:
+            self._restart(error)
+            raise
+        finally:
+            self._is_stepping = False
+
+    def _restart(self, error: BaseException) -> None:
+        """A step that broke off leaves rows in no known state: begin anew, and tell everyone who had rows."""
+        for session in self._session_of.values():
+            session.failure = error
+            session.abort()
+        self._session_of.clear()
+        self._renew_engine()
+
+    def _renew_engine(self) -> None:
+        profile = self._engine.profile
+        self._engine = self._new_engine()
+        self._engine.profile = profile
+
+    def end(self, session: Session) -> None:
+        """Take what is unfinished of a session out of the engine."""
+        with self._lock:
+            if self._is_stepping:
+                self.abandon(session)
+                return
+            session.is_closed = True
+            for row_id in session.row_ids:
+                self._session_of.pop(row_id, None)
+            for request in session.requests:
+                if not request.is_finished:
+                    self._engine.abort(request.id)
+            session.abort()
+
+    def abandon(self, session: Session) -> None:
+        """End a session before the next step; may be called from anywhere, a garbage collection included."""
+        self._abandoned.append(session)
+
+
+class Stream(Iterator[StreamOutput]):
+    """What the requests of one call produce, step by step.
+
+    Iterate for the deltas; `outputs` has what was collected so far, at any time. Use it as a context manager, or
+    close it, to end early.
+    """
+
+    def __init__(self, runner: Runner, session: Session) -> None:
+        self._runner = runner
+        self._session = session
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self._session.requests)
+
+    @property
+    def num_finished(self) -> int:
+        """Prompts all of whose samples have ended."""
+        return self._session.num_finished
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, by all samples."""
+        return self._session.num_tokens
+
+    def outputs(self) -> list[RequestOutput]:
+        """Results in the order of the prompts; what has not ended counts as aborted."""
+        return self._session.outputs()
+
+    def output(self, prompt_index: int) -> RequestOutput:
+        """The result for one prompt."""
+        return self._session.output(prompt_index)
+
+    def __next__(self) -> StreamOutput:
+        session = self._session
+        self._runner.advance(session)
+        if session.is_closed:
+            raise StopIteration
+        if session.news:
+            return session.news.popleft()
+        if session.error is not None:
+            raise session.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the requests that have not finished. Closing twice does no harm."""
+        if not self._session.is_closed:
+            self._runner.end(self._session)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._session.is_closed:
+            self._runner.abandon(self._session)

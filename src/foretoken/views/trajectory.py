@@ -1,0 +1,266 @@
+"""How Jacobi decoding arrives at a text: every iterate of every block, to look at and to train on.
+
+The function is ``foretoken.trajectory``; its results are drawn by `foretoken.views.trajectory_grid`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
+from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.outputs import RowOutput
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError, ForetokenError, PromptError
+from foretoken.llm import LLM, ModelLike
+from foretoken.serving.outputs import FrozenList
+from foretoken.serving.prompts import PromptLike, is_single, read_prompt
+from foretoken.tree import DraftTree
+
+
+def trajectory(
+    model: LLM | ModelLike,
+    prompt: PromptLike,
+    block: int = 16,
+    sampling_params: SamplingParams | None = None,
+    *,
+    initial_guess: str = "repeat",
+    **model_options: Any,
+) -> Trajectory:
+    """Decode block by block with Jacobi iterations and keep every iterate.
+
+    Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427); its trajectories are what consistency models are
+    trained on (CLLM, Kou et al. 2024, arXiv:2403.00835).
+
+    Args:
+      model: an LLM, or whatever makes one.
+      prompt: one prompt: text, token ids, or a mapping.
+      block: tokens that are iterated together, 1 or more.
+      sampling_params: by default greedy, 64 tokens.
+      initial_guess: of every block, as for the method ``jacobi``.
+      model_options: for a new `LLM`.
+
+    Returns: the trajectory. Its text is that of plain decoding.
+    Raises: ConfigError, PromptError; NumericsError when the model returns NaN.
+    Exactness: the last iterate of a block is the fixed point, reached in at most as many iterations as the block has
+    tokens.
+    Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
+    """
+    check_initial_guess(initial_guess)
+    if block < 1:
+        raise ConfigError(f"block is {block}; want 1 token or more")
+    params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params
+    if params.n != 1:
+        raise ConfigError(f"n is {params.n}; a trajectory is that of one sample")
+    if not is_single(prompt):
+        raise PromptError("trajectory takes one prompt; call it once for each")
+    llm = model if isinstance(model, LLM) else LLM(model, **model_options)
+    recorder = BlockRecorder(block, initial_guess)
+    with llm.engine(recorder) as engine:
+        row = engine.add_request(read_prompt(prompt, llm.tokenizer).token_ids, params)[0]
+        for outputs in engine.run():
+            _raise_failure(outputs)
+    recorder.close(row)
+    return Trajectory(
+        FrozenList(row.token_ids[: row.num_prompt_tokens]),
+        tuple(recorder.blocks),
+        row.finish_reason,
+        row.seed,
+        llm.tokenizer,
+    )
+
+
+def _raise_failure(outputs: Seq[RowOutput]) -> None:
+    error: ForetokenError | None = next((output.error for output in outputs if output.error is not None), None)
+    if error is not None:
+        raise error
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some tokens that were iterated together.
+
+    Args:
+      start: position of the first one in prompt and output.
+      initial: what was guessed for them.
+      iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
+    """
+
+    start: int
+    initial: tuple[int, ...]
+    iterates: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.initial)
+
+    @property
+    def fixed_point(self) -> tuple[int, ...]:
+        """The tokens that plain decoding gives; one more iteration would not change them."""
+        return self.iterates[-1]
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations, one forward each, until all tokens were certain."""
+        return len(self.iterates)
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """For every position, the iteration since when it has been right without a break; 0 for a right guess."""
+        states = [self.initial, *self.iterates]
+        return tuple(
+            next(i + 1 for i in range(len(states) - 1, -2, -1) if i < 0 or states[i][place] != token)
+            for place, token in enumerate(self.fixed_point)
+        )
+
+    @property
+    def right_early(self) -> tuple[bool, ...]:
+        """For every position, whether it was right sooner than one token per iteration would have made it."""
+        return tuple(iteration <= place for place, iteration in enumerate(self.settled))
+
+
+@dataclass(frozen=True, repr=False)
+class Trajectory:
+    """A text and the iterations that led to it.
+
+    Args:
+      prompt_token_ids: what it continues.
+      blocks: in the order of the text.
+      finish_reason: "stop" or "length".
+      seed: of the row.
+      tokenizer: for views and text; None where none is known.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    finish_reason: str | None
+    seed: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({len(self.prompt_token_ids)} prompt_token_ids, {len(self.token_ids)} token_ids in "
+            f"{self.num_iterations} iterations, finish_reason={self.finish_reason!r}, seed={self.seed})"
+        )
+
+    @property
+    def token_ids(self) -> FrozenList[int]:
+        """The output: the fixed points, one after the other."""
+        return FrozenList(token for block in self.blocks for token in block.fixed_point)
+
+    @property
+    def num_iterations(self) -> int:
+        """Forwards of the target after the prompt."""
+        return sum(block.num_iterations for block in self.blocks)
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        """What Jacobi decoding gains on this text, block by block."""
+        return len(self.token_ids) / self.num_iterations if self.blocks else 0.0
+
+    @property
+    def num_right_early(self) -> int:
+        """Positions that were right before their turn."""
+        return sum(sum(block.right_early) for block in self.blocks)
+
+    def text(self, width: int | None = None) -> str:
+        """All iterates as tables of text, cut into parts where they are wider than ``width`` columns."""
+        from foretoken.views.trajectory_grid import text
+
+        return text(self, width)
+
+    def html(self) -> str:
+        """All iterates as one page that needs nothing else."""
+        from foretoken.views.trajectory_grid import html
+
+        return html(self)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """One mapping per block, with all that stands before it: an example for consistency training."""
+        prefix = list(self.prompt_token_ids)
+        for number, block in enumerate(self.blocks):
+            yield {
+                "block": number,
+                "start": block.start,
+                "prefix_token_ids": list(prefix),
+                "initial": list(block.initial),
+                "iterates": [list(iterate) for iterate in block.iterates],
+                "fixed_point": list(block.fixed_point),
+                "num_iterations": block.num_iterations,
+                "settled": list(block.settled),
+                "seed": self.seed,
+            }
+            prefix += block.fixed_point
+
+    def write_jsonl(self, path: str | os.PathLike[str]) -> None:
+        """Write `records`, one JSON object per line.
+
+        Raises: ConfigError where that is not possible.
+        """
+        write_text(path, "".join(json.dumps(record) + "\n" for record in self.records()))
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Raises: ConfigError where the file cannot be written."""
+    try:
+        Path(path).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; check the directory") from None
+
+
+class BlockRecorder(Drafter):
+    """Jacobi iterations of one row in blocks that stand still, and a record of them.
+
+    A block of m tokens is fed as the pending token and its first m - 1 guesses: their m choices are the next iterate.
+    """
+
+    name = "jacobi-blocks"
+    requires = Requirements(choices=True)
+
+    def __init__(self, size: int, initial_guess: str) -> None:
+        self.blocks: list[Block] = []
+        self._size = size
+        self._initial_guess = initial_guess
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        self._guesses = Guesses(rows[0], self._initial_guess)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+        row, length = rows[0], len(rows[0].token_ids)
+        if not self.blocks or length == self.blocks[-1].start + len(self.blocks[-1]):
+            size = min(self._size, budgets[0] + 1)
+            self.blocks.append(Block(length, tuple(self._guesses.first(size)), ()))
+            self._guesses.drop(size)
+        block = self.blocks[-1]
+        newest = block.iterates[-1] if block.iterates else block.initial
+        return [DraftTree.chain(row.pending, newest[length - block.start : -1], source=self.name)]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for result in results:  # none in the last step
+            choices = result.features.choices
+            assert choices is not None
+            block = self.blocks[-1]
+            settled = block.iterates[-1][: len(block) - len(choices)] if block.iterates else ()
+            self.blocks[-1] = replace(block, iterates=(*block.iterates, (*settled, *choices)))
+
+    def close(self, row: Sequence) -> None:
+        """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""
+        if not self.blocks:
+            return
+        block = self.blocks[-1]
+        last = tuple(row.token_ids[block.start :])
+        size = len(last)
+        self.blocks[-1] = replace(
+            block,
+            initial=block.initial[:size],
+            iterates=(*(iterate[:size] for iterate in block.iterates), last),
+        )

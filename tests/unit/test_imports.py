@@ -1,0 +1,111 @@
+"""The rooms of the program and the direction of its imports: downwards only, and nothing in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+LAYERS = (
+    ("errors", "lazy", "folders", "progress"),
+    ("tree", "config"),
+    ("law",),
+    ("accept",),
+    ("model",),
+    ("engine",),
+    ("retrieval", "gguf"),
+    ("zoo",),
+    ("drafters",),
+    ("loading", "serving"),
+    ("llm", "hf", "classic"),
+    ("testing", "views"),
+    ("bench",),
+    ("tune",),
+    ("cli",),
+    ("__main__",),
+)
+"""Rooms and files of the package from the ground up. A room imports from lower layers only. The methods of drafting
+are found by name (`foretoken.config.method`), so that config knows none of them."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in (SOURCE / "foretoken").rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Modules of the package that one imports, when it is loaded or later; not those that only type checkers see."""
+    return frozenset(_imported(ast.parse(modules()[module].read_text(encoding="utf-8")).body)) - {module, "foretoken"}
+
+
+def _imported(nodes: list[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+    for node in nodes:
+        names: list[str | None] = []
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _imported(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            members = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [member if member in modules() else node.module for member in members]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Lazy":
+            names = [ast.literal_eval(node.args[0])]
+        yield from (name for name in names if name in modules())
+        yield from _imported(list(ast.iter_child_nodes(node)))
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def layer(name: str) -> int:
+    return next(number for number, rooms in enumerate(LAYERS) if name in rooms)
+
+
+def test_every_room_has_its_layer() -> None:
+    assert {room(module) for module in modules() if module != "foretoken"} == {
+        name for rooms in LAYERS for name in rooms
+    }
+
+
+@pytest.mark.parametrize("name", [name for rooms in LAYERS for name in rooms])
+def test_imports_point_downwards(name: str) -> None:
+    for module in modules():
+        if module != "foretoken" and room(module) == name:
+            upwards = [other for other in imports(module) if room(other) != name and layer(room(other)) >= layer(name)]
+            assert not upwards, f"{module} imports {upwards}, which must not lie beside or above it"
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle: {' -> '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(imports(module)):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in modules():
+        visit(module, ())
+
+
+def test_an_import_upwards_would_show() -> None:
+    """The control: what a type checker alone sees is left out, what runs later is not."""
+    code = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from foretoken.llm import LLM\nelse:\n    lm = Lazy('foretoken.model.lm')\n"
+        "def f():\n    from foretoken.cli import app\n    from foretoken.engine import stats\n"
+    )
+    assert set(_imported(ast.parse(code).body)) == {"foretoken.model.lm", "foretoken.cli", "foretoken.engine.stats"}
