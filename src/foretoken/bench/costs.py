@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from foretoken.bench.arms import EngineArm, Run, Sampling
 from foretoken.bench.measure import no_garbage_collection
+from foretoken.engine.costs import seconds_of
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
 
 
 @dataclass(frozen=True)
-class Forward:
+class NotedForward:
     """One forward as it was made: the model, its arguments, and how much its cache held."""
 
     model: CausalLM
@@ -33,7 +33,7 @@ class Forward:
 class Record:
     """The forwards of the decode steps of one run, in order. ``marks[i]`` of them were made by the end of step i."""
 
-    forwards: list[Forward] = field(default_factory=list)
+    forwards: list[NotedForward] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
 
     @property
@@ -132,7 +132,7 @@ def _noting(model: CausalLM, is_target: bool, noted: Record) -> Iterator[None]:
     def forward(nodes: Nodes, cache: KVCache, **arguments: Any) -> torch.Tensor:
         first_row, num_rows = arguments.get("first_row", 0), nodes.tokens.shape[0]
         lengths = tuple(cache.row_lengths(first_row, num_rows))
-        noted.forwards.append(Forward(model, is_target, nodes, lengths, arguments))
+        noted.forwards.append(NotedForward(model, is_target, nodes, lengths, arguments))
         return original(nodes, cache, **arguments)
 
     with replaced(model, "forward", forward):
@@ -161,7 +161,7 @@ class Replay:
             for forward in noted.forwards:
                 self._make_room(forward)
 
-    def _make_room(self, forward: Forward) -> None:
+    def _make_room(self, forward: NotedForward) -> None:
         needed = max(forward.lengths) + forward.nodes.width
         num_rows = forward.arguments.get("first_row", 0) + forward.nodes.tokens.shape[0]
         cache = self._caches.get(id(forward.model))
@@ -179,9 +179,8 @@ class Replay:
             cache = self._caches[id(forward.model)]
             first_row = forward.arguments.get("first_row", 0)
             cache.lengths[first_row : first_row + len(forward.lengths)] = forward.lengths
-            start = perf_counter()
-            forward.model.forward(forward.nodes, cache, **forward.arguments)
-            spent.append(perf_counter() - start)
+            run, device = forward.model.forward, forward.model.device
+            spent.append(seconds_of(run, device, forward.nodes, cache, **forward.arguments))
         return spent
 
 

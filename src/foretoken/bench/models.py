@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any
 
-import torch
-
 from foretoken import zoo
+from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.errors import ConfigError
 from foretoken.llm import eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.lm import CausalLM
 from foretoken.testing.inflate import inflate, inflated_from
 
 SCALES = {"none": None, "100m": (1024, 4096)}
@@ -139,25 +135,8 @@ def drafter_of_cost(pair: Pair, target: CausalLM, cost: float) -> tuple[Any, flo
     return min(candidates, key=lambda candidate: abs(candidate[1] - cost))
 
 
-@torch.inference_mode()
 def relative_cost(target: CausalLM, drafter: CausalLM, context: int = _COST_CONTEXT, repeats: int = 9) -> float:
     """Median seconds of a drafter's forward over one token, divided by the target's, interleaved."""
-    rounds = [_one_token(model, context) for model in (target, drafter)]
-    times: list[list[float]] = [[], []]
-    for _ in range(repeats + 1):
-        for forward, taken in zip(rounds, times, strict=True):
-            start = perf_counter()
-            forward()
-            taken.append(perf_counter() - start)
-    dear, cheap = (statistics.median(taken[1:]) for taken in times)
+    forwards = [Forward(model, filled_cache(model, context, 1)[0]) for model in (target, drafter)]
+    dear, cheap = median_times(forwards, repeats)
     return cheap / dear
-
-
-def _one_token(model: CausalLM, context: int) -> Any:
-    context = min(context, (model.context_length or context + 1) - 1)
-    cache = model.new_cache(1, capacity=context + 1)
-    text: Seq[int] = [token % model.vocab_size for token in range(context)]
-    model.forward(Nodes.from_chains([text]), cache, keep=slice(0, 0))
-    cache.commit([range(context)])
-    nodes = Nodes.from_chains([[1]])
-    return lambda: model.forward(nodes, cache)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,10 +102,12 @@ def _notes(model: str) -> list[str]:
 
 def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     """Everything `info` tells, as plain data."""
+    from foretoken.engine.costs import Forward, filled_cache, median_times
+
     target = llm.target
-    length = min(context, (target.context_length or context + max(WIDTHS) + 1) - max(WIDTHS) - 1)
-    curve = cost_curve(target, max(1, length), repeats)
-    seconds = {width: median(times) for width, times in curve.items()}
+    cache, length = filled_cache(target, context, max(WIDTHS))
+    curve = median_times([Forward(target, cache, width) for width in WIDTHS], repeats)
+    seconds = dict(zip(WIDTHS, curve, strict=True))
     report: dict[str, Any] = {
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
@@ -126,7 +126,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     }
     drafting = llm.drafting
     if drafting.model is not None and drafting.info is not None:
-        step = median(cost_curve(drafting.model, max(1, length), repeats, (1,))[1])
+        (step,) = median_times([Forward(drafting.model, filled_cache(drafting.model, length, 1)[0])], repeats)
         report["drafter"] = {
             **asdict(drafting.info),
             "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",
@@ -134,24 +134,6 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
             "cost": step / seconds[1],
         }
     return report
-
-
-def cost_curve(lm: CausalLM, context: int, repeats: int, widths: tuple[int, ...] = WIDTHS) -> dict[int, list[float]]:
-    """Seconds of a forward over k tokens behind a context, k interleaved, one warm-up each."""
-    from foretoken.model.lm import Nodes
-
-    cache = lm.new_cache(1, capacity=context + max(widths) + 1)
-    lm.forward(Nodes.from_chains([[token % lm.vocab_size for token in range(context)]]), cache, keep=slice(0, 0))
-    cache.commit([range(context)])
-    times: dict[int, list[float]] = {width: [] for width in widths}
-    for round_number in range(repeats + 1):
-        for width in widths:
-            nodes = Nodes.from_chains([[1 % lm.vocab_size] * width])
-            start = perf_counter()
-            lm.forward(nodes, cache)[0, -1, 0].item()
-            if round_number:
-                times[width].append(perf_counter() - start)
-    return times
 
 
 def peak_memory(lm: CausalLM) -> int:

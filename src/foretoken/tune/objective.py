@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 
@@ -16,11 +14,12 @@ from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.lm import CausalLM
 
 DrafterOf = Callable[[LayerSet], Drafter]
 
@@ -160,20 +159,11 @@ class Costs:
     def measured(cls, target: CausalLM, longest_draft: int, repeats: int = 15) -> Costs:
         """Median times behind 256 tokens of context, all in turns."""
         everything = tuple(range(target.num_layers))
-        forwards = [(skipping(target, LayerSet(everything, ())), 1), (skipping(target, LayerSet((), everything)), 1)]
-        forwards += [(target, width) for width in range(1, longest_draft + 2)]
-        context = min(_COST_CONTEXT, (target.context_length or _COST_CONTEXT * 2) - longest_draft - 1)
-        cache = target.new_cache(1, capacity=context + longest_draft + 1)
-        text = [token % target.vocab_size for token in range(context)]
-        target.forward(Nodes.from_chains([text]), cache, keep=slice(0, 0))
-        cache.commit([range(context)])
-        times: list[list[float]] = [[] for _ in forwards]
-        for _ in range(repeats + 1):
-            for (model, width), taken in zip(forwards, times, strict=True):
-                start = perf_counter()
-                model.forward(Nodes.from_chains([[1 % target.vocab_size] * width]), cache)[0, -1, 0].item()
-                taken.append(perf_counter() - start)
-        no_attention, no_mlp, one, *more = (statistics.median(taken[1:]) for taken in times)
+        cache, _ = filled_cache(target, _COST_CONTEXT, longest_draft + 1)
+        without = [skipping(target, LayerSet(everything, ())), skipping(target, LayerSet((), everything))]
+        forwards = [Forward(variant, cache) for variant in without]
+        forwards += [Forward(target, cache, width) for width in range(1, longest_draft + 2)]
+        no_attention, no_mlp, one, *more = median_times(forwards, repeats)
         return cls(
             max(0.0, 1 - no_attention / one) / target.num_layers,
             max(0.0, 1 - no_mlp / one) / target.num_layers,
