@@ -21,7 +21,7 @@ from foretoken.bench.measure import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
-from foretoken.engine.drafter import Drafter, Features, StepResult
+from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import SamplingLaw
 from foretoken.retrieval.build import Progress, from_tokens
@@ -118,7 +118,7 @@ def draft_cost(
         start = time.perf_counter_ns() - begin
         for _ in range(num_steps):
             begin = time.perf_counter_ns()
-            (tree,) = drafter.propose([row], [_LONGEST - 1])
+            (tree,) = drafter.propose([row], [Budget(_LONGEST - 1)])
             proposed.append(time.perf_counter_ns() - begin)
             result = text.verified(row, tree, drafter, ahead)
             begin = time.perf_counter_ns()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.method import Method
 from foretoken.config.options import Options
-from foretoken.engine.drafter import Drafter
+from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.sequence import Sequence
 from foretoken.tree import DraftTree
 
@@ -30,7 +30,7 @@ class EmptyDrafter(Drafter):
 
     name = "none"
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from foretoken.tree import DraftTree
 
@@ -83,6 +84,50 @@ class StepResult:
         return len(self.path) - 1
 
 
+class Budget(int):
+    """How much may be drafted for one row in one step. As a number it is the depth.
+
+    Args:
+      depth: tokens on one path, the pending one not counted; 0 for no draft.
+      nodes: of the whole draft, root included.
+      chains_only: whether only the continuation of first children will be verified.
+    """
+
+    nodes: int
+    chains_only: bool
+
+    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False) -> Self:
+        self = super().__new__(cls, depth)
+        self.nodes, self.chains_only = nodes, chains_only
+        return self
+
+    def __repr__(self) -> str:
+        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only})"
+
+    @property
+    def depth(self) -> int:
+        """Tokens on one path."""
+        return int(self)
+
+    @classmethod
+    def of(cls, budget: int) -> Budget:
+        """The budget itself, or one that limits the depth alone."""
+        return budget if isinstance(budget, Budget) else cls(budget)
+
+    def width(self, num_branches: int) -> int:
+        """How many siblings are worth drafting, of so many that are wanted."""
+        return 1 if self.chains_only else num_branches
+
+    def max_nodes(self, limit: int | None = None) -> int:
+        """Nodes of the draft, within a limit of the drafter's own."""
+        return self.nodes if limit is None else min(self.nodes, limit)
+
+    def cut(self, tree: DraftTree) -> DraftTree:
+        """What of a draft the budget allows; of too many nodes the first stay."""
+        tree = (tree.main_chain() if self.chains_only else tree).cut(self.depth)
+        return tree if len(tree) <= self.nodes else tree.restricted(range(max(1, self.nodes)))
+
+
 class Drafter(ABC):
     """Proposes continuations. The output of the engine does not depend on it, only the speed does.
 
@@ -105,8 +150,11 @@ class Drafter(ABC):
         """Take in new rows. ``features`` cover every prompt token but the last."""
 
     @abstractmethod
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
-        """One draft per row, not deeper than its budget (0 or more); its root is ``row.token_ids[-1]``."""
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        """One draft per row within its budget, whose depth may be 0; its root is ``row.token_ids[-1]``.
+
+        The engine cuts what is deeper, wider or larger than allowed; a drafter that looks at its budget wastes no work.
+        """
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Learn from a step. ``row.token_ids`` already holds the emitted tokens."""
@@ -126,11 +174,11 @@ class ContextDrafter(Drafter):
     """A drafter that looks at one row at a time; batching is inherited."""
 
     @abstractmethod
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
-        """A draft for one row, not deeper than ``budget`` (1 or more)."""
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        """A draft for one row within its budget, of depth 1 or more."""
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         return [
-            self.propose_row(row, budget) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
+            self.propose_row(row, Budget.of(budget)) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
             for row, budget in zip(rows, budgets, strict=True)
         ]

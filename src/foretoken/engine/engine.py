@@ -16,7 +16,7 @@ from foretoken.accept.rules import Verdict
 from foretoken.config.engine import EngineConfig
 from foretoken.engine.accepting import Choices, accept_rows, choose_all
 from foretoken.engine.batch import Batch, Run
-from foretoken.engine.drafter import Drafter, StepResult
+from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.features import concatenate, gather, recording
 from foretoken.engine.outputs import Emitted, RowOutput, TokenLogprobs
 from foretoken.engine.sequence import Sequence, check_prompt
@@ -426,15 +426,16 @@ class Engine:
         """Drafts, cut to what a row may still emit: accepted tokens and the bonus together fit its budget."""
         limit = self._longest_chain if self.config.is_strict else DEFAULT_MAX_LENGTH
         rows = [run.row for run in runs]
-        budgets = [0 if run.is_in_doubt else min(run.row.num_remaining_tokens - 1, limit) for run in runs]
         chains_only = self.config.is_strict or self.config.acceptance == "block" or not self.target.supports_trees
+        depths = [0 if run.is_in_doubt else min(run.row.num_remaining_tokens - 1, limit) for run in runs]
+        budgets = [Budget(depth, chains_only=chains_only) for depth in depths]
         trees = []
         for row, tree, budget in zip(rows, self.drafter.propose(rows, budgets), budgets, strict=True):
             if tree.tokens[0] != row.pending:
                 raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
             if min(tree.tokens) < 0 or max(tree.tokens) >= self.target.vocab_size:
                 raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self.target.vocab_size - 1}")
-            trees.append((tree.main_chain() if chains_only else tree).cut(budget))
+            trees.append(budget.cut(tree))
         if all(tree.is_chain for tree in trees):
             trees = [tree.cut(self._longest_chain) for tree in trees]
         return trees

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Drafter, Features, StepResult
+from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.law.noise import mix, row_key, token_bits, unit
@@ -132,7 +132,7 @@ class PerfectDrafter(Drafter):
         self._num_branches = num_branches
         self._vocab_size = vocab_size
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         return [self._tree(row, min(budget, self._num_tokens)) for row, budget in zip(rows, budgets, strict=True)]
 
     def _tree(self, row: Sequence, depth: int) -> DraftTree:
@@ -186,7 +186,7 @@ class _Watched(Drafter):
         self._started |= {row.id for row in rows}
         self.drafter.start(rows, features)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         before = [list(row.token_ids) for row in rows]
         trees = self.drafter.propose(rows, budgets)
         require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")

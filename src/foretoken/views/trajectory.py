@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
-from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, Features, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ForetokenError, PromptError
@@ -234,7 +234,7 @@ class BlockRecorder(Drafter):
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         self._guesses = Guesses(rows[0], self._initial_guess)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         row, length = rows[0], len(rows[0].token_ids)
         if not self.blocks or length == self.blocks[-1].start + len(self.blocks[-1]):
             size = min(self._size, budgets[0] + 1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.drafter import Drafter
+    from foretoken.engine.drafter import Budget, Drafter
     from foretoken.engine.sequence import Sequence
 
 
@@ -49,14 +49,14 @@ class FirstDrafter(CompositeDrafter):
         super().__init__(parts)
         self._min_expected = min_expected
 
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[list[DraftTree]]:
+    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
         left = list(budgets)
         by_part = []
         for calibration, part in zip(self._calibrations, self.parts, strict=True):
             trees = part.propose(rows, left)
             by_part.append(trees)
             left = [
-                0 if tree.num_draft_tokens and self._is_enough(tree, calibration) else budget
+                Budget(0) if tree.num_draft_tokens and self._is_enough(tree, calibration) else budget
                 for tree, budget in zip(trees, left, strict=True)
             ]
         return [list(trees) for trees in zip(*by_part, strict=True)]

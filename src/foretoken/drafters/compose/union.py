@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.drafter import Drafter
+    from foretoken.engine.drafter import Budget, Drafter
     from foretoken.engine.sequence import Sequence
 
 
@@ -50,7 +50,7 @@ class UnionDrafter(CompositeDrafter):
             raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")
         self._max_nodes = max_nodes
 
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[list[DraftTree]]:
+    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
         by_part = [part.propose(rows, budgets) for part in self.parts]
         return [list(trees) for trees in zip(*by_part, strict=True)]
 

@@ -13,7 +13,7 @@ from foretoken.config.options import one_of, option
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.guesses import PromptTokens
-from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -72,7 +72,7 @@ class JacobiDrafter(ContextDrafter):
         for row in rows:
             self._guesses_of[row.id] = Guesses(row, self._initial_guess)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
         return DraftTree.chain(row.pending, self._guesses_of[row.id].first(length), source=self.name)
 

@@ -13,7 +13,7 @@ from foretoken.config.options import flag, option, whole
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.trie import Trie
-from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -100,7 +100,7 @@ class LookaheadDrafter(ContextDrafter):
             self._pool_of[row.id] = NgramPool(self._length, self._guess_set_size)
             self._learn(row, len(row.token_ids))
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         trie = Trie(row.pending, budget)
         for guess in self._pool_of[row.id].continuations(row.pending):
             trie.add_path(guess, self._max_guess_nodes)

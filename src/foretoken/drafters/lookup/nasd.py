@@ -15,7 +15,7 @@ from foretoken.config.options import option, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
-from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -94,7 +94,7 @@ class NasdDrafter(ContextDrafter):
             storage = self._storage_of[row.id] = NGramStorage(self._ngram_size, self._num_branches)
             storage.extend(row.token_ids, _runners_up(prompt_features), first=1)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         storage = self._storage_of[row.id]
         length = self.length_policy.length(row, budget, storage.log_shares(row.token_ids))
         return storage.draft(row.token_ids, length, self.name)

@@ -13,7 +13,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import option, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import ContextDrafter, Features, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -113,12 +113,13 @@ class NGramDrafter(ContextDrafter):
             self._index_of[row.id] = SuffixIndex(self._orders)
             self._index_of[row.id].extend(row.token_ids)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
         index = self._index_of[row.id]
         index.extend(row.token_ids)
-        paths = index.continuations(row.token_ids, length, self._num_candidates) if length else []
-        return DraftTree.from_paths(row.token_ids[-1], paths, self._max_nodes, self.name)
+        num_paths = budget.width(self._num_candidates)
+        paths = index.continuations(row.token_ids, length, num_paths) if length else []
+        return DraftTree.from_paths(row.token_ids[-1], paths, budget.max_nodes(self._max_nodes), self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):

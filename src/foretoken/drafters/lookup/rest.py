@@ -11,7 +11,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, option, text, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import ContextDrafter, Features, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -105,11 +105,12 @@ class RestDrafter(ContextDrafter):
                 self._text_of[row.id] = SuffixAutomaton(min_match=self.lookup.match_min, floor=_OWN_FLOOR)
                 self._text_of[row.id].extend(row.token_ids)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
         if length == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        shape = Shape(self._max_nodes, length, self._num_branches, self._min_prob)
+        nodes, branches = budget.max_nodes(self._max_nodes), budget.width(self._num_branches)
+        shape = Shape(nodes, length, branches, self._min_prob)
         retrieved = self._retrieved(row, shape)
         own = self._own_text(row)
         if own is None:

@@ -14,7 +14,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option, text, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import ContextDrafter, Features, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, DatastoreError
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -125,7 +125,7 @@ class SuffixDrafter(ContextDrafter):
             )
             text.extend(row.token_ids)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
         text = self._text_of[row.id]
         text.extend(row.token_ids)
@@ -143,7 +143,8 @@ class SuffixDrafter(ContextDrafter):
         depth = min(length, max(1, int(longest * self._factor)))
         if not roots or depth == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        shape = Shape(self._max_nodes, depth, self._num_branches, self._min_prob)
+        nodes, branches = budget.max_nodes(self._max_nodes), budget.width(self._num_branches)
+        shape = Shape(nodes, depth, branches, self._min_prob)
         return grow(row.token_ids[-1], roots, shape, self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:

@@ -14,7 +14,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, one_of, option, text, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import best_shape
-from foretoken.engine.drafter import ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.tree import DraftTree
@@ -132,7 +132,7 @@ class TokenRecyclingDrafter(ContextDrafter):
                     matrix.update(known, prompt.top_ids.cpu().numpy())
                 matrix.add_text(row.token_ids)
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         return self._shape.filled(row.pending, budget, self._matrix_of[row.id], self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.calibration import Calibration
-from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -46,13 +46,13 @@ class CompositeDrafter(Drafter):
         for part in self.parts:
             part.start(rows, [_restricted(part.requires.of_prompt, found) for found in features])
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         proposed = self._ask(rows, budgets)
         self._proposed.update(zip((row.id for row in rows), proposed, strict=True))
         return [self._combined(trees) for trees in proposed]
 
     @abstractmethod
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[list[DraftTree]]:
+    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
         """For every row, what every part proposes."""
 
     @abstractmethod

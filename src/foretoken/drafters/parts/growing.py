@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.lengths import LengthPolicy
-from foretoken.engine.drafter import Drafter
+from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -48,10 +48,13 @@ class Draft:
     offset_of: dict[int, int] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=list)
     cap: int = 0
+    max_nodes: int = sys.maxsize
+    num_branches: int = 1
 
-    def begin(self, pending: int, cap: int) -> None:
+    def begin(self, pending: int, cap: int, max_nodes: int, num_branches: int) -> None:
         self.tokens, self.parents, self.depths, self.scores = [pending], [-1], [0], [0.0]
-        self.laws, self.offset_of, self.frontier, self.cap = {}, {}, [0], cap
+        self.laws, self.offset_of, self.frontier = {}, {}, [0]
+        self.cap, self.max_nodes, self.num_branches = cap, max_nodes, num_branches
 
     def add(self, parent: int, token: int, score: float) -> int:
         self.tokens.append(token)
@@ -125,10 +128,12 @@ class GrowingDrafter(Drafter):
 
     # -- propose -----------------------------------------------------------------------------------------------
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         drafts = [self._drafts[row.id] for row in rows]
         for row, draft, budget in zip(rows, drafts, budgets, strict=True):
-            draft.begin(row.pending, min(self.policy.begin(row), budget, self._reach(len(row.token_ids))))
+            allowed, cap = Budget.of(budget), min(self.policy.begin(row), budget, self._reach(len(row.token_ids)))
+            nodes, branches = allowed.max_nodes(self._max_nodes), allowed.width(self.num_branches)
+            draft.begin(row.pending, cap, nodes, branches)
         drafting = self._rows_to_feed(rows, drafts)
         if drafting:
             self._draft(drafting)
@@ -228,7 +233,7 @@ class GrowingDrafter(Drafter):
 
     def _room(self, draft: Draft) -> int:
         """How many nodes the next level may have."""
-        return min(self.num_branches, self._max_nodes - len(draft.tokens))
+        return min(draft.num_branches, draft.max_nodes - len(draft.tokens))
 
     def _is_sampled(self, row: Sequence) -> bool:
         """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.drafters.parts.growing import Draft, GrowingDrafter
-from foretoken.engine.drafter import Features, StepResult
+from foretoken.engine.drafter import Budget, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -51,7 +51,7 @@ class SelfDrafter(GrowingDrafter):
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
         """Nothing to feed: the target has read the prompt."""
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[Any]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
         lengths = self._cache.lengths[: len(rows)]
         self._drafts = {row.id: Draft(slot, trunk=lengths[slot]) for slot, row in enumerate(rows)}
         try:

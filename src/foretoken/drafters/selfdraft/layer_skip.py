@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
+    from foretoken.engine.drafter import Budget
     from foretoken.engine.sequence import Sequence
     from foretoken.law import sampling
     from foretoken.model import sublayers
@@ -158,7 +159,7 @@ class SwiftDrafter(LayerSkipDrafter):
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         if self.search is not None and not self.search.is_over:
             self._try_one(self.search, rows)
         return super().propose(rows, budgets)
