@@ -29,6 +29,7 @@ class DraftTree:
         node i were drawn, without replacement. None when the draft is not a sample of a known law.
       scores: N estimates in 0..1 of the chance that a node is accepted, or None.
       source: name of the drafter.
+      sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
 
     Raises: TreeError when the arrays do not describe such a tree.
     """
@@ -38,6 +39,7 @@ class DraftTree:
     probs: torch.Tensor | None = None
     scores: tuple[float, ...] | None = None
     source: str = ""
+    sources: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -50,6 +52,8 @@ class DraftTree:
             raise TreeError(f"two siblings share a token: tokens {self.tokens}, parents {self.parents}")
         if self.scores is not None and len(self.scores) != len(self.tokens):
             raise TreeError(f"{len(self.scores)} scores for {len(self.tokens)} nodes")
+        if self.sources is not None and len(self.sources) != len(self.tokens):
+            raise TreeError(f"{len(self.sources)} sources for {len(self.tokens)} nodes")
         if self.probs is not None and self.probs.shape[0] <= max(self.parents):
             raise TreeError(
                 f"{self.probs.shape[0]} rows of draft probabilities, but node {max(self.parents)} has children"
@@ -102,6 +106,10 @@ class DraftTree:
     def _child_of(self) -> dict[tuple[int, int], int]:
         pairs = zip(self.parents[1:], self.tokens[1:], strict=True)
         return {pair: node for node, pair in enumerate(pairs, 1)}
+
+    def source_of(self, node: int) -> str:
+        """The drafter that proposed a node."""
+        return self.source if self.sources is None else self.sources[node]
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
@@ -181,6 +189,7 @@ class DraftTree:
             parents=tuple(new_index[self.parents[node]] for node in nodes),
             probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
             scores=None if self.scores is None else tuple(self.scores[node] for node in nodes),
+            sources=None if self.sources is None else tuple(self.sources[node] for node in nodes),
         )
 
     def main_chain(self) -> DraftTree:
@@ -194,4 +203,4 @@ class DraftTree:
         while self.children[nodes[-1]]:
             nodes.append(self.children[nodes[-1]][0])
         probs = None if self.probs is None else self.probs[nodes[:-1]]
-        return DraftTree.chain(self.tokens[0], [self.tokens[node] for node in nodes[1:]], probs, self.source)
+        return replace(self.restricted(nodes), probs=probs)

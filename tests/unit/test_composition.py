@@ -92,6 +92,30 @@ def test_a_merged_tree_holds_the_best_paths_of_all(parts: list[list[list[int]]],
     assert max(left_out, default=0.0) <= min((best[path] for path in kept), default=1.0)
 
 
+def test_a_merged_tree_says_who_proposed_what() -> None:
+    first = DraftTree.from_paths(9, [[1, 2], [3]], source="first")
+    second = DraftTree.from_paths(9, [[1, 4]], source="second")
+    both = merged([first, second], [[1.0, 0.5, 0.4, 0.1], [1.0, 0.6, 0.3]], 8, "union")
+    named = {both.path_tokens(node): both.source_of(node) for node in range(len(both))}
+    assert named == {(): "union", (1,): "second", (1, 2): "first", (1, 4): "second", (3,): "first"}
+    chain = both.main_chain()
+    assert chain.sources == ("union", "second", "first")
+    assert both.cut(1).sources == ("union", "second", "first")
+    assert first.source_of(2) == "first"
+
+
+def test_results_say_what_each_drafter_has_brought() -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    llm = LLM("zoo:tiny", speculative_config="ngram+draft_model", dtype="float32")
+    (output,) = llm.generate(["One day a little girl went to the park."], params)
+    metrics = output.metrics.speculative_decoding
+    assert set(metrics["by_drafter"]) == {"ngram", "draft_model"}
+    for key in ("num_draft_tokens", "num_accepted_draft_tokens"):
+        assert sum(counts[key] for counts in metrics["by_drafter"].values()) == metrics[key]
+    alone = llm.with_speculative_config("draft_model").generate(["One day a little girl"], params)[0]
+    assert "by_drafter" not in alone.metrics.speculative_decoding
+
+
 def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
     tree = DraftTree((1, 2, 3), (-1, 0, 1), scores=(1.0, 0.9, 0.81))
     calibration = Calibration()

@@ -478,6 +478,8 @@ class Engine:
         kept_logits = emitted.logits() if self.config.output_logits else None
         num_accepted = min(len(verdict.path) - 1, len(tokens))
         row.record(tree.num_draft_tokens, tree.depth, num_accepted, len(tokens))
+        if tree.num_draft_tokens:
+            row.stats.credit(tree, verdict.path[1 : num_accepted + 1])
         row.extend(tokens)
         if finish is not None:
             row.finish_reason, row.stop_reason, error = finish.reason, finish.cause, None

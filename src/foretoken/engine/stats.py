@@ -7,8 +7,13 @@ tokens per step (tau) = emitted tokens / all decode steps.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from foretoken.tree import DraftTree
 
 
 @dataclass(slots=True)
@@ -54,6 +59,13 @@ class SequenceStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
+    drafted_by: Counter[str] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+
+    def credit(self, tree: DraftTree, accepted: Iterable[int]) -> None:
+        """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
+        self.drafted_by.update(tree.source_of(node) for node in range(1, len(tree)))
+        self.accepted_by.update(tree.source_of(node) for node in accepted)
 
     def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verify step."""
@@ -73,6 +85,8 @@ class SequenceStats:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_draft_tokens += other.num_accepted_draft_tokens
         self.acceptance_histogram.update(other.acceptance_histogram)
+        self.drafted_by.update(other.drafted_by)
+        self.accepted_by.update(other.accepted_by)
 
     @property
     def draft_acceptance_rate(self) -> float:

@@ -187,8 +187,10 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str,
 
     ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
-    accepted counts that occurred, as strings of integers.
+    accepted counts that occurred, as strings of integers. Where several drafters had a part, ``by_drafter`` says what
+    each has proposed.
     """
+    drafters = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
     histogram = {str(count): stats.acceptance_histogram[count] for count in sorted(stats.acceptance_histogram)}
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
@@ -200,4 +202,13 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str,
         "num_spec_tokens": num_spec_tokens,
         "num_steps": stats.num_steps,
         "tokens_per_step": stats.tokens_per_step,
+        **drafters,
+    }
+
+
+def _by_drafter(stats: SequenceStats) -> dict[str, dict[str, int]]:
+    """What each of several drafters has proposed, and how much of that was accepted."""
+    return {
+        name: {"num_draft_tokens": count, "num_accepted_draft_tokens": stats.accepted_by[name]}
+        for name, count in sorted(stats.drafted_by.items())
     }

@@ -10,6 +10,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import number, option
 from foretoken.drafters.materials import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.engine.drafter import Budget
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.drafter import Budget, Drafter
+    from foretoken.engine.drafter import Drafter
     from foretoken.engine.sequence import Sequence
 
 

@@ -65,9 +65,11 @@ def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, sourc
     Args:
       scores: per tree and node, at most the score of its parent; a node of several trees has the largest.
       max_nodes: root included.
+
+    Returns: a tree whose nodes name the drafter that gave them their score, its root the whole.
     """
     best = _best_scores(trees, scores)
-    tokens, parents, kept_scores = [trees[0].tokens[0]], [-1], [1.0]
+    tokens, parents, kept_scores, sources = [trees[0].tokens[0]], [-1], [1.0], [source]
     index_of: dict[tuple[int, ...], int] = {(): 0}
     heap: list[tuple[float, int, tuple[int, ...]]] = []
     children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
@@ -76,7 +78,7 @@ def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, sourc
     opened: tuple[int, ...] = ()
     while True:
         for path in children.get(opened, ()):
-            heapq.heappush(heap, (-best[path], len(path), path))
+            heapq.heappush(heap, (-best[path][0], len(path), path))
         if not heap or len(tokens) >= max_nodes:
             break
         negative, _, opened = heapq.heappop(heap)
@@ -84,18 +86,20 @@ def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, sourc
         tokens.append(opened[-1])
         parents.append(index_of[opened[:-1]])
         kept_scores.append(-negative)
-    return DraftTree(tuple(tokens), tuple(parents), scores=tuple(kept_scores), source=source)
+        sources.append(best[opened][1])
+    return DraftTree(tuple(tokens), tuple(parents), scores=tuple(kept_scores), source=source, sources=tuple(sources))
 
 
-def _best_scores(trees: Seq[DraftTree], scores: Seq[Seq[float]]) -> dict[tuple[int, ...], float]:
-    """The largest score of every path of tokens that any tree holds."""
-    best: dict[tuple[int, ...], float] = {}
+def _best_scores(trees: Seq[DraftTree], scores: Seq[Seq[float]]) -> dict[tuple[int, ...], tuple[float, str]]:
+    """The largest score of every path of tokens that any tree holds, and whose it is; of equal ones the first."""
+    best: dict[tuple[int, ...], tuple[float, str]] = {}
     for tree, tree_scores in zip(trees, scores, strict=True):
         paths: list[tuple[int, ...]] = [()]
         for node in range(1, len(tree)):
             path = (*paths[tree.parents[node]], tree.tokens[node])
             paths.append(path)
-            best[path] = max(best.get(path, 0.0), tree_scores[node])
+            if path not in best or tree_scores[node] > best[path][0]:
+                best[path] = max(0.0, tree_scores[node]), tree.source_of(node)
     return best
 
 
