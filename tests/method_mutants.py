@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import pytest
 
 from foretoken.drafters.compose import union
 from foretoken.drafters.compose.first import FirstDrafter
@@ -24,7 +26,6 @@ from foretoken.drafters.lookup.ngram import NGramDrafter, SuffixIndex
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.parts import swift
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.calibration import Calibration
 from foretoken.drafters.parts.composite import CompositeDrafter
@@ -33,8 +34,10 @@ from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.treeshape import TreeShape
 from foretoken.drafters.parts.trie import Trie
+from foretoken.drafters.selfdraft import layer_skip
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Features, StepResult
+from foretoken.law import sampling
 from foretoken.model import quantize
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
@@ -53,7 +56,6 @@ from mutants import (
     Mutant,
     arguments_changed,
     forgetful_of_ends,
-    in_one_module,
     one_state_for_all,
     only_once,
     replaced,
@@ -886,6 +888,13 @@ COMPOSITION = (
     ),
 )
 
+
+def _scores_with_other_noise(patch: pytest.MonkeyPatch) -> None:
+    """In the search for a layer set only: everybody else draws with the noise of the true positions."""
+    other = arguments_changed(lambda call: {"positions": [place - 1 for place in call.positions]})
+    patch.setattr(layer_skip, "sampling", SimpleNamespace(argmax=sampling.argmax, choose=other(sampling.choose)))
+
+
 # -- self-drafting -------------------------------------------------------------------------------------------------
 
 
@@ -1007,9 +1016,7 @@ SELF_DRAFTING = (
     ),
     Mutant(
         "a sampled text is scored with the noise of other positions",
-        in_one_module(
-            swift, "choose", arguments_changed(lambda call: {"positions": [place - 1 for place in call.positions]})
-        ),
+        _scores_with_other_noise,
         _FAULTLESS,
         keeps_tokens="swift",
     ),

@@ -83,11 +83,6 @@ def wrapped(owner: Any, name: str, make: Callable[[Any], Any]) -> Apply:
     return apply
 
 
-def in_one_module(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Apply:
-    """As `wrapped`, for the function that this module has imported; everybody else keeps the original."""
-    return lambda patch: patch.setattr(module, name, make(getattr(module, name)))
-
-
 def arguments_changed(change: Callable[[Call], dict[str, Any]]) -> Callable[[Any], Any]:
     """Turns a function into one that runs with other arguments: ``change`` returns those that differ, by name."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from foretoken.drafters.lookup import ngram
 from foretoken.drafters.lookup.ngram import continuation
-from mutants import Apply, in_one_module, only_once, replaced, skipped, together, with_arguments, with_result, wrapped
+from mutants import Apply, only_once, replaced, skipped, together, with_arguments, with_result, wrapped
 
 
 class Base:
@@ -73,12 +73,6 @@ FAULTS: dict[str, tuple[Apply, dict[int, object]]] = {
     "function, wherever it was imported": (
         with_arguments(ngram, "continuation", lambda call: {"start": call.start - 1}),
         {7: (1, 2, 3), 8: (1, 2, 3)},
-    ),
-    "function, in one module": (
-        in_one_module(
-            ngram, "continuation", lambda original: lambda tokens, start, length: original(tokens, 0, length)
-        ),
-        {8: (1, 2, 3)},
     ),
     "together": (
         together(skipped(Thing, "grown"), replaced(Base, "inherited", lambda thing: "none")),
