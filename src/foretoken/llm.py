@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken import zoo
+from foretoken.config.acceptance import MATCH
 from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
 from foretoken.config.sampling import SamplingParams
@@ -285,7 +286,7 @@ class LLM:
         """Another engine over the target, with a drafter of one's own, under "match"; other calls wait meanwhile."""
         with self._lock:
             self.target.refresh()
-            config = replace(self.engine_config, acceptance="match")
+            config = replace(self.engine_config, acceptance=MATCH.name)
             yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 
     def _new_engine(self) -> Engine:

@@ -393,8 +393,7 @@ class Which:
 
     def _is_judged(self, contender: Contender) -> bool:
         """Rules that draw by themselves follow the law of plain decoding, and not its tokens."""
-        rule = contender.candidate.config.rejection_sample_method
-        return rule == "match" or self.settings.sampling.is_greedy
+        return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
     def _arm(self, candidate: Candidate, make: Callable[[], Drafter], exactness: str | None = None) -> EngineArm:
         config = EngineConfig(

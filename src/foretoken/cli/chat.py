@@ -239,7 +239,7 @@ def _ending(turn: Turn, conversation: Conversation) -> str:
 
 def _why_different(conversation: Conversation) -> str:
     config = conversation.llm.speculative_config
-    if config.rejection_sample_method != "match":
+    if not config.rule.keeps_tokens:
         return f"{config.rejection_sample_method!r} keeps the law and not the tokens, 'match' keeps both"
     return "in half precision near-ties may fall differently: try --dtype float32"
 

@@ -32,11 +32,11 @@ class CompositeOptions(DraftOptions, ModelOptions):
             raise ConfigError(f"method {name!r} needs drafters, a list of two or more; got {self.drafters!r}")
         handed_on = {key: getattr(self, key) for key in HANDED_ON if getattr(self, key) not in (None, 0)}
         parts = tuple(_part(part, handed_on) for part in self.drafters)
-        rules = {str(part.rejection_sample_method or "match") for part in parts} | {self.rejection_sample_method}
-        if rules != {"match"}:
+        rules = [self.rule, *(part.rule for part in parts)]
+        other = sorted({rule.name for rule in rules if rule.needs_law})  # several drafters have no one law
+        if other:
             raise ConfigError(
-                f"method {name!r} is exact under rejection_sample_method='match' only; it got "
-                f"{', '.join(sorted(rules - {'match'}))}"
+                f"method {name!r} is exact under rejection_sample_method='match' only; it got {', '.join(other)}"
             )
         if len(parts) < 2 or any(part.method == "none" for part in parts):
             names = ", ".join(part.method for part in parts)

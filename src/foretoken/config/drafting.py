@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule
 from foretoken.config.options import Options, anything, one_of, option, whole
 from foretoken.errors import ConfigError
 
-RULES = one_of(("match", "standard", "block"), {"rejection": "standard", "rejection_sampler": "standard"})
+_RULE = one_of(tuple(RULES), {alias: rule.name for rule in RULES.values() for alias in rule.aliases})
 
 
 def draft_length(default: int) -> Any:
@@ -38,7 +39,7 @@ class DraftOptions(Options):
 
     num_speculative_tokens: int = draft_length(0)
     rejection_sample_method: str = option(
-        RULES, "match", "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block"
+        _RULE, MATCH.name, "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block"
     )
 
     @property
@@ -46,17 +47,22 @@ class DraftOptions(Options):
         """How many continuations a draft may have side by side."""
         return 1
 
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How drafts are accepted."""
+        return RULES[self.rejection_sample_method]
+
     def check(self) -> None:
         super().check()
-        if self.rejection_sample_method == "block" and self.drafts_trees:
+        if self.drafts_trees and not self.rule.takes_trees:
             raise ConfigError(
-                f"rejection_sample_method='block' takes chains, and method {self.method!r} drafts trees; use 'match' "
-                "or 'standard'"
+                f"rejection_sample_method={self.rule.name!r} takes chains, and method {self.method!r} drafts trees; "
+                "use 'match' or 'standard'"
             )
-        if self.rejection_sample_method == "block" and self.num_branches > 1:
+        if self.num_branches > 1 and not self.rule.takes_trees:
             raise ConfigError(
-                f"rejection_sample_method='block' takes chains, and this config drafts {self.num_branches} branches; "
-                "use 'match' or 'standard', or one branch"
+                f"rejection_sample_method={self.rule.name!r} takes chains, and this config drafts {self.num_branches} "
+                "branches; use 'match' or 'standard', or one branch"
             )
 
 

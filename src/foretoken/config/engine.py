@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule
 from foretoken.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_model_len: int | None = None
     prefill_chunk_size: int = 512
-    acceptance: str = "match"
+    acceptance: str = MATCH.name
     exactness: str = "default"
     strict_width: int = 16
     output_scores: bool = False
@@ -39,10 +40,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be {least} or more")
-        if self.acceptance not in ("match", "standard", "block"):
-            raise ConfigError(f"acceptance is {self.acceptance!r}; choose match, standard or block")
+        if self.acceptance not in RULES:
+            raise ConfigError(f"acceptance is {self.acceptance!r}; choose one of {', '.join(RULES)}")
         if self.exactness not in ("default", "strict", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default, strict or relaxed")
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How drafts are accepted."""
+        return RULES[self.acceptance]
 
     @property
     def is_strict(self) -> bool:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from foretoken.config.acceptance import RULES, AcceptanceRule
 from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.config.keywords import canonical, native, respelled, spelling
 from foretoken.config.method import Method, compositions, method_aliases, methods
@@ -135,6 +136,11 @@ class SpeculativeConfig:
     def definition(self) -> Method:
         """What the method says of itself."""
         return methods()[self.method]
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How drafts are accepted."""
+        return RULES[self.rejection_sample_method]
 
     @property
     def is_speculative(self) -> bool:

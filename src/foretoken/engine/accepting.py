@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from foretoken.accept.rules import RejectionNoise, Verdict, block, rejection, walk
+from foretoken.config.acceptance import RULES
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, probs
 from foretoken.tree import DraftTree
@@ -21,13 +22,13 @@ def accept_rows(
     """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule.
 
     Args:
-      rule: "match", "standard" or "block".
+      rule: a name of `foretoken.config.acceptance.RULES`.
       logits: (B or more, N, V).
       choices: from `choose_all`, where it was called already.
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
-    if rule == "match":
+    if RULES[rule].keeps_tokens:
         return match_rows(rows, trees, logits, choices)
     greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
     argmax_walks = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
@@ -44,7 +45,7 @@ def _accept_sampled(rule: str, row: Sequence, tree: DraftTree, logits: torch.Ten
     def target_probs(node: int) -> torch.Tensor:
         return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
 
-    return (block if rule == "block" else rejection)(tree, target_probs, noise)
+    return (rejection if RULES[rule].takes_trees else block)(tree, target_probs, noise)
 
 
 def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> Choices:

@@ -426,7 +426,7 @@ class Engine:
         """Drafts, cut to what a row may still emit: accepted tokens and the bonus together fit its budget."""
         limit = self._longest_chain if self.config.is_strict else DEFAULT_MAX_LENGTH
         rows = [run.row for run in runs]
-        chains_only = self.config.is_strict or self.config.acceptance == "block" or not self.target.supports_trees
+        chains_only = self.config.is_strict or not self.config.rule.takes_trees or not self.target.supports_trees
         depths = [0 if run.is_in_doubt else min(run.row.num_remaining_tokens - 1, limit) for run in runs]
         budgets = [Budget(depth, chains_only=chains_only) for depth in depths]
         trees = []

@@ -65,6 +65,7 @@ class Session:
       requests: in the order of the prompts.
       drafter_name: who proposed accepted tokens.
       num_spec_tokens: K, for the metrics.
+      is_lossless: whether the acceptance rule keeps the law of the target.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Session:
         *,
         drafter_name: str,
         num_spec_tokens: int,
+        is_lossless: bool,
     ) -> None:
         self.requests = list(requests)
         self.news: deque[StreamOutput] = deque()
@@ -82,6 +84,7 @@ class Session:
         self._tokenizer = tokenizer
         self._drafter_name = drafter_name
         self._num_spec_tokens = num_spec_tokens
+        self._is_lossless = is_lossless
         self._place_of = {
             sample.row.id: (place, request, sample)
             for place, request in enumerate(self.requests)
@@ -167,6 +170,7 @@ class Session:
             finished=all(sample.finish_reason not in (None, "abort") for sample in request.samples),
             metrics=self._metrics(request),
             num_cached_tokens=request.samples[0].row.num_cached_tokens,
+            lossless=self._is_lossless,
         )
 
     def _completion(self, request: Request, sample: Sample) -> CompletionOutput:

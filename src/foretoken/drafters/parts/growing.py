@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from foretoken.config.acceptance import RULES
 from foretoken.drafters.lengths import LengthPolicy
 from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.sequence import Sequence
@@ -118,7 +119,7 @@ class GrowingDrafter(Drafter):
         self.num_branches = num_branches
         self._max_nodes = max_nodes or sys.maxsize
         self._is_greedy = sample_method == "greedy"
-        self._shares_noise = acceptance == "match"
+        self._shares_noise = RULES[acceptance].shares_noise
         self._vocab_size = target_vocab_size
         self._drafts: dict[int, Draft] = {}
 
