@@ -32,12 +32,12 @@ TargetProbs = Callable[[int], Tensor] | Tensor
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target makes of a draft.
+    """The target's decision on a draft.
 
     Args:
       path: accepted nodes, root first.
       next_token: the target's own token after them: the bonus, or the recovered token after a rejection. -1
-        where the target's law is not one (NaN, or no token possible).
+        where the target's law is not a distribution (NaN, or no token possible).
     """
 
     path: tuple[int, ...]
@@ -275,7 +275,7 @@ def _descend(tree: DraftTree, node: int, law: Tensor, noise: VerifyNoise) -> tup
 
 
 def _draft_prob(draft: Tensor, token: int) -> float:
-    """q(token), which a drawn token has."""
+    """q(token), which is positive for a drawn token."""
     prob = float(draft[token])
     if not prob > 0.0:
         raise ProbabilityError(

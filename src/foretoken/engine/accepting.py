@@ -49,7 +49,7 @@ def _accept_sampled(rule: str, row: Sequence, tree: DraftTree, logits: torch.Ten
 
 
 def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> Choices:
-    """What decoding would emit after every node, accepted or not: one call for all nodes of all rows.
+    """The token that decoding would emit after every node, accepted or not: one call for all nodes of all rows.
 
     Args:
       logits: (B or more, N, V), N at least the size of the largest tree.

@@ -1,4 +1,4 @@
-"""What forwards cost: the one place that times them."""
+"""Costs of forwards: the one place that times them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.model.lm import CausalLM, Nodes
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over some nodes behind what one row of a cache holds.
+    """A forward over some nodes after the committed tokens of one cache row.
 
     Args:
       width: number of nodes, a chain.
@@ -32,7 +32,7 @@ class Forward:
 
 
 def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> float:
-    """Seconds that a call takes, to the end of what it has started on its device."""
+    """Seconds that a call takes, until the work it has started on its device is done."""
     _wait(device)
     start = perf_counter()
     call(*args, **kwargs)
@@ -42,7 +42,7 @@ def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwa
 
 @torch.inference_mode()
 def forward_times(forwards: Seq[Forward], repeats: int) -> list[list[float]]:
-    """Seconds of every forward, ``repeats`` times each: all in turns, after one round that warms up."""
+    """Seconds of every forward, ``repeats`` times each: interleaved, after one warm-up round."""
     times: list[list[float]] = [[] for _ in forwards]
     for number in range(repeats + 1):
         for forward, taken in zip(forwards, times, strict=True):

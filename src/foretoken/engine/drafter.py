@@ -1,4 +1,4 @@
-"""What every drafter is: four verbs over the rows of a batch."""
+"""The interface of drafters: four verbs over the rows of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What the target must expose to a drafter, per committed token or, of decode steps, per node of the draft.
+    """Features that the target must expose to a drafter, per committed token or, in decode steps, per draft node.
 
     Args:
       last_hidden: the input of the output embedding, after the final norm: (num_tokens, H).
@@ -45,16 +45,16 @@ class Requirements:
 
     @property
     def of_prompt(self) -> Requirements:
-        """What of them concerns the prompt."""
+        """The requirements that apply to the prompt."""
         return replace(self, top_k=self.top_k if self.prompt_top_k else 0, choices=False)
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a drafter asked for, one entry per token along the accepted path (or the prefilled prompt).
+    """The features that a drafter asked for, one entry per token along the accepted path (or the prefilled prompt).
 
-    With ``Requirements.all_nodes`` a decode step has one entry per node of the draft, in its order. ``choices`` always
-    has; -1 where the target has no usable distribution.
+    With ``Requirements.all_nodes`` a decode step has one entry per node of the draft, in its order. ``choices``
+    always does; -1 where the target has no usable distribution.
     """
 
     last_hidden: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class Features:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did to one row.
+    """The outcome of one step for one row.
 
     Args:
       tree: the draft that was verified.
@@ -123,7 +123,7 @@ class Budget(int):
         return self.nodes if limit is None else min(self.nodes, limit)
 
     def cut(self, tree: DraftTree) -> DraftTree:
-        """What of a draft the budget allows; of too many nodes the first stay."""
+        """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
         tree = (tree.main_chain() if self.chains_only else tree).cut(self.depth)
         return tree if len(tree) <= self.nodes else tree.restricted(range(max(1, self.nodes)))
 

@@ -83,7 +83,7 @@ class Engine:
         self.max_model_len = min(self.config.max_model_len or context, context)
         if prefixes is not None and self.config.is_strict:
             raise ConfigError(
-                "exactness='strict' decodes bit for bit alike, and keys and values of earlier rows were rounded at "
+                "exactness='strict' must reproduce every bit, but keys and values of earlier rows were rounded at "
                 "other shapes; keep no prefixes, or use exactness='default'"
             )
         self._prefixes = prefixes
@@ -345,7 +345,7 @@ class Engine:
         return list(takewhile(lambda run: run in self._to_feed and self._shape_of_chunk(run) == shape, neighbours))
 
     def _shape_of_chunk(self, run: Run) -> tuple[int, ...] | None:
-        """What prompts that are read together have in common: beginning and width of the chunk. None: read it alone."""
+        """The key that prompts read together have in common: start and width of the chunk. None: read it alone."""
         if self._has_one_shape:
             return None
         if self._bucket is None:
@@ -456,7 +456,7 @@ class Engine:
         """Append the accepted tokens and the bonus, cut where the row ends.
 
         A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
-        sum. So a failure in the company of drafts only brings the row in doubt: its next step runs without any.
+        sum. So a failure alongside drafts only puts the row in doubt: its next step runs without any.
         """
         row = run.row
         row.num_steps += 1

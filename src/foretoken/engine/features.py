@@ -1,4 +1,4 @@
-"""Hands drafters the features they asked for, one row of them per committed token."""
+"""Give drafters the features they asked for, one row of them per committed token."""
 
 from __future__ import annotations
 

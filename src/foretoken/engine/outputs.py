@@ -1,4 +1,4 @@
-"""What a step of the engine hands out."""
+"""The outputs of one step of the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class RowOutput:
-    """What one step added to one row.
+    """The tokens that one step added to one row.
 
     ``num_accepted`` of the ``token_ids``, counted from the front, were drafted; the rest came from the target.
     ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """What a length policy planned for one step of one row.
+    """The plan of a length policy for one step of one row.
 
     Args:
       gamma: the length it wanted.
@@ -31,7 +31,7 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What one step planned, drafted and accepted in one row.
+    """Plan, draft and acceptance of one step in one row.
 
     Args:
       sample: which of the request's samples.
@@ -51,7 +51,7 @@ class StepTrace:
 
 @dataclass
 class SequenceStats:
-    """What happened to one row, step by step."""
+    """Counters of one row, with a record of every step."""
 
     num_steps: int = 0
     num_spec_steps: int = 0
@@ -132,7 +132,7 @@ class StepProfile:
 
     @property
     def host_seconds(self) -> float:
-        """What a decode step spends outside of drafting and verifying."""
+        """Seconds of decode steps that were spent outside of drafting and verifying."""
         return self.accept_seconds + self.commit_seconds + self.observe_seconds + self.emit_seconds
 
 

@@ -1,4 +1,4 @@
-"""What the processors need to know of the tokens before a node: kept per row, extended token by token."""
+"""The facts about the tokens before a node that processors need: kept per row, extended token by token."""
 
 from __future__ import annotations
 

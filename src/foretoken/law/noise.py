@@ -33,7 +33,7 @@ UNIT = 2.0**-53
 
 
 class Purpose(IntEnum):
-    """What a number of a rule stream is for."""
+    """The purpose of a number in a rule stream."""
 
     DRAFT = 1
     ACCEPT = 2

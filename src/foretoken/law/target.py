@@ -112,7 +112,7 @@ class SamplingLaw:
 
     @property
     def is_processed(self) -> bool:
-        """Whether any processor may still change the logits. Minimum length stops to matter once it is reached."""
+        """Whether any processor may still change the logits. The minimum length stops mattering once it is reached."""
         return self._has_processors or (bool(self._stop_ids) and self.num_output_tokens < self.params.min_tokens)
 
     @cached_property
