@@ -294,7 +294,7 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
     assert_right(load(model))
     with caplog.at_level(logging.WARNING, "foretoken"):
         assert not load(model, "packed").supports_trees
-    assert f'comes of running it in {dtype} and packed execution: try execution="eager"' in caplog.text
+    assert f'comes from running it in {dtype} and packed execution: try execution="eager"' in caplog.text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -336,7 +336,7 @@ def test_a_fault_of_half_precision_alone_names_the_dtype(monkeypatch: pytest.Mon
         return as_mask(self, visible)
 
     monkeypatch.setattr(CausalLM, "_as_mask", wrong)
-    with pytest.raises(ProbeError, match=r"in bfloat16 .*although its code takes .* in float32.*dtype=\"float32\""):
+    with pytest.raises(ProbeError, match=r"in bfloat16 .*although its code handles .* in float32.*dtype=\"float32\""):
         load(build("llama", torch.bfloat16))
     assert_right(load(build("llama", torch.float32)))
 
@@ -368,7 +368,9 @@ def quantized(dtype: torch.dtype, dim: tuple[int, ...]) -> PreTrainedModel:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arithmetic_that_depends_on_the_batch_is_refused_for_that(dtype: str) -> None:
-    with pytest.raises(ProbeError, match=r"other logits to a text alone than in a batch .* Quantise weights only"):
+    with pytest.raises(
+        ProbeError, match=r"gives a text different logits alone than in a batch .* Quantise weights only"
+    ):
         load(quantized(DTYPES[dtype], (0, 1, 2)))
 
 

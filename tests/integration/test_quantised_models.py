@@ -212,7 +212,7 @@ def test_rows_that_are_rounded_together_are_refused(new: type[Quantised], dtype:
 
 
 def test_few_rows_that_are_rounded_otherwise_than_many_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="computes few rows in another way than many"):
+    with pytest.raises(UnsupportedModelError, match="computes few rows differently from many"):
         CausalLM(replaced(dense_model(), RoundedWhenFew))
 
 
@@ -300,7 +300,7 @@ def test_gguf_blocks_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gguf_kernels_that_round_the_inputs_of_few_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers takes a kernel for up to eight rows and dequantises for more."""
     model = gguf_model(monkeypatch, rounds_inputs=True)
-    with pytest.raises(UnsupportedModelError, match=r"GgufLinear.* few rows in another way than many.* dequantised"):
+    with pytest.raises(UnsupportedModelError, match=r"GgufLinear.* few rows differently from many.* dequantised"):
         drafted(model)
 
 

@@ -69,7 +69,7 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def stored_dtype(config: Any, location: str, revision: str | None = None, *, is_local: bool) -> torch.dtype | None:
-    """The dtype of a checkpoint: as its config says, else as most of its weights are; None where nobody knows."""
+    """The dtype of a checkpoint: as its config says, else as most of its weights are; None where it is unknown."""
     for stored in (config.get_text_config(decoder=True).dtype, config.dtype):
         if isinstance(stored, torch.dtype):
             return stored

@@ -1,6 +1,6 @@
 """Whether quantised layers compute every row of a forward by itself, as exact verification needs.
 
-Weights that are quantised do no harm: a layer that turns them back into floats computes each row on its own. Layers
+Quantised weights are harmless: a layer that turns them back into floats computes each row on its own. Layers
 that round their inputs, too, may do so by a scale that all rows of a forward share. Then what a row says depends on
 what is drafted, and on who else is in the batch.
 """
@@ -34,7 +34,7 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
     for path, layer in quantised_layers(model):
         errors = _errors(layer, dtype, device)
         if errors is None:
-            continue  # it wants other inputs; the probe runs it within the model
+            continue  # it expects other inputs; the probe runs it within the model
         what = f"{path} of {name} is quantised ({_kind(layer)}) and"
         remedy = "Load the weights dequantised, or in a format that quantises weights alone (int8 or int4 weight-only)."
         shared, shape = errors
@@ -47,7 +47,7 @@ def check_rows_independent(model: nn.Module, name: str, dtype: torch.dtype, devi
         limit = SHAPE_LIMITS.get(dtype, HALF_SHAPE_LIMIT)
         if not shape <= limit:
             raise UnsupportedModelError(
-                f"{what} computes few rows in another way than many: one row moved by {shape:.2g} of its size between "
+                f"{what} computes few rows differently from many: one row moved by {shape:.2g} of its size between "
                 f"forwards of {', '.join(map(str, FEW))} and {NUM_ROWS} rows (allowed {limit:.2g}). Its text depends "
                 f"on how much is drafted, so drafts cannot be verified exactly. {remedy}"
             )

@@ -53,14 +53,14 @@ class Captured:
 
 @dataclass(frozen=True)
 class _Learnt:
-    """What was measured on one structure of a model."""
+    """Measurements of one structure of a model."""
 
     probe: Probe
     facts: dict[tuple[int, int], KernelFacts]
 
 
 def _nobody() -> None:
-    """In the place of a reference to a model that has no other owner."""
+    """Stands in for a reference to a model that has no other owner."""
 
 
 class CausalLM:
@@ -425,7 +425,9 @@ def check_supported(model: PreTrainedModel) -> None:
             )
     unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
     if unknown:
-        raise UnsupportedModelError(f"{name} has layers of type {', '.join(unknown)}, whose masks are not known here.")
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(unknown)}, whose masks foretoken does not know."
+        )
     if "position_ids" not in parameters:
         raise UnsupportedModelError(
             f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "

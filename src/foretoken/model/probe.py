@@ -1,4 +1,4 @@
-"""What the probe of a model found, as data."""
+"""The findings of a model's probe, as data."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 Verdict = Literal["right", "wrong", "unclear"]
 MARGIN = 4.0
-"""An error below so many times the rounding is rounding; a fault below so many times the rounding cannot be seen."""
+"""An error below this multiple of the rounding is rounding; a fault below this multiple of it cannot be seen."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was compared with plain forwards. All numbers are relative to the spread of what is right.
+    """One thing that was compared with plain forwards. All numbers are relative to the spread of the correct values.
 
     Args:
       error: what was measured.
-      noise: what rounding alone makes of it.
-      control: what the least visible of the faults that were made on purpose makes of it.
-      bound: what the error was held against: between noise and control, as far from either, and `MARGIN` times the
-        noise at least.
+      noise: the error that rounding alone causes.
+      control: the error that the least visible of the deliberate faults causes.
+      bound: the limit that the error was held against: between noise and control, as far from either, and at least
+        `MARGIN` times the noise.
       verdict: "unclear" when the control cannot be told from the noise, so that a small error proves nothing.
     """
 
@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the probe of a model found.
+    """The findings of a model's probe.
 
     Args:
       checks: by name: "chains", "trees" and "branches" of the reduced model, "linears" where layers are packed,
@@ -78,7 +78,7 @@ class Probe:
         return all(check.verdict != "wrong" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """As data for JSON, which knows no infinity: an error without a number is None."""
+        """As data for JSON, which has no infinity: an error without a number is None."""
         data = dataclasses.asdict(self)
         for check in data["checks"]:
             check["error"] = check["error"] if math.isfinite(check["error"]) else None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foretoken")
 
 COARSEST = 0.03
-"""Four times the rounding of bfloat16: an arithmetic that is coarser depends on more than the text."""
+"""Four times the rounding of bfloat16: coarser arithmetic depends on more than the text."""
 
 FAULTS: tuple[tuple[str, Fault], ...] = (
     ("positions", shift_positions),
@@ -157,7 +157,7 @@ class Prober:
         alone, rounding = max(reference.shape), max(*reference.rounding, _epsilon(dtype) / 2)
         if not alone * _epsilon(dtype) <= COARSEST * rounding:
             raise ProbeError(
-                f"{self._lm.name} gives other logits to a text alone than in a batch (relative error {alone:.2g}, "
+                f"{self._lm.name} gives a text different logits alone than in a batch (relative error {alone:.2g}, "
                 f"where rounding gives {rounding:.2g}): its arithmetic depends on what else runs, as where activations "
                 "are quantised together, so drafts cannot be verified exactly. Quantise weights only."
             )
@@ -178,7 +178,7 @@ class Prober:
                 "%s verifies chains but not trees (%s); drafts are reduced to chains.%s",
                 lm.name,
                 self._without_trees.describe(),
-                "" if is_code else f" This comes of running it {self._as_it_runs()}: try {self._remedy()}.",
+                "" if is_code else f" This comes from running it {self._as_it_runs()}: try {self._remedy()}.",
             )
         lm.num_forwards = 0
         return Probe(
@@ -226,7 +226,7 @@ class Prober:
             return [each for each in (check, chains) if each is not None]
         raise ProbeError(
             f"{lm.name} does not give the same logits for a draft as for plain text {self._as_it_runs()} "
-            f"({chains.describe()}), although its code takes masks and positions rightly in "
+            f"({chains.describe()}), although its code handles masks and positions correctly in "
             f"{_name(self._small_dtype)}. Use {self._remedy()}."
         )
 
@@ -250,7 +250,7 @@ class Prober:
             right, wrong = (results[each.name][row, : len(texts[row])] for each in (step, faulty))
             if name not in self._invisible and torch.equal(right, wrong):
                 raise ProbeError(
-                    f"{lm.name} gives the very same logits with right and with wrong {name} {self._as_it_runs()}, so "
+                    f"{lm.name} gives the same logits with right and with wrong {name} {self._as_it_runs()}, so "
                     f"drafts cannot be verified exactly. Use {self._remedy()}."
                 )
         errors, controls = (reference.errors(texts, results[each.name]) for each in (step, faulty))

@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 
 def representatives(layers: Sequence[nn.Module], kinds: Sequence[str], limit: int = MAX_LAYERS) -> tuple[int, ...]:
-    """Indices of one layer of every build, two where there are two layers, at most ``limit``.
+    """Indices of one layer of every construction, two where there are two layers, at most ``limit``.
 
     Args:
       kinds: attention type of every layer.
@@ -36,7 +36,7 @@ def representatives(layers: Sequence[nn.Module], kinds: Sequence[str], limit: in
 
 
 def _build_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What layers that run the same code have in common: classes, switches, hooks, and methods of single objects."""
+    """A key that layers share if they run the same code: classes, switches, hooks, and methods of single objects."""
     return tuple(
         (
             path,

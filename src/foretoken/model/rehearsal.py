@@ -1,4 +1,4 @@
-"""What the probe runs: a few ragged steps of decoding, and plain forwards over every text that occurs in them."""
+"""The forwards of the probe: a few ragged decoding steps, and plain forwards over every text that occurs in them."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def _rounded_inputs(layers: Sequence[nn.Module], first_row: int, epsilon: float)
 
 
 def sampled(logits: torch.Tensor) -> torch.Tensor:
-    """Every so many columns (..., V) of logits, at most `MAX_COLUMNS`, as float64 on the CPU."""
+    """Evenly spaced columns (..., V) of logits, at most `MAX_COLUMNS`, as float64 on the CPU."""
     stride = -(-logits.shape[-1] // MAX_COLUMNS)
     return logits[..., ::stride].double().cpu()
 

@@ -1,4 +1,4 @@
-"""What linear layers compute in their own code, kept for comparison with what takes their place."""
+"""Sample outputs of linear layers' own code, kept for comparison with the code that replaces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model consists of besides the values in its tensors, to tell whether its owner has changed it since."""
+"""The structure of a model apart from the values in its tensors, to tell whether its owner has changed it since."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model consisted of at one moment. Equal states run alike, but for values in tensors.
+    """The structure of a model at one moment. Models in equal states run alike, but for values in tensors.
 
     It keeps neither modules nor tensors alive: they are told apart by their ids, which stay taken as long as a shadow
     shares them.

@@ -36,7 +36,7 @@ class Sublayers:
         if len(attention) != 1 or not mlp:
             names = [type(child).__name__ for child in matrices]
             raise UnsupportedModelError(
-                f"{type(layer).__name__} is built of {', '.join(names) or 'nothing known'}; sublayers can be left out "
+                f"{type(layer).__name__} consists of {', '.join(names) or 'nothing known'}; sublayers can be left out "
                 "where a layer has one attention and one MLP. Use another method."
             )
         return cls(layer, attention[0], mlp)
@@ -55,7 +55,7 @@ class SkippableLayers:
       layers: decoder layers, in order.
       run: makes one forward through the layers, to learn the shape of what the modules return.
 
-    Raises: UnsupportedModelError for layers of another build.
+    Raises: UnsupportedModelError for layers that are built differently.
     """
 
     def __init__(self, layers: Iterable[nn.Module], run: Callable[[], Any]) -> None:
@@ -89,7 +89,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _outputs_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Any]:
-    """What every module returns in one forward."""
+    """Return the output of every module in one forward."""
     outputs: dict[nn.Module, Any] = {}
     handles = [module.register_forward_hook(lambda m, _, output: outputs.update({m: output})) for module in modules]
     try:

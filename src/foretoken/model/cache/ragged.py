@@ -162,7 +162,7 @@ class KVCache(Cache):  # type: ignore[misc]
         capacity, num_slots = _doubled(self.capacity, capacity), _doubled(self.num_slots, num_slots)
         for layer in self.layers:
             layer.resize(num_slots, capacity)
-        self.capacity, self.num_slots = capacity, num_slots  # last, so that running out of memory is no lasting harm
+        self.capacity, self.num_slots = capacity, num_slots  # last, so that running out of memory does no lasting harm
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
         """Keep the accepted nodes of every row, in path order, and forget the others.

@@ -206,7 +206,7 @@ def _mark_dynamic(ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache:
 
 
 def _layout(mask: Mask) -> Any:
-    """What else of a mask a graph depends on."""
+    """The properties of a mask that a graph depends on, besides its sizes."""
     if isinstance(mask, dict):
         return tuple((kind, _layout(tensor)) for kind, tensor in mask.items())
     return None if mask is None else (mask.dtype, mask.shape[0] > 1)

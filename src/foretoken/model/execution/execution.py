@@ -75,7 +75,7 @@ def shadow(model: Model) -> Model:
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What a model computes in, also where its embedding is kept in blocks of bytes."""
+    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
     dtype: torch.dtype = model.get_input_embeddings().weight.dtype
     return dtype if dtype.is_floating_point else model.dtype
 
@@ -128,7 +128,7 @@ class Execution:
 
     @contextmanager
     def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
-        """Inside, linear layers take at least and at most so many rows in one call; None for any number."""
+        """Inside, limit the number of rows that linear layers take in one call; None for any number."""
         if num_rows is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""What the kernels of a machine keep: the shapes at which a row has the same bits whatever runs beside it.
+"""Guarantees of a machine's kernels: the shapes at which a row has the same bits whatever runs beside it.
 
 Kernels choose how to sum by the size of what they are given, so the logits of a text may differ in their last bits
 between a forward over one token and one over a whole draft. CPUs and libraries differ in where: measured here, on the
@@ -29,30 +29,30 @@ ROW_COUNTS = (1, 2, 3, 5, 8, 13, 16, 24, 31, 32, 33, 48, 64)
 """Numbers of rows at which every kind of linear layer is tried."""
 
 VIEW_MULTIPLES = (64, 256, 512)
-"""Attention runs over a whole number of so many columns; steps of 64 were seen to change bits in float32."""
+"""Attention runs over a multiple of this many columns; steps of 64 were seen to change bits in float32."""
 
 LENGTHS = (37, 700)
 """Contexts at which the model is tried: within the first block of columns, and past it."""
 
 QUERY_BLOCK = 32
-"""torch's attention for CPUs takes queries in blocks of so many. A block of one query is multiplied as a vector, in
+"""torch's attention for CPUs takes queries in blocks of this size. A block of one query is multiplied as a vector, in
 another order, which shows in bfloat16 once in thousands of numbers: too seldom to be measured, so it is avoided."""
 
 ATTENTION_LENGTHS = (37, 300, 700)
 """Contexts at which attention alone is tried. At 300 a view of 320 columns was seen to give other bits than 512."""
 
 PREFILL_MULTIPLE = 8
-"""Chunks of prompts are padded to a multiple of so many tokens, so that several prompts have one length."""
+"""Chunks of prompts are padded to a multiple of this many tokens, so that several prompts have one length."""
 
 PREFILL_ROW_COUNTS = (48, 64, 96, 128, 160, 192, 256)
 """Numbers of rows at which linear layers are tried for prompts."""
 
 MIN_OUTPUTS = 1 << 17
-"""A linear layer gives at least so many numbers at every number of rows: in bfloat16 few of them show another order of
-a sum, one in twenty thousand on a CPU with AMX."""
+"""A linear layer is tried on at least this many output values per number of rows: in bfloat16 few of them reveal a
+different order of summation, one in twenty thousand on a CPU with AMX."""
 
 MIN_SAMPLES = 1024
-"""Attention alone gives at least so many numbers per node: few of them show another order of a sum."""
+"""Attention alone is tried on at least this many values per node: few reveal a different order of summation."""
 
 MAX_TRIED_LAYERS = 4
 """Deeper models are tried by their first layers, more where a kind of attention comes later: kernels are the same."""
@@ -63,9 +63,9 @@ class Bucket:
     """Shapes at which a row keeps its bits, however many nodes, rows and columns run beside it.
 
     Args:
-      min_nodes, max_nodes: every row runs at least so many nodes, padding included, and at most so many.
-      min_rows, max_rows: linear layers are given at least and at most so many rows in one call, over all rows.
-      view_multiple: attention runs over a multiple of so many columns.
+      min_nodes, max_nodes: the fewest and the most nodes that every row runs, padding included.
+      min_rows, max_rows: the fewest and the most rows that linear layers are given in one call, over all rows.
+      view_multiple: attention runs over a multiple of this many columns.
       group_size: queries of attention per node.
       prefill_rows: the least and the most rows that linear layers are given in one call where prompts of one padded
         length are read side by side; None where these do not keep their bits, and are read one at a time.
@@ -80,7 +80,7 @@ class Bucket:
     prefill_rows: tuple[int, int] | None = None
 
     def width(self, num_rows: int, num_nodes: int) -> int:
-        """To how many nodes the rows of a step are padded.
+        """The number of nodes to which the rows of a step are padded.
 
         One row of 1 node with min_rows 3: 3. Two rows of 1 node: 2 each, which makes 4 in all. 11 nodes in groups of
         3 are 33 queries, one more than a block: 12.
@@ -89,7 +89,7 @@ class Bucket:
         return width + _leaves_one_query(width, self.group_size)
 
     def prefill_width(self, num_tokens: int) -> int:
-        """To how many nodes a chunk of a prompt is padded: 50 -> 56, and not at all where it is read alone."""
+        """The number of nodes to which a chunk of a prompt is padded: 50 -> 56; unpadded where it is read alone."""
         width = -(-num_tokens // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
         return num_tokens if self.rows_per_call(width) is None else width
 
@@ -109,7 +109,7 @@ def _leaves_one_query(num_nodes: int, group_size: int) -> bool:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """What was measured.
+    """The measured guarantees of a machine's kernels.
 
     Args:
       bucket: shapes that keep bits, or None where there are none.
@@ -133,7 +133,7 @@ class KernelFacts:
         return (
             f"a row keeps its bits from {b.min_nodes} to {b.max_nodes} nodes, over columns in multiples of "
             f"{b.view_multiple}, with {b.min_rows} to {b.max_rows} rows in one call of a linear layer; prompts are "
-            f"read {'one at a time' if b.prefill_rows is None else 'together where they are of about one length'}"
+            f"read {'one at a time' if b.prefill_rows is None else 'together if they are of about the same length'}"
         )
 
 
@@ -158,14 +158,16 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
     if lm.device.type != "cpu":
         return KernelFacts(None, f"nothing is measured on {lm.device.type}")
     if lm.execution.kind == "compiled":
-        return KernelFacts(None, "compiled kernels are made anew for every kind of shape")
+        return KernelFacts(None, "compiled kernels are rebuilt for every kind of shape")
     if other := _other_products(lm.shadow):
         return KernelFacts(None, f"{other} multiplies by matrices of its own, in calls whose size depends on the text")
     low, high = 1, ROW_COUNTS[-1]
     for layer in _kinds(lm.shadow):
         rows = _row_range(layer)
         if rows is None:
-            return KernelFacts(None, f"a linear layer of {_shape(layer)} has other bits in another place of the batch")
+            return KernelFacts(
+                None, f"a linear layer of {_shape(layer)} has different bits at another place in the batch"
+            )
         low, high = max(low, rows[0]), min(high, rows[1])
     if high < 2 * low:
         return KernelFacts(None, f"linear layers agree on calls of {low} to {high} rows only")
@@ -174,7 +176,7 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
         bucket = Bucket(nodes[1], nodes[0], low, high, multiple, trial.group_size)
         if trial.keeps_bits(bucket):
             return KernelFacts(replace(bucket, prefill_rows=_prefill_rows(trial)))
-    return KernelFacts(None, "a row has other bits with other nodes, rows or columns beside it")
+    return KernelFacts(None, "the bits of a row change with the nodes, rows or columns beside it")
 
 
 def _kinds(model: nn.Module) -> Iterator[nn.Module]:

@@ -57,7 +57,7 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class _Version:
-    """What changes when somebody writes into a tensor or replaces its storage."""
+    """A fingerprint of a tensor that changes when somebody writes into it or replaces its storage."""
 
     address: int
     count: int
@@ -105,7 +105,7 @@ class PackedLinear:
     def release(self) -> None:
         """Free the weight that was packed, for every module that shares the parameter.
 
-        A NaN of the same shape stays, so that code which reads the weight past the layer is found out.
+        A NaN of the same shape stays, so that code which reads the weight past the layer is noticed.
         """
         weight = self.weight
         weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
@@ -147,7 +147,7 @@ class PackedLinear:
         self._dtype = tensors[0].dtype
         packed_as = packed_dtype(self._dtype)
         if packed_as is None:
-            raise TypeError(f"weights of {self._dtype} cannot be packed; build the execution anew")
+            raise TypeError(f"weights of {self._dtype} cannot be packed; rebuild the execution")
         self._packed_dtype = packed_as
         weight, *bias = (tensor.detach().to(packed_as) for tensor in tensors)
         if isinstance(self._layer, Conv1D):
@@ -232,7 +232,7 @@ class LimitedLinear:
 
 
 def replacement(layer: nn.Module) -> object:
-    """What runs in place of the forward of a linear layer's class, limits aside; None where nothing does."""
+    """The function that replaces the forward of a linear layer's class, limits aside; None if there is none."""
     forward = vars(layer).get("forward")
     return forward.replaced if isinstance(forward, LimitedLinear) else forward
 
@@ -280,7 +280,7 @@ def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
 
 
 def available_memory_bytes() -> int | None:
-    """What the system can still give out without swapping; None where it does not say (Linux does)."""
+    """Memory that the system can still allocate without swapping; None where it does not say (Linux does)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
