@@ -12,12 +12,12 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 
 HANDED_ON = ("model", "revision", "dtype", "num_speculative_tokens")
-"""Keys that are handed on to those of the parts that know them."""
+"""Keys that are passed on to those of the parts that know them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompositeOptions(DraftOptions, ModelOptions):
-    """Drafters, each with keys of its own; a model or length that is given beside them is handed on."""
+    """Drafters, each with keys of its own; a model or length that is given beside them is passed on to them."""
 
     drafters: Any = option(anything("list of names, mappings or configs"), help="what is combined, most trusted first")
 

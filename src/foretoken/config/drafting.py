@@ -17,19 +17,19 @@ def draft_length(default: int) -> Any:
     return option(whole(0), default, "longest draft, the bonus not counted; 0 decodes plainly")
 
 
-def node_limit(default: int | None = None, help: str = "nodes of a draft at most, root included") -> Any:
+def node_limit(default: int | None = None, help: str = "most nodes of a draft, root included") -> Any:
     """The field ``max_draft_nodes``."""
     return option(whole(2), default, help)
 
 
 def branches(default: int = 1) -> Any:
     """The field ``num_draft_branches``."""
-    return option(whole(1), default, "siblings per drafted position at most; 1 drafts chains")
+    return option(whole(1), default, "most siblings per drafted position; 1 drafts chains")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(Options):
-    """Of every method that drafts.
+    """Keys of every method that drafts.
 
     Attributes:
       drafts_trees: whether its drafts are trees whatever its keys say.
@@ -68,7 +68,7 @@ class DraftOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class BranchOptions(DraftOptions):
-    """Of methods whose drafts may branch."""
+    """Keys of methods whose drafts may branch."""
 
     num_draft_branches: int = branches()
 
@@ -79,7 +79,7 @@ class BranchOptions(DraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Of methods that draft with a model of their own."""
+    """Keys of methods that draft with a model of their own."""
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),

@@ -17,7 +17,7 @@ _NO_BEAMS = (
     "beams are not drafted for; foretoken.classic.sampling.beam_search_generate decodes them plainly, and n "
     "draws samples"
 )
-_TO_CONFIG = "how to draft stands in one place; write speculative_config={{'method': ..., {name!r}: ...}}"
+_TO_CONFIG = "how to draft is set in one place; write speculative_config={{'method': ..., {name!r}: ...}}"
 _PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
 
 LLM_ARGUMENTS = {
@@ -40,14 +40,16 @@ LLM_ARGUMENTS = {
     "block_size": Foreign("the cache is not paged; leave it out"),
     "kv_cache_dtype": Foreign("keys and values have the dtype of the model; choose that with dtype", (None, "auto")),
     "quantization": Foreign(
-        f"{_OWN_WEIGHTS}; drafts by 4-bit copies of the weights are speculative_config='quantized_self'"
+        f"{_OWN_WEIGHTS}; to draft with 4-bit copies of the weights, use speculative_config='quantized_self'"
     ),
     "quantization_config": Foreign(_OWN_WEIGHTS),
     "load_in_8bit": Foreign(_OWN_WEIGHTS, (None, False)),
     "load_in_4bit": Foreign(_OWN_WEIGHTS, (None, False)),
     "load_format": Foreign(_OWN_WEIGHTS, (None, "auto", "safetensors")),
     "hf_overrides": Foreign(_OWN_WEIGHTS),
-    "model_impl": Foreign("models always run by transformers' own code; leave it out", (None, "auto", "transformers")),
+    "model_impl": Foreign(
+        "models always run through transformers' own code; leave it out", (None, "auto", "transformers")
+    ),
     "enforce_eager": Foreign("execution says how forwards are carried out; use execution='eager'", (None, False)),
     "compilation_config": Foreign("execution says how forwards are carried out; use execution='compiled'"),
     "attention_backend": Foreign("attention is that of the model's code and execution; leave it out"),
@@ -191,7 +193,7 @@ METHODS_ELSEWHERE = {
 
 
 def method_elsewhere(name: str) -> str | None:
-    """What a method is that people know and this version does not have; None for any other name.
+    """Describe a well-known method that this version does not have; None for any other name.
 
     >>> method_elsewhere("EAGLE-3")
     'heads that are trained for one target'

@@ -81,7 +81,7 @@ def canonical(
 
 
 def respelled(owner: str, given: Mapping[str, Any], normal: Callable[[str], str]) -> dict[str, Any]:
-    """The given keys, dashes and the like made regular."""
+    """The given keys, dashes and the like normalised."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = normal(key)
@@ -110,7 +110,7 @@ def strict_keywords(aliases: Mapping[str, str], foreign: Mapping[str, Foreign]) 
             values = canonical(cls.__name__, native(cls.__name__, kwargs, foreign), names, aliases)
             twice = set(names[: len(args)]) & values.keys()
             if twice:
-                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by place and by name; give each once")
+                raise ConfigError(f"{cls.__name__} got {sorted(twice)} both by position and by name; give each once")
             generated(self, *args, **values)
 
         cls.__init__ = init  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What a way of drafting says of itself, and where the ways are found: one file each, here or in another package."""
+"""The description of a drafting method, and where methods are found: one file each, here or in another package."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GROUP = "foretoken.drafters"
 """The entry point group by which other packages add methods, and the package that holds those of this one."""
 
 ATTRIBUTE = "METHOD"
-"""What a module with a method calls it."""
+"""The name under which a module exposes its method."""
 
 WITHOUT_METHODS = ("lengths", "parts")
 """Packages inside of `GROUP` that hold what drafters are made of."""
 
 ORDER = ("none", "lm", "lookup", "iterate", "selfdraft", "compose")
-"""In which methods are listed: by the package that holds them. Those of other packages come last."""
+"""The order in which methods are listed: by the package that holds them. Those of other packages come last."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Method:
     """One way of drafting.
 
     Args:
-      options: its name and its keys, with kinds, defaults and help; the only place where they stand.
+      options: its name and its keys, with kinds, defaults and help; the only place where they are defined.
       build: makes a drafter without state, from options and what the target brings along.
-        Raises: ConfigError for what the options ask and is not there.
+        Raises: ConfigError if something that the options ask for is missing.
       summary: what it does, in a few words that follow "drafts".
       aliases: names of other tools and older ones.
       sign: of a method that combines others: how they are joined in a name, as in "a+b".
@@ -54,7 +54,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """By which it is chosen."""
+        """The name by which it is chosen."""
         return self.options.method
 
     @property
@@ -101,7 +101,7 @@ def methods() -> Mapping[str, Method]:
 
 
 def _add(found: dict[str, Method], method: Method) -> None:
-    """Raises: ConfigError for what is not a method, and for a name that another one has."""
+    """Raises: ConfigError for anything that is not a method, and for a name that another one has."""
     if not isinstance(method, Method):
         raise ConfigError(f"it is {method!r}, not a foretoken.config.method.Method")
     for name in (method.name, *method.aliases):

@@ -17,7 +17,7 @@ OWNER = "SpeculativeConfig"
 
 
 class Kind(Protocol):
-    """What values an option takes."""
+    """The values that an option accepts."""
 
     def __call__(self, name: str, value: Any) -> Any:
         """The value in its normal form. Raises: ConfigError, naming the option."""
@@ -117,7 +117,7 @@ class one_of:
 
 @dataclass(frozen=True)
 class anything:
-    """Whatever whoever uses the option can read; ``title`` says what that is."""
+    """Any value that the code behind the option understands; ``title`` says what that is."""
 
     title: str
 
@@ -140,7 +140,7 @@ def option(kind: Kind, default: Any = None, help: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """One option, for those who show it."""
+    """One option, as it is shown to people."""
 
     name: str
     kind: Kind

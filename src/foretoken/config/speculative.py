@@ -134,7 +134,7 @@ class SpeculativeConfig:
 
     @property
     def definition(self) -> Method:
-        """What the method says of itself."""
+        """The description of the method."""
         return methods()[self.method]
 
     @property
@@ -168,7 +168,7 @@ class SpeculativeConfig:
         return next((part.model_part for part in self.parts if part.model_part is not None), None)
 
     def without_model(self) -> SpeculativeConfig:
-        """The same, holding on to no loaded model."""
+        """The same, without a reference to any loaded model."""
         if self.definition.combines:
             parts = [part.without_model() for part in self.parts]
             return SpeculativeConfig(self.method, self.options, drafters=parts)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DrafterFactory = Callable[[], "Drafter"]
-"""Makes a drafter without state, as often as one is needed."""
+"""Makes a new drafter without state on every call."""
 
 
 @dataclass(frozen=True)
 class Materials:
-    """What drafters are made of.
+    """The materials that drafters are made of.
 
     Args:
       target: of the engine that they will run in.
@@ -55,7 +55,7 @@ class Materials:
         return "" if self.zoo_name is None else f", and {self.zoo_name} brings none along"
 
     def keep(self, name: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What is kept under this name, made on first use."""
+        """The object that is kept under this name, made on first use."""
         if name not in self.kept:
             self.kept[name] = make()
         made: T = self.kept[name]
@@ -73,15 +73,15 @@ class Materials:
 def make_drafter(config: SpeculativeConfig, materials: Materials) -> Drafter:
     """A drafter without state.
 
-    Raises: ConfigError for what the config asks and the materials do not have.
+    Raises: ConfigError if the config asks for something that the materials do not have.
     """
     return config.definition.build(config.options, materials)
 
 
 def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterFactory:
-    """What makes a fresh drafter, as often as one is needed.
+    """Return a function that makes a new drafter on every call.
 
-    Raises: ConfigError for what the config asks and the materials do not have.
+    Raises: ConfigError if the config asks for something that the materials do not have.
     """
-    make_drafter(config, materials)  # every refusal now, none later
+    make_drafter(config, materials)  # refuse now, not later
     return lambda: make_drafter(config, materials)

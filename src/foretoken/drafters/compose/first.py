@@ -35,7 +35,7 @@ class FirstOptions(CompositeOptions):
 class FirstDrafter(CompositeDrafter):
     """Takes the draft of the first part that expects enough of it; the last part is taken as it is.
 
-    Parts behind it are not asked for that row, so a cheap drafter saves the forwards of a dear one.
+    Parts behind it are not asked for that row, so a cheap drafter saves the forwards of an expensive one.
 
     Args:
       min_expected: accepted tokens that a draft must promise, by its calibrated scores.
@@ -66,7 +66,7 @@ class FirstDrafter(CompositeDrafter):
         return sum(calibration.scores(tree)[1:]) >= self._min_expected
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
-        """The last draft there is: behind one that promised enough nobody was asked."""
+        """The last draft there is: no part after one that promised enough was asked."""
         return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
 
 

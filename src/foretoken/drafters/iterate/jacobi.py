@@ -94,7 +94,7 @@ def check_initial_guess(name: str) -> None:
 
 
 class Guesses:
-    """What one row is expected to say next, token by token behind the pending one."""
+    """The guesses for the next tokens of one row, starting after the pending one."""
 
     def __init__(self, row: Sequence, initial_guess: str) -> None:
         self._row = row
@@ -102,7 +102,7 @@ class Guesses:
         self._tokens: list[int] = []
 
     def first(self, length: int) -> list[int]:
-        """The first so many guesses, new ones where there are too few."""
+        """The first ``length`` guesses, new ones where there are too few."""
         missing = length - len(self._tokens)
         self._tokens += [self._initial() for _ in repeat(None, missing)]
         return self._tokens[:length]
@@ -117,7 +117,7 @@ class Guesses:
         self._tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
 
     def drop(self, length: int) -> None:
-        """Forget the first so many guesses."""
+        """Forget the first ``length`` guesses."""
         del self._tokens[:length]
 
     def _initial(self) -> int:

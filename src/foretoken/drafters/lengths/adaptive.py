@@ -76,7 +76,7 @@ class ThresholdRule:
 
 
 class Acceptance(Confidence):
-    """Ends the draft behind an unsure token; what counts as unsure follows the acceptance rate.
+    """Ends the draft after an unsure token; what counts as unsure follows the acceptance rate.
 
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168). Deviations: the confidence is that of the law the
     token is drawn from, temperature and truncation included; threshold and rate belong to one row and end with it.

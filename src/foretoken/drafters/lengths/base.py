@@ -1,4 +1,4 @@
-"""What a length policy is: asked before every drafted token, never after."""
+"""The interface of length policies: they are asked before every drafted token, never after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LengthPolicy(ABC):
     """Decides per row and step how many tokens to draft; usable by every drafter that can stop early.
 
     A drafter calls ``begin``; then for every token ``go_on`` before the forward that would tell its law (not for the
-    first one, which always is looked at) and ``keep_drafting`` before it is drawn; and ``end`` with the outcome. State
+    first one, which is always looked at) and ``keep_drafting`` before it is drawn; and ``end`` with the outcome. State
     belongs to a row (by ``row.id``) and lives until ``forget``.
 
     A policy notes in ``row.plan`` what it planned; the engine makes the trace of it.
@@ -33,7 +33,7 @@ class LengthPolicy(ABC):
 
     name: str
     looks_at: str = NOTHING
-    """What ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law."""
+    """The input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law."""
 
     @abstractmethod
     def begin(self, row: Sequence) -> int:
@@ -52,7 +52,7 @@ class LengthPolicy(ABC):
 
         Args:
           draft_log_probs: (V,) log-law of the token about to be drawn, where it is wanted; of a tree, at the best node
-            that is about to be expanded. Drafters that know no law but the share of their best token give that, (1,),
+            that is about to be expanded. Drafters that know only the share of their best token give that, (1,),
             to policies that look at the confidence.
         """
         return True
@@ -84,13 +84,13 @@ class LengthPolicy(ABC):
 
 
 def plan(row: Sequence, gamma: int) -> int:
-    """Open the step's entry in the trace of the row with the longest draft, and hand it back."""
+    """Open the step's entry in the trace of the row with the longest draft, and return it."""
     row.plan = DraftPlan(gamma)
     return gamma
 
 
 def note(row: Sequence, gamma: int, entropy: float | None = None) -> None:
-    """Say in the trace of the row what is planned by now; the first entropy of a step stays."""
+    """Record in the trace of the row what is planned so far; the first entropy of a step stays."""
     if row.plan is None:
         row.plan = DraftPlan(gamma)
     row.plan.gamma = gamma

@@ -1,4 +1,4 @@
-"""Stops behind a token that the drafter was not sure of."""
+"""Stops after a token that the drafter was not sure of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Confidence(LengthPolicy):
-    """Ends the draft behind the first token before which the drafter's largest probability was below a threshold.
+    """Ends the draft after the first token before which the drafter's largest probability was below a threshold.
 
     Source: ``assistant_confidence_threshold`` of transformers' assisted generation, the training-free form of DISCO
     (Mamou et al. 2024, arXiv:2405.04304). Deviation: the largest probability of the law decides, not that of the token

@@ -1,4 +1,4 @@
-"""The published formula of EGAG: a draft length from the entropy of the drafter's law. It stands here once."""
+"""The published formula of EGAG: a draft length from the entropy of the drafter's law. It is defined only here."""
 
 from __future__ import annotations
 

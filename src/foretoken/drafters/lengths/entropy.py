@@ -72,7 +72,7 @@ class Egag(LengthPolicy):
     """Entropy-guided adaptive gamma, as published or calibrated.
 
     Source: TbK0ng/Speculative-Decoding, see `EgagLength`, whose formula both modes use. "paper" takes the
-    entropy of the step's first law, divides it by log V, and rounds down: with vocabularies of today that hardly moves.
+    entropy of the step's first law, divides it by log V, and rounds down: with today's vocabularies that hardly moves.
     "calibrated" divides by a reference that real entropies reach, rounds to the nearest, and asks anew before every
     token: it is drawn while the length that its own law asks for is longer than the draft.
 
@@ -147,7 +147,7 @@ class Egag(LengthPolicy):
 
 
 def calibrated_share(nats: float, reference: float, gamma_max: int) -> float:
-    """What the published formula is to be given for its floor to become a rounding: min(H / reference, 1) - 1/(2 g).
+    """The input at which the floor of the published formula becomes a rounding: min(H / reference, 1) - 1/(2 g).
 
     With gamma_max 5 and reference 2: 0.9 nats are 0.45 - 0.1 = 0.35, and floor((1 - 0.35) * 5) = 3 = round(0.55 * 5).
     """

@@ -10,14 +10,14 @@ from foretoken.config.options import Options, number, one_of, option, whole
 from foretoken.errors import ConfigError
 
 NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
-"""What a drafter can show a length policy of the token it is about to draft, and what a policy looks at."""
+"""How much a drafter can show a length policy of the token it is about to draft, and how much a policy looks at."""
 
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What one length policy understands.
+    """The needs and options of one length policy.
 
     Args:
       looks_at: what it must be shown of the next token's law.
@@ -73,7 +73,7 @@ _MODES = tuple(sorted({mode for policy in LENGTH_POLICIES.values() for mode in p
 
 def policy_name(default: str) -> Any:
     """The field ``length_policy``."""
-    return option(one_of(tuple(LENGTH_POLICIES), _ALIASES), default, "who decides how long a draft gets")
+    return option(one_of(tuple(LENGTH_POLICIES), _ALIASES), default, "which policy decides how long a draft gets")
 
 
 def policies_for(looks: frozenset[str]) -> list[str]:
@@ -98,11 +98,15 @@ class LengthOptions(Options):
     draft_threshold: float | None = option(number(0.0, 1.0), help="confidence below which a draft ends")
     min_draft_tokens: int | None = option(whole(0), help="shortest draft of egag")
     egag_ema_beta: float | None = option(number(0.0, 1.0), help="weight of the past in the lengths of egag")
-    reference_entropy: float | None = option(number(0.0, above=True), help="nats that count as 1 in egag, calibrated")
+    reference_entropy: float | None = option(
+        number(0.0, above=True), help="entropy in nats that counts as 1 in calibrated egag"
+    )
     entropy_scale: float | None = option(number(0.0), help="factor of the entropy in the bound of adaedl")
-    initial_acceptance_rate: float | None = option(number(0.0, 1.0), help="where the rate of acceptance begins")
-    target_acceptance_rate: float | None = option(number(0.0, 1.0), help="rate at which the threshold stays as it is")
-    threshold_step: float | None = option(number(0.0, 1.0), help="by which the threshold moves")
+    initial_acceptance_rate: float | None = option(number(0.0, 1.0), help="acceptance rate to start from")
+    target_acceptance_rate: float | None = option(
+        number(0.0, 1.0), help="acceptance rate at which the threshold stays unchanged"
+    )
+    threshold_step: float | None = option(number(0.0, 1.0), help="amount by which the threshold moves")
     acceptance_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the rate")
     threshold_momentum: float | None = option(number(0.0, 1.0), help="weight of the past in the threshold")
 

@@ -104,7 +104,7 @@ class DraftModelDrafter(GrowingDrafter):
             draft.trunk = self._cache.lengths[draft.slot]
 
     def _unknown(self, prompt: tuple[int, ...], slot: int) -> tuple[int, ...]:
-        """What is to be fed of a prompt: nothing beyond the drafter's context, and not what an earlier row has left."""
+        """The tokens of a prompt still to be fed: none beyond the drafter's context, none kept from an earlier row."""
         if self._reach(len(prompt) + 1) <= 0:
             return ()
         known = self._prefixes.load(prompt, self._cache, slot) if self._prefixes is not None else 0

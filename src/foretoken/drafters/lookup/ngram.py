@@ -29,8 +29,8 @@ class NGramOptions(LengthOptions, DraftOptions):
     method: ClassVar[str] = "ngram"
     num_speculative_tokens: int = draft_length(10)
     max_draft_nodes: int | None = node_limit()
-    prompt_lookup_min: int = option(whole(1), 2, "shortest end of the text that is looked up")
-    prompt_lookup_max: int = option(whole(1), 5, "longest end of the text that is looked up")
+    prompt_lookup_min: int = option(whole(1), 2, "shortest suffix of the text that is looked up")
+    prompt_lookup_max: int = option(whole(1), 5, "longest suffix of the text that is looked up")
     num_prompt_lookup_candidates: int = option(whole(1), 1, "continuations that are merged into one tree")
 
     @property

@@ -35,10 +35,10 @@ class RestOptions(LengthOptions, BranchOptions):
     datastore: str | None = option(
         text(), help="directory that foretoken datastore build wrote; by default what a model of the zoo brings"
     )
-    retrieval_match_min: int = option(whole(1, 64), 1, "shortest end of the text that is looked up")
-    retrieval_match_max: int = option(whole(1, 64), 16, "longest end of the text that is looked up")
+    retrieval_match_min: int = option(whole(1, 64), 1, "shortest suffix of the text that is looked up")
+    retrieval_match_max: int = option(whole(1, 64), 16, "longest suffix of the text that is looked up")
     retrieval_max_hits: int = option(whole(1, 1 << 20), 512, "occurrences that are read per step")
-    retrieval_dynamic_index: bool = option(flag(), True, "whether the text of the request is looked up, too")
+    retrieval_dynamic_index: bool = option(flag(), True, "whether the request's own text is searched, too")
 
     def check(self) -> None:
         super().check()
@@ -118,7 +118,7 @@ class RestDrafter(ContextDrafter):
         return grow(row.token_ids[-1], [own, Root(Children.of_tree(retrieved), 0)], shape, self.name)
 
     def _retrieved(self, row: Sequence, shape: Shape) -> DraftTree:
-        """What the datastore knows of the end of the text."""
+        """Draft the continuations that the datastore has for the end of the text."""
         match = self.datastore.query(row.token_ids[-self.lookup.match_max :], self.lookup)
         pending = row.token_ids[-1]
         return DraftTree.root(pending, self.name) if match is None else match.trie.tree(pending, shape, self.name)

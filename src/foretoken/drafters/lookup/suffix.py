@@ -72,7 +72,7 @@ class SuffixDrafter(ContextDrafter):
       history: past outputs of all requests, which this drafter reads and extends; None keeps every request to itself.
       history_file: where the history is saved whenever no request is running.
 
-    Raises: ConfigError when a number is out of range; DatastoreError for a file in no directory of one's own.
+    Raises: ConfigError when a number is out of range; DatastoreError for a file whose directory cannot be written.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
     """

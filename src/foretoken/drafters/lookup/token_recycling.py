@@ -164,7 +164,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         self._start.save(path)
 
     def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
-        """What the file holds; None where it is still to be written.
+        """Read the file; None if it is still to be written.
 
         Raises: CheckpointError, ConfigError.
         """

@@ -102,11 +102,13 @@ class AdjacencyMatrix:
                 "that it is from"
             )
         if candidates.min(initial=-1) < -1 or candidates.max(initial=-1) >= vocab_size:
-            raise CheckpointError(f"{path} holds token ids outside of 0..{vocab_size - 1}; it is damaged, save it anew")
+            raise CheckpointError(
+                f"{path} holds token ids outside of 0..{vocab_size - 1}; it is damaged, save it again"
+            )
         matrix = cls(vocab_size, num_candidates)
         np.add(candidates, 1, out=matrix._successors)
         if _has_twins(matrix._successors):
-            raise CheckpointError(f"{path} names a successor of some token twice; it is damaged, save it anew")
+            raise CheckpointError(f"{path} names a successor of some token twice; it is damaged, save it again")
         return matrix
 
 
@@ -116,15 +118,15 @@ def _read(path: str | os.PathLike[str]) -> np.ndarray:
             form = (file.metadata() or {}).get("format")
             if form != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has the format {form!r}, not {_FORMAT!r}; it is no saved adjacency matrix"
+                    f"{path} has the format {form!r}, not {_FORMAT!r}; it is not a saved adjacency matrix"
                 )
             candidates: np.ndarray = file.get_tensor(_TENSOR)
     except (OSError, SafetensorError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} cannot be read: {error}; check the path, or save it anew") from None
+        raise CheckpointError(f"{path} cannot be read: {error}; check the path, or save it again") from None
     if candidates.dtype != np.int32 or candidates.ndim != 2:
-        raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it anew")
+        raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it again")
     return candidates
 
 

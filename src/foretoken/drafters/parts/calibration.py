@@ -51,7 +51,7 @@ class Calibration:
 
     @staticmethod
     def _stated(tree: DraftTree, node: int) -> float:
-        """What the drafter says of a node, given its parent."""
+        """The drafter's own estimate for a node, given its parent."""
         if tree.scores is None:
             return DEFAULT_RATE
         above = tree.scores[tree.parents[node]]

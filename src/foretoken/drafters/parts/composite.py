@@ -32,7 +32,7 @@ class CompositeDrafter(Drafter):
 
     def __init__(self, parts: Seq[Drafter]) -> None:
         if len(parts) < 2:
-            raise ConfigError(f"{self.name} combines drafters, and got {len(parts)}; give two or more")
+            raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
         self.parts = tuple(parts)
         self.requires = _all_of([part.requires for part in parts])
         self._calibrations = [Calibration() for _ in parts]
@@ -53,7 +53,7 @@ class CompositeDrafter(Drafter):
 
     @abstractmethod
     def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
-        """For every row, what every part proposes."""
+        """The proposals of all parts, for every row."""
 
     @abstractmethod
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
@@ -82,7 +82,7 @@ class CompositeDrafter(Drafter):
 
 
 def _own_result(requires: Requirements, tree: DraftTree, result: StepResult, has_all_nodes: bool) -> StepResult:
-    """What a step did to the proposal of one part; ``has_all_nodes``: features are of nodes, not of the path."""
+    """The outcome of a step for the proposal of one part; ``has_all_nodes``: features are of nodes, not of the path."""
     places = {0: 0}  # node of the part's tree -> node of the tree that was verified
     for node in range(1, len(tree)):
         above = places.get(tree.parents[node])
@@ -118,7 +118,7 @@ def _picked(features: Features, nodes: Seq[int]) -> Features:
 
 
 def _restricted(requires: Requirements, features: Features) -> Features:
-    """What one part asked for, of what all parts together did."""
+    """Select the features that one part asked for from those that all parts together asked for."""
     return Features(
         features.last_hidden if requires.last_hidden else None,
         {layer: features.layer_inputs[layer] for layer in requires.layer_inputs if layer in features.layer_inputs},
@@ -128,7 +128,7 @@ def _restricted(requires: Requirements, features: Features) -> Features:
 
 
 def _all_of(requirements: Seq[Requirements]) -> Requirements:
-    """What all parts ask for together."""
+    """The union of the requirements of all parts."""
     return Requirements(
         last_hidden=any(requires.last_hidden for requires in requirements),
         layer_inputs=tuple(sorted({layer for requires in requirements for layer in requires.layer_inputs})),

@@ -1,4 +1,4 @@
-"""Drafting with a language model: grows chains and trees level by level over a cache, whoever owns that."""
+"""Drafting with a language model: grows chains and trees level by level over a cache, whoever owns it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class GrowingDrafter(Drafter):
       target_vocab_size: what the drafter's logits are cut or padded to.
       policy: decides before every token whether to go on.
       num_branches: siblings per node, and nodes that are expanded per level; 1 drafts chains.
-      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its sampling.argmax.
+      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its argmax.
       acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
         a stream of their own, the tree carries their law, and only first draws are expanded.
       max_nodes: limit of a draft, root included; None for what depth and branches amount to.
@@ -145,7 +145,7 @@ class GrowingDrafter(Drafter):
         return [row for row, draft in zip(rows, drafts, strict=True) if draft.cap > 0]
 
     def _reach(self, length: int) -> int:
-        """How many tokens can be drafted behind so many: the last of them is never fed; 0 or less for none."""
+        """How many tokens can be drafted after ``length`` tokens: the last is never fed; 0 or less for none."""
         context = self.model.context_length
         return sys.maxsize if context is None else context - length + 1
 
@@ -220,7 +220,7 @@ class GrowingDrafter(Drafter):
         return [i for i, law in zip(growing, laws, strict=True) if self.policy.keep_drafting(rows[i], level, law)]
 
     def _grow(self, sampled: bool) -> Callable[[Seq[_Pick], torch.Tensor], None]:
-        """What gives children to the nodes of rows of one kind."""
+        """The function that gives children to the nodes of rows of one kind."""
         if sampled:
             return self._grow_sampled
         return self._grow_chains if self.num_branches == 1 else self._grow_matched
@@ -253,7 +253,7 @@ class GrowingDrafter(Drafter):
                 pick.draft.frontier.append(pick.draft.add(pick.node, token, score))
 
     def _grow_chains(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
-        """One child by the target's own noise, or the likeliest."""
+        """One child per node: by the target's own noise, or the likeliest."""
         laws, paths, positions = _context(picks)
         if self._is_greedy:
             tokens = sampling.argmax(sampling.log_probs(logits, laws, paths))

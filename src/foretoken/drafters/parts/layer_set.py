@@ -74,7 +74,7 @@ class LayerSet:
                 f"layer set {path} lacks a proper {error}; make one by foretoken tune layer-skip"
             ) from None
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"layer set {path} is none: {error}; make one by foretoken tune layer-skip") from None
+            raise ConfigError(f"{path} is not a layer set: {error}; make one by foretoken tune layer-skip") from None
 
     def save(self, path: str | Path) -> None:
         """Write a small JSON file."""
@@ -105,7 +105,7 @@ class LayerSet:
 
 
 def _layers(content: dict[str, Any], key: str) -> tuple[int, ...]:
-    """Raises: KeyError, TypeError for what is no list of whole numbers."""
+    """Raises: KeyError, TypeError for anything but a list of whole numbers."""
     if not isinstance(content[key], list):
         raise TypeError(f"{key} is {content[key]!r}, not a list of layers")
     return tuple(sorted({_whole(layer, key) for layer in content[key]}))
@@ -121,7 +121,7 @@ def _whole(value: object, key: str) -> int:
 def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
     """A variant of the target without these sublayers.
 
-    Raises: ConfigError for layers that it does not have; UnsupportedModelError for layers of another build.
+    Raises: ConfigError for layers that it does not have; UnsupportedModelError for layers that are built differently.
     """
     layer_set.check(target.num_layers, target.name)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 
 class NgramPool:
-    """Token -> the last ``limit`` different continuations of ``length`` tokens seen behind it.
+    """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
 
     Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057): seen again means most recent, and the
     least recent leaves first.
@@ -18,7 +18,7 @@ class NgramPool:
         self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # the most recent last
 
     def add(self, token: int, continuation: tuple[int, ...]) -> None:
-        """Note what was seen behind a token."""
+        """Record what was seen after a token."""
         known = self._continuations_of.setdefault(token, {})
         known.pop(continuation, None)
         known[continuation] = None
@@ -26,7 +26,7 @@ class NgramPool:
             del known[next(iter(known))]
 
     def add_text(self, tokens: Seq[int], first: int) -> None:
-        """Note the n-grams of a text whose last token stands at ``first`` or behind.
+        """Record the n-grams of a text whose last token stands at ``first`` or behind.
 
         Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
         """
@@ -35,5 +35,5 @@ class NgramPool:
             self.add(tokens[start], tuple(tokens[start + 1 : end + 1]))
 
     def continuations(self, token: int) -> list[tuple[int, ...]]:
-        """What was seen behind a token, the most recent first."""
+        """The continuations that were seen after a token, the most recent first."""
         return list(reversed(self._continuations_of.get(token, {})))

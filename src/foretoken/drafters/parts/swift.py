@@ -99,7 +99,7 @@ class SwiftSearch:
         return self._best - {self._random.choice(left_out)} | {self._random.choice(remaining)}
 
     def tell(self, score: float, score_again: Callable[[LayerSet], float] | None = None) -> None:
-        """What share of the tokens the candidate predicted.
+        """The share of the tokens that the candidate predicted.
 
         Args:
           score_again: scores the best set so far on the same tokens. A candidate has to beat it there.

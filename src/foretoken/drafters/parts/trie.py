@@ -42,5 +42,5 @@ class Trie:
             node = self.add(node, token)
 
     def tree(self, source: str = "") -> DraftTree:
-        """What has grown."""
+        """Return the tree that has been grown."""
         return DraftTree(tuple(self._tokens), tuple(self._parents), source=source)

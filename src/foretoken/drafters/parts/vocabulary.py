@@ -1,4 +1,4 @@
-"""What a target would say after each of its tokens alone."""
+"""The predictions of a target after each single token of its vocabulary."""
 
 from __future__ import annotations
 

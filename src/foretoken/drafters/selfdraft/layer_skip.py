@@ -39,7 +39,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSetOptions(GrowthOptions):
-    """Which layers are left out, in one of several ways to say it."""
+    """Which layers are left out, given in one of several ways."""
 
     layer_set: str | None = option(text(), help="file that foretoken tune layer-skip wrote")
     skipped_attention: tuple[int, ...] | None = option(whole_numbers(), help="layers whose attention is left out")
@@ -47,7 +47,7 @@ class LayerSetOptions(GrowthOptions):
 
     @property
     def num_ways(self) -> int:
-        """In how many ways the options say what is left out."""
+        """The number of ways in which the options say what is left out."""
         by_index = self.skipped_attention is not None or self.skipped_mlp is not None
         return (self.layer_set is not None) + by_index
 
@@ -206,14 +206,14 @@ def build(options: LayerSkipOptions, materials: Materials) -> LayerSkipDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds."""
     target = materials.target
     for layer in target.layers:
-        sublayers.Sublayers.of(layer)  # refuses layers of another build now
+        sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
     layer_set, brought = options.given_set(target.num_layers), materials.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
         layer_set = LayerSet.load(brought)
     if layer_set is not None:
         layer_set.check(target.num_layers, target.name)
     if options.layer_search is not None:
-        SwiftSearch(target.num_layers, layer_set)  # refuses now what it cannot begin with
+        SwiftSearch(target.num_layers, layer_set)  # refuse a set that it cannot begin with now, not later
         return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
     if layer_set is None:
         raise ConfigError(

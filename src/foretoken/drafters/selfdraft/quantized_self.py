@@ -31,7 +31,9 @@ class QuantizedSelfOptions(LayerSetOptions):
     method: ClassVar[str] = "quantized_self"
     num_speculative_tokens: int = draft_length(3)
     quantization_group_size: int = option(whole(1), 32, "inputs that share a scale in the 4-bit weights")
-    quantize_head: bool = option(flag(), False, "the output embedding in 4 bits, too: cheaper, and less agreement")
+    quantize_head: bool = option(
+        flag(), False, "quantise the output embedding to 4 bits, too: cheaper, but less agreement"
+    )
 
 
 class QuantizedSelfDrafter(SelfDrafter):
@@ -80,7 +82,7 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
 
 
 def build(options: QuantizedSelfOptions, materials: Materials) -> QuantizedSelfDrafter:
-    """Refuses now what cannot be quantised; the weights are made when the engine binds the drafter."""
+    """Refuses at once what cannot be quantised; the 4-bit weights are made when the engine binds the drafter."""
     target = materials.target
     quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
     return QuantizedSelfDrafter(
