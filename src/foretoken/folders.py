@@ -60,8 +60,8 @@ def make_private(folder: Path) -> None:
 def locked(file: Path, longest_wait_seconds: float) -> Iterator[bool]:
     """Keep other processes that ask for the same lock out.
 
-    Yields: False where that cannot be had (a file system without locks, a process that holds it too long); who enters
-      must then be prepared for company.
+    Yields: False where that cannot be had (a file system without locks, a process that holds it too long); the
+      caller must then expect another process inside.
     """
     lock = FileLock(file)
     try:

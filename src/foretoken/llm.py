@@ -182,7 +182,7 @@ class LLM:
             return self.target.kernel_facts(self.engine_config.strict_width)
 
     def applicable_methods(self) -> list[tuple[str, str | None]]:
-        """Every method with None, or with the reason why this model cannot draft by it as it stands.
+        """Every method with None, or with the reason why this model cannot draft with it at present.
 
         The drafter that this LLM has loaded counts; a model of the zoo brings what its methods need.
         """

@@ -61,8 +61,8 @@ def test_the_manifest_names_the_tokenizer(tmp_path: Path) -> None:
     assert run("append", out, text, "--json")["num_documents"] == 2
     moved.rename(tmp_path / "elsewhere")
     said = " ".join(run("query", out, "on the green", code=2).split())
-    assert f"was built with the tokenizer {moved}, which cannot be had" in said
-    assert "Say with --tokenizer where it lies" in said
+    assert f"was built with the tokenizer {moved}, which cannot be loaded" in said
+    assert "Give its location with --tokenizer" in said
     assert "green" in run("query", out, "on the green", "--tokenizer", tmp_path / "elsewhere")
 
 

@@ -311,7 +311,7 @@ def test_a_build_that_was_killed_goes_on(tmp_path: Path) -> None:
         ("blank.jsonl", b'{"text": ""}\n\n', "hold no tokens"),
         ("binary.txt", b"\x7fELF\x02\x01\x01" + bytes(100), "NUL"),
         ("latin.txt", "café".encode("latin-1"), "not UTF-8"),
-        ("broken.jsonl", b'{"text": "a"}\n{"text": "b\n', "line 2 is no JSON"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": "b\n', "line 2 is not JSON"),
         ("other.jsonl", b'{"body": "a"}\n', "it has: body"),
         ("list.jsonl", b"[1]\n", "no text in 'text'"),
         ("cut.jsonl.xz", b"\xfd7zXZ\x00", "cannot be decompressed"),

@@ -231,7 +231,7 @@ def test_a_history_survives_a_restart(tmp_path: Path) -> None:
         OutputHistory(8, fingerprint="b").load(tmp_path / "history")
     for content in (b"", b"nonsense", (tmp_path / "history").read_bytes()[:-50]):
         (tmp_path / "damaged").write_bytes(content)
-        with pytest.raises(DatastoreError, match="damaged or no history"):
+        with pytest.raises(DatastoreError, match="damaged or not a history"):
             OutputHistory(8).load(tmp_path / "damaged")
     with pytest.raises(DatastoreError, match="does not exist"):
         OutputHistory(8).load(tmp_path / "nothing")

@@ -1,4 +1,4 @@
-"""The plain functions of the original description, as thin faces of the engine. See docs/classic.md."""
+"""The plain functions of the original description, as thin wrappers around the engine. See docs/classic.md."""
 
 from foretoken.classic.trace import DraftedToken, Step, Trace, last_trace
 

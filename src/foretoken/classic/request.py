@@ -59,7 +59,7 @@ def as_ids(inputs: Sequence[int]) -> list[int]:
         return [index(token) for token in inputs]
     except (TypeError, ValueError) as error:
         raise PromptError(
-            f"inputs are no list of token ids ({error}); give the ids of one prompt, such as input_ids[0].tolist()"
+            f"inputs is not a list of token ids ({error}); give the ids of one prompt, such as input_ids[0].tolist()"
         ) from None
 
 

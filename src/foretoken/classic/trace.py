@@ -1,4 +1,4 @@
-"""What the last call of a classic function did, step by step."""
+"""A step-by-step record of the last call of a classic function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands at the front of a GGUF file: metadata, and what kind of tensors follow. Read without any package.
+"""The header of a GGUF file: metadata, and the kinds of tensors that follow. Read without any package.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md), versions 2 and 3, little-endian.
 """
@@ -67,7 +67,7 @@ class Header:
 
 
 def is_gguf(file: Path | str) -> bool:
-    """Whether a file begins like one, whatever it is called."""
+    """Whether a file begins like a GGUF file, whatever its name."""
     try:
         with open(file, "rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC

@@ -104,7 +104,7 @@ def _obedient_progress_bar() -> Iterator[None]:
 
 
 def _unpacked() -> dict[str, Any]:
-    """What makes `transformers` dequantise: newer versions may keep the blocks, older ones cannot."""
+    """Arguments that make `transformers` dequantise: newer versions may keep the blocks, older ones cannot."""
     if not hasattr(transformers, "GgufConfig"):
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}

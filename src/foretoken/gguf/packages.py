@@ -1,4 +1,4 @@
-"""What reading the weights of a GGUF file takes besides foretoken's own dependencies."""
+"""The packages that reading the weights of a GGUF file needs besides foretoken's own dependencies."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("foretoken")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a call asks for.
+    """The decoding that one call of ``generate`` asks for.
 
     Args:
       rows: of the batch, expanded by ``num_return_sequences``.
@@ -75,7 +75,7 @@ class Call:
         self._index_of = {row.id: index for index, row in enumerate(self._rows)}
 
     def _add_rows(self) -> None:
-        """Queue the rows. Equal ones in turn share their prefill, unless their processors tell them apart."""
+        """Queue the rows. Consecutive equal ones share their prefill, unless their processors tell them apart."""
         wishes = self._wishes
         while (first := len(self._rows)) < len(wishes.rows):
             params = wishes.params(first)

@@ -1,4 +1,4 @@
-"""What ``generate`` was given and does not pass on to a callable, read from the frame that calls it."""
+"""Arguments of ``generate`` that it does not pass on to a callable, read from the frame that calls it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from foretoken.errors import ConfigError
 
 @dataclass(eq=False)
 class Ahead:
-    """What a row has said beyond the last complete column; scores and logits are (V,) per token."""
+    """The tokens of a row beyond the last complete column; scores and logits are (V,) per token."""
 
     tokens: deque[int] = field(default_factory=deque)
     scores: deque[torch.Tensor] = field(default_factory=deque)

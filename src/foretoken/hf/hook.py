@@ -74,7 +74,7 @@ def speculate(
 
 
 class Speculation:
-    """What `speculate` returns.
+    """The handle that `speculate` returns.
 
     Attributes:
       config: how it drafts.
@@ -114,7 +114,7 @@ class Speculation:
         Args:
           model: whose ``generate`` will be called.
 
-        Returns: this object, so that it may be given on: ``custom_generate=speculate("ngram").prepare(model)``.
+        Returns: this object, so that it may be passed on: ``custom_generate=speculate("ngram").prepare(model)``.
         Raises: as a call, for a model or a drafter that cannot be used.
         Randomness: takes nothing from torch's global generator.
         """
@@ -145,7 +145,7 @@ class Speculation:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What ``generate`` calls, after all its own preparations.
+        """Decode: ``generate`` calls this after all its own preparations.
 
         Args:
           input_ids: (B, T), padded at the beginning, expanded by ``num_return_sequences``.

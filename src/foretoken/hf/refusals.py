@@ -1,4 +1,4 @@
-"""What ``generate`` can be asked for and this decoding cannot do: refused by name, with what to do instead."""
+"""Options of ``generate`` that this decoding does not support: refused by name, with what to do instead."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _BY_PLACE = {
     "alora_offsets": "switches activated adapters on at a place in the text",
     "task_ids": "gives every row of the batch a task of its own",
 }
-"""What PEFT hands to its layers through hooks for the time of a call, by the name of the argument."""
+"""Arguments that PEFT passes to its layers through hooks for the duration of a call, by name."""
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from foretoken.errors import ForetokenError
 
 
 def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str, str | None]]:
-    """Every method with None, or with the reason why the model cannot draft by it as it stands.
+    """Every method with None, or with the reason why the model cannot draft with it at present.
 
     A method applies when its drafter can be made with its defaults.
 

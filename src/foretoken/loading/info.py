@@ -1,4 +1,4 @@
-"""What is known about a model in memory, for messages and for `foretoken info`."""
+"""Facts about a model in memory, for messages and for `foretoken info`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is loaded, and how it runs.
+    """A loaded model, and how it runs.
 
     Args:
       num_parameters, weight_bytes: tied weights once, packed copies not counted.
@@ -65,7 +65,7 @@ class ModelInfo:
 
 
 def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
-    """What there is to say about a model and its adapter."""
+    """Describe a model and its adapter."""
     return ModelInfo(
         name=loaded.name,
         architecture=type(loaded.model).__name__,
@@ -88,10 +88,10 @@ def load_line(
     is_dtype_chosen: bool = False,
     drafter: ModelInfo | None = None,
 ) -> str:
-    """What was loaded and how it will decode, in one line for people.
+    """Describe in one line for people the model that was loaded and how it will decode.
 
     Args:
-      method: how it drafts; "none" is plain decoding because somebody said so, None because nobody said anything.
+      method: how it drafts; "none" is plain decoding because the user asked for it, None because no method was given.
       stored_dtype: of the checkpoint, where it is known.
       is_dtype_chosen: the user named the dtype.
       drafter: of the method ``draft_model``.
@@ -113,7 +113,7 @@ def load_line(
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
-    """Why a model runs in another dtype than its checkpoint has; empty where it does not, or where nobody knows."""
+    """Why a model runs in another dtype than its checkpoint has; empty where it does not, or where that is unknown."""
     if stored is None or stored == used:
         return ""
     if is_chosen:

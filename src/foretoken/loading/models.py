@@ -126,15 +126,15 @@ def resolve(
 ) -> Source:
     """Decide what a name means.
 
-    Raises: CheckpointError for a path that does not exist, or a file that is not GGUF; ConfigError for what is no name
-      at all, and for a directory with several GGUF files of which none is chosen.
+    Raises: CheckpointError for a path that does not exist, or a file that is not GGUF; ConfigError for what is
+      not a name, and for a directory with several GGUF files of which none is chosen.
     """
     if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
         raise ConfigError(f"model is {model!r}; give a directory, a hub id, zoo:NAME or a loaded PreTrainedModel")
     name = os.fspath(model)
     if gguf_file is not None and (name.startswith(ZOO) or os.path.isfile(os.path.expanduser(name))):
         raise ConfigError(
-            f"gguf_file is {gguf_file!r}, and {name} is one model as it is; give it with a directory or a hub id only"
+            f"gguf_file is {gguf_file!r}, but {name} is a single model already; give it with a directory or hub id"
         )
     if name.startswith(ZOO):
         if part == "draft" and not zoo.brings(name, part):  # then it is the model itself that is to draft
@@ -318,7 +318,7 @@ def _remedy(source: Source, error: Exception) -> str:
         )
     if not source.is_local:
         return (
-            "it is no directory here and could not be fetched as a hub id: check the spelling and the network, or "
+            "it is not a directory here and could not be fetched as a hub id: check the spelling and the network, or "
             "give a directory or zoo:tiny"
         )
     if isinstance(error, SafetensorError):

@@ -132,7 +132,7 @@ class SuffixAutomaton:
         return None if length < self._min_match else Place(state, length, 1.0)
 
     def candidates(self, place: Place, floor: float = 0.0) -> list[Candidate]:
-        """What has followed, by counts after this context and, for the rest, after shorter ones."""
+        """The tokens that have followed, scored by counts after this context and, for the rest, after shorter ones."""
         floor = max(floor, self._floor)
         shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
         state, length, score = place

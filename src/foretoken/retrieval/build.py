@@ -77,7 +77,7 @@ class State:
             data = json.loads(path.read_text(encoding="utf-8"))
             return cls(**{**data, "shards": [shard_record(shard) for shard in data["shards"]]})
         except (ValueError, KeyError, TypeError) as error:
-            raise DatastoreError(f"{path} is damaged ({error}); start anew with --restart") from None
+            raise DatastoreError(f"{path} is damaged ({error}); start over with --restart") from None
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def build(
     if restart and folder.is_dir():
         _drop(folder)
     if (folder / MANIFEST).exists():
-        raise DatastoreError(f"{folder} holds a datastore already; append to it, or build it anew with --restart")
+        raise DatastoreError(f"{folder} holds a datastore already; append to it, or rebuild it with --restart")
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     base = Manifest(
         vocab_size=vocab_size,
@@ -228,7 +228,7 @@ class _Builder:
         if state.settings != settings:
             differing = ", ".join(key for key, value in settings.items() if state.settings.get(key) != value)
             raise DatastoreError(
-                f"{self._folder} holds an unfinished build that differs in {differing}; finish that one, or start anew "
+                f"{self._folder} holds an unfinished build that differs in {differing}; finish that one, or start over "
                 "with --restart"
             )
         return state
@@ -285,7 +285,7 @@ class _Builder:
         file = path.open("r+b")
         if path.stat().st_size < self._state.open_bytes:
             file.close()
-            raise DatastoreError(f"{path} is shorter than the unfinished build says; start anew with --restart")
+            raise DatastoreError(f"{path} is shorter than the unfinished build says; start over with --restart")
         file.truncate(self._state.open_bytes)
         file.seek(max(0, self._state.open_bytes - self._width))
         self._is_in_document = file.read(self._width) not in (b"", self._separator)

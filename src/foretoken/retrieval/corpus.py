@@ -39,7 +39,7 @@ _CODE = {
 }
 _RECORDS = {".jsonl", ".ndjson", ".parquet"}
 TEXT_SUFFIXES = _MARKUP | _CODE | _RECORDS | {".yaml", ".yml", ".toml", ".ini", ".cfg"}
-"""What is taken from a directory. A file that is named itself is read whatever it is called."""
+"""The suffixes of the files taken from a directory. A file given by its own path is read whatever its suffix."""
 
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
@@ -85,7 +85,7 @@ class CorpusFile:
     def pieces(self) -> Iterator[Piece]:
         """The documents in order, in the same pieces every time.
 
-        Raises: CorpusError for what is no text, no JSON or has no such field.
+        Raises: CorpusError for anything that is not text or JSON, or lacks the field.
         """
         if self.kind == "parquet":
             yield from self._parquet()
@@ -134,7 +134,7 @@ class CorpusFile:
             record = json.loads(line, strict=False)
         except json.JSONDecodeError as error:
             raise CorpusError(
-                f"{self.path}, line {number} is no JSON: {error}; repair it, or name the file .txt"
+                f"{self.path}, line {number} is not JSON: {error}; repair it, or name the file .txt"
             ) from None
         return self._field_of(record, f"line {number}")
 
@@ -156,7 +156,7 @@ class CorpusFile:
 
     def _check_text(self, text: str) -> None:
         if "\0" in text:
-            raise CorpusError(f"{self.path} holds NUL characters, so it is no text but binary; leave it out")
+            raise CorpusError(f"{self.path} holds NUL characters, so it is binary, not text; leave it out")
 
     def _parquet(self) -> Iterator[Piece]:
         try:
@@ -169,7 +169,7 @@ class CorpusFile:
             file = parquet.ParquetFile(self.path)
             names = file.schema_arrow.names
         except Exception as error:  # whatever Arrow raises, the file is at fault
-            raise CorpusError(f"{self.path} is no readable Parquet file: {error}") from None
+            raise CorpusError(f"{self.path} is not a readable Parquet file: {error}") from None
         if self.field not in names:
             raise CorpusError(
                 f"{self.path} has no column {self.field!r} (it has: {', '.join(names)}); name it with --field"

@@ -62,7 +62,7 @@ class Lookup:
 
 
 class Match(NamedTuple):
-    """What a datastore knows of a context.
+    """The result of looking up a context in a datastore.
 
     Args:
       length: tokens of the longest end of the context that occurs with something behind it.
@@ -108,7 +108,7 @@ class Datastore:
           tokenizer, vocab_size: of the model that will read the ids, where they are known.
           checksums: read all files once and compare; without, only names and sizes are checked.
 
-        Raises: DatastoreError for a directory that is none, or damaged; TokenizerMismatchError.
+        Raises: DatastoreError for a directory that is damaged or not a datastore; TokenizerMismatchError.
         """
         path = Path(folder).expanduser()
         manifest = Manifest.read(path)

@@ -30,7 +30,7 @@ class Source(Protocol):
     """Knows continuations of one text: a place has candidates, each of which is a place again."""
 
     def candidates(self, place: Any, floor: float = 0.0) -> Iterable[Candidate]:
-        """What may follow with a score of ``floor`` or more, each token once.
+        """The tokens that may follow with a score of ``floor`` or more, each token once.
 
         Scores are products along the path, so they never grow on the way.
         """

@@ -52,14 +52,14 @@ class Spot(NamedTuple):
 
 
 class OutputHistory:
-    """What was generated before, and how often.
+    """Earlier outputs, with how often each continuation occurred.
 
     Source: the global tree of SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). Deviations: the least recently
     *used* output goes first, not the oldest; the number of tokens is bounded as well as that of outputs; a continuation
     that reaches the depth of the tree goes on from its own end.
 
     Args:
-      max_depth: tokens of the longest string that is kept; every window of so many tokens of an output is one.
+      max_depth: tokens of the longest string that is kept; every window of that many tokens of an output is one.
       max_outputs, max_tokens: limits; beyond them the least recently used outputs are forgotten.
       fingerprint: of the tokenizer, so that a saved history is not read by another.
       escape: how much an observation weighs against the unknown.
@@ -113,7 +113,7 @@ class OutputHistory:
     # -- taking in and forgetting ----------------------------------------------------------------------------------
 
     def add(self, tokens: Seq[int]) -> None:
-        """Remember an output. Of one longer than ``max_tokens`` the end counts."""
+        """Remember an output; of one longer than ``max_tokens``, only the end."""
         data = _packed(tokens[max(0, len(tokens) - self.max_tokens) :])
         if not data or not self.max_outputs:
             return
@@ -129,7 +129,7 @@ class OutputHistory:
                 self._forget_one()
 
     def touch(self, spot: Spot) -> None:
-        """Something that a lookup found was right: its output is forgotten later."""
+        """Note that something a lookup found was right: its output is forgotten later."""
         with self._lock:
             if spot.node.owner in self._outputs:
                 self._outputs.move_to_end(spot.node.owner)
@@ -184,7 +184,7 @@ class OutputHistory:
             return self._longest(data, shortest, 1.0)
 
     def candidates(self, spot: Spot, floor: float = 0.0) -> list[Candidate]:
-        """What has followed, by counts."""
+        """The tokens that have followed, scored by their counts."""
         with self._lock:
             found = spot if spot.version == self._version else self._walk(spot.string, spot.score)
             return [] if found is None else [one for one in self._candidates(found) if one.score >= floor]
@@ -280,7 +280,7 @@ class OutputHistory:
         Args:
           vocab_size: of the target that will be drafted for, where it is known: larger ids are refused.
 
-        Raises: DatastoreError for a file that is missing, damaged or none of ours; TokenizerMismatchError.
+        Raises: DatastoreError for a file that is missing, damaged or not a history; TokenizerMismatchError.
         """
         try:
             with Path(path).expanduser().open("rb") as opened, np.load(opened, allow_pickle=False) as file:
@@ -290,10 +290,10 @@ class OutputHistory:
             raise DatastoreError(f"the history {path} does not exist; check the path") from None
         except Exception as error:  # zipfile, numpy and the operating system each have their own
             raise DatastoreError(
-                f"the history {path} is damaged or no history ({type(error).__name__}: {error}); delete it"
+                f"the history {path} is damaged or not a history ({type(error).__name__}: {error}); delete it"
             ) from None
         if kind != _FORMAT or (ends and ends[-1] != len(tokens)):
-            raise DatastoreError(f"the history {path} is of another layout ({kind!r}); delete it")
+            raise DatastoreError(f"the history {path} has another layout ({kind!r}); delete it")
         if tokens and vocab_size is not None and max(tokens) >= vocab_size:
             raise TokenizerMismatchError(
                 f"the history {path} holds the token {max(tokens)}, and the target has {vocab_size}; use another file"
@@ -312,7 +312,7 @@ def _packed(tokens: Seq[int]) -> bytes:
 
 
 def _common(first: bytes, second: bytes) -> int:
-    """Bytes of whole tokens that two strings begin with alike."""
+    """Bytes of whole tokens in the common prefix of two strings."""
     place = 0
     while first[place : place + _WIDTH] == second[place : place + _WIDTH] != b"":
         place += _WIDTH

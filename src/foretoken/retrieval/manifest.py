@@ -1,4 +1,4 @@
-"""What a datastore says about itself, and the checks that it is whole and belongs to the tokenizer."""
+"""The manifest of a datastore, and the checks that it is complete and belongs to the tokenizer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def tokens_within(memory_bytes: int, width: int) -> int:
-    """How many tokens can be sorted in so much memory; never more than 32-bit positions can name."""
+    """How many tokens can be sorted in this much memory; never more than 32-bit positions can name."""
     return min(memory_bytes // (BYTES_PER_TOKEN_BYTE * width), _INT32_MAX // width) - 1
 
 

@@ -30,7 +30,7 @@ class _Node(NamedTuple):
 
 
 class ContinuationTrie:
-    """What followed a context, with counts.
+    """The continuations of a context, with counts.
 
     A node is a run of rows that share their first tokens. No child counts more than its parent, so the best n nodes
     of the trie are a tree, and best-first expansion is one selection over all nodes.

@@ -1,4 +1,4 @@
-"""What comes back: results shaped like vLLM's, and the deltas of a stream."""
+"""Results shaped like vLLM's, and the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """What one step added to one sample of a streamed request.
+    """The tokens and text that one step added to one sample of a streamed request.
 
     Args:
       prompt_index: which of the prompts, 0 for a single one.
@@ -207,7 +207,7 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str,
 
 
 def _by_drafter(stats: SequenceStats) -> dict[str, dict[str, int]]:
-    """What each of several drafters has proposed, and how much of that was accepted."""
+    """Draft tokens proposed by each of several drafters, and how many of them were accepted."""
     return {
         name: {"num_draft_tokens": count, "num_accepted_draft_tokens": stats.accepted_by[name]}
         for name, count in sorted(stats.drafted_by.items())

@@ -163,7 +163,7 @@ class Runner:
             self._is_stepping = False
 
     def _restart(self, error: BaseException) -> None:
-        """A step that broke off leaves rows in no known state: begin anew, and tell everyone who had rows."""
+        """A step that broke off leaves rows in no known state: start over, and tell everyone who had rows."""
         for session in self._session_of.values():
             session.failure = error
             session.abort()
@@ -195,7 +195,7 @@ class Runner:
 
 
 class Stream(Iterator[StreamOutput]):
-    """What the requests of one call produce, step by step.
+    """The stream of the requests of one call, step by step.
 
     Iterate for the deltas; `outputs` has what was collected so far, at any time. Use it as a context manager, or
     close it, to end early.
@@ -239,7 +239,7 @@ class Stream(Iterator[StreamOutput]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the requests that have not finished. Closing twice does no harm."""
+        """End the requests that have not finished. Closing twice is harmless."""
         if not self._session.is_closed:
             self._runner.end(self._session)
 

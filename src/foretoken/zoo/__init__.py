@@ -1,4 +1,4 @@
-"""Models that are at hand by name, ``zoo:NAME``: a toy pair that ships with the package, and real ones by recipe.
+"""Models that are available by name, ``zoo:NAME``: a toy pair that ships with the package, and real ones by recipe.
 
 A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manifest`) and whatever it brings along:
 
@@ -42,7 +42,7 @@ _PARTS = ("target", "draft", "tokenizer")
 
 
 def manifest(name: str) -> Manifest:
-    """What is known about a model before it is loaded.
+    """Return the manifest of a model: the facts known before it is loaded.
 
     Args:
         name: one of `names()`; a leading ``zoo:`` is allowed.

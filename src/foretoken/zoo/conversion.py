@@ -35,7 +35,7 @@ LONGEST_WAIT_SECONDS = 600
 
 
 def why_missing(manifest: Manifest) -> str | None:
-    """What stands between this machine and the model, with the command that helps; None when it can be loaded."""
+    """The reason why the model cannot be loaded on this machine, with the command that helps; None when it can be."""
     if _found(manifest) is not None:
         return None
     package = _package(manifest)
@@ -126,7 +126,7 @@ def _folder_name(manifest: Manifest) -> str:
 
 
 def _found(manifest: Manifest) -> Path | None:
-    """A conversion that is there, be it in a cache that can only be read."""
+    """A conversion that exists, even in a read-only cache."""
     name = _folder_name(manifest)
     return next((parent / name for parent in _parents() if is_converted(parent / name)), None)
 
@@ -279,7 +279,7 @@ def _becoming(folder: Path) -> Iterator[Path]:
 
 
 def _remove_scraps(folder: Path) -> None:
-    """What processes have left that were ended while they converted."""
+    """Remove the remains of processes that were killed while they were converting."""
     for scrap in folder.parent.glob(f".{folder.name}.*"):
         if scrap.is_dir():
             shutil.rmtree(scrap, ignore_errors=True)

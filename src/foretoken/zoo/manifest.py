@@ -1,4 +1,4 @@
-"""What is known about a model of the zoo before it is loaded: one ``manifest.json`` beside its files."""
+"""The facts known about a zoo model before it is loaded: one ``manifest.json`` beside its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates")
-"""What a model may bring along."""
+"""The extra files that a model may bring along."""
 
 
 @dataclass(frozen=True)

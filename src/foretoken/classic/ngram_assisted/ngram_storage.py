@@ -22,7 +22,7 @@ Best = dict[Gram, int]
 
 
 class INgramStorage(ABC):
-    """What `ngram_assisted_speculative_generate` drafts with.
+    """The n-gram table that `ngram_assisted_speculative_generate` drafts from.
 
     Args:
       n: tokens of the longest n-gram, the predicted one included; 2 or more.
@@ -74,7 +74,7 @@ class INgramStorage(ABC):
 
 
 class _CountingStorage(INgramStorage):
-    """What both storages share: they differ in the orders of n-grams they keep, and in where they keep them."""
+    """Base of both storages, which differ in the orders of n-grams they keep, and in where they keep them."""
 
     def __init__(self, n: int, vocab_size: int) -> None:
         super().__init__(n, vocab_size)

@@ -67,7 +67,7 @@ class BeamSearch:
         return self.finished[0].tokens if self.finished else ()
 
     def penalty(self, length: int) -> float:
-        """What the log-probability of an output of so many tokens is divided by."""
+        """Length penalty: the divisor of the log-probability of an output of ``length`` tokens."""
         return float(((self._min_length + length) / (self._min_length + 1.0)) ** self._alpha)
 
     def steps(self) -> Iterator[Step]:
