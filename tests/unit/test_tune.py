@@ -100,7 +100,7 @@ def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> Non
 def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
     LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, identity={"prompts": "a"}).run(2)
-    with pytest.raises(ConfigError, match="prompts is 'a', and now it is 'b'"):
+    with pytest.raises(ConfigError, match="prompts is 'a', now 'b'"):
         LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "b"})
     with pytest.raises(ConfigError, match="num_layers is 6"):
         LayerSearch(Space.of(4), Distance(HIDDEN), journal=journal, resume=True, identity={"prompts": "a"})
@@ -109,7 +109,7 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
     journal.write_text("what is this\nand this\n")
-    with pytest.raises(ConfigError, match="no journal of a search"):
+    with pytest.raises(ConfigError, match="not a journal of a search"):
         LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, resume=True)
 
 
@@ -267,8 +267,8 @@ def test_ctrl_c_keeps_the_best_set_and_says_so(
         (["--keep-layers", "5"], "names [5]"),
         (["--speculative-config", '{"method": "ngram"}'], "leave out ngram"),
         (["--speculative-config", '{"exit_layer": 1}'], "leave out ['exit_layer']"),
-        (["--speculative-config", "[1"], "no JSON object"),
-        (["--speculative-config", "@/nowhere.json"], "no JSON object"),
+        (["--speculative-config", "[1"], "not a JSON object"),
+        (["--speculative-config", "@/nowhere.json"], "not a JSON object"),
         (["--speculative-config", '{"num_draft_branches": 2}'], "decodes chains"),
         (["--out", "/nowhere/set.json"], "a folder that exists"),
         (["--prompts", "/nowhere.jsonl"], "cannot be read"),

@@ -1,4 +1,4 @@
-"""What to make of a comparison of methods: the one to use, why, and how sure that is."""
+"""The conclusion of a comparison of methods: the one to use, why, and how sure that is."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_DRAFTING: Mapping[str, Any] = {"method": "none"}
 
 @dataclass(frozen=True)
 class Advice:
-    """What to use.
+    """The recommended config.
 
     Args:
       config: for ``--speculative-config`` or ``speculative_config=``; plain decoding where no method is faster.
       reason: why, in a sentence.
-      notes: what stands against taking it for granted.
+      notes: reasons not to take it for granted.
     """
 
     config: Mapping[str, Any]
@@ -91,7 +91,7 @@ def ranked(outcome: Outcome) -> list[MethodRow]:
 
 
 def by_kind(outcome: Outcome) -> list[KindRow]:
-    """What the methods gained on each kind of prompts, which is what tells whether they suit one's own."""
+    """The gain of the methods on each kind of prompt, which tells whether they suit one's own prompts."""
     rows = []
     for kind in dict.fromkeys(outcome.kinds):
         places = [place for place, other in enumerate(outcome.kinds) if other == kind]

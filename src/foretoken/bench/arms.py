@@ -55,10 +55,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """What one arm did with one prompt.
+    """The results of one arm on one prompt.
 
-    Decoding is what follows the first emission: its time and its tokens alone are compared, so that prompts cost
-    nobody anything. An arm that emits several tokens at first has that many fewer to account for.
+    Decoding is what follows the first emission: its time and its tokens alone are compared, so that the cost of
+    prompts is left out. An arm that emits several tokens at first has that many fewer to account for.
 
     Args:
       token_ids: of the output.

@@ -1,4 +1,4 @@
-"""What the forwards alone cost: every forward of a run is noted, and made again with nothing in between."""
+"""The cost of the forwards alone: every forward of a run is recorded, then replayed with nothing in between."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Efficiency:
 
 
 def record(arm: EngineArm, prompt: Seq[int], max_new_tokens: int, sampling: Sampling) -> tuple[Record, Run]:
-    """Run a prompt and note every forward after the first emission, as `Run` counts decoding."""
+    """Run a prompt and record every forward after the first emission, as `Run` counts decoding."""
     noted = Record()
     engine = arm.engine
     models = [engine.target, *drafter_models(arm)]
@@ -150,7 +150,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 class Replay:
-    """Makes noted forwards again over caches of its own, filled once.
+    """Replays recorded forwards over caches of its own, filled once.
 
     Nothing lies between two forwards but setting the lengths, so the sum is what any loop around them must pay.
     """

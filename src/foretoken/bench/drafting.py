@@ -1,4 +1,4 @@
-"""What drafting itself costs the host: microseconds per step of the drafters that need no forward of their own."""
+"""The host cost of drafting itself: microseconds per step of the drafters that need no forward of their own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def draft_costs(
     Args:
       materials: of the target whose vocabulary is drafted from; no forward is made.
       datastore_sizes: tokens of the datastores, built one after another in a temporary directory.
-      progress: told how building goes on.
+      progress: told how building progresses.
     """
     text = Text(materials.target.vocab_size)
     for number, size in enumerate(sorted(datastore_sizes)):
@@ -176,7 +176,7 @@ class Text:
         )
 
     def verified(self, row: Sequence, tree: DraftTree, drafter: Drafter, ahead: Seq[int]) -> StepResult:
-        """What a target that goes on with the text makes of a draft, with the features that the drafter asks for."""
+        """The outcome of a draft for a target that continues the text, with the features that the drafter asks for."""
         done = len(row.token_ids)
         future = [ahead[done + depth] for depth in tree.depths]
         verdict = match(tree, future.__getitem__)

@@ -40,7 +40,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Equality:
-    """What became of the comparison of one arm's outputs with the reference's."""
+    """The result of comparing one arm's outputs with the reference's."""
 
     arm: str
     reference: str

@@ -113,8 +113,8 @@ def widened(model: Any, factor: int, vocab_size: int | None = None) -> Any:
 def drafter_of_cost(pair: Pair, target: CausalLM, cost: float) -> tuple[Any, float]:
     """The drafter inflated until one of its forwards costs about ``cost`` of the target's; and what it measures.
 
-    The cost grows with the width, so the widths are bisected for the first that is dear enough, and of that one and
-    its neighbour the nearer is taken.
+    The cost grows with the width, so the widths are bisected for the first that is expensive enough; of that one
+    and its neighbour the nearer is taken.
     """
     low, high = 0, len(_WIDTHS) - 1
     measured: dict[int, tuple[Any, float]] = {}

@@ -1,4 +1,4 @@
-"""Under which conditions a result came about: machine, versions, commit, command."""
+"""The conditions under which a result was obtained: machine, versions, commit, command."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ QUIET_SHARE = 0.1
 _UNLIMITED = 10_000
 
 NOTHING = "-"
-"""Stands where there was nothing to time."""
+"""Shown where there was nothing to time."""
 
 
 def plain_data(value: Any) -> Any:
@@ -170,7 +170,7 @@ def show_efficiency(console: Console, tables: Seq[EfficiencyTable]) -> None:
                 f"\n{title}: nothing to time, all tokens came with the first emission; raise --max-new-tokens"
             )
     console.print(
-        "[dim]T in ms, measured by making the very forwards of the run again with nothing in between; forwards: their "
+        "[dim]T in ms, measured by replaying the forwards of the run with nothing in between; forwards: their "
         "share of the loop, plain / drafted[/dim]"
     )
 

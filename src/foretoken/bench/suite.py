@@ -39,7 +39,7 @@ class UnequalOutputsError(ForetokenError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run. Defaults are those of ``foretoken bench``.
+    """Settings of a benchmark. Defaults are those of ``foretoken bench``.
 
     Args:
       contexts: tokens to which prompts are padded, one table each.
@@ -344,7 +344,7 @@ class Suite:
     def _gate(self, trial: Trial, arms: Seq[EngineArm], others: Seq[TransformersArm]) -> dict[str, Equality]:
         """Own arms agree among themselves; greedy, with transformers too. No speed is shown otherwise.
 
-        transformers' assisted arms are compared and reported, but theirs to answer for.
+        transformers' assisted arms are compared and reported, but they are transformers' own responsibility.
 
         Raises: UnequalOutputsError.
         """
@@ -364,7 +364,7 @@ class Suite:
         return found
 
     def efficiency(self, cost: float, context: int, sampling: Sampling) -> EfficiencyTable:
-        """What the loop makes of tau and the costs of the forwards, with a drafter of about this cost."""
+        """Measure what remains of tau and the forward costs in the real loop, with a drafter of about this cost."""
         model = self.pair.drafter
         if cost > 0:
             self._say(f"looking for a drafter of cost {cost:g}")

@@ -1,4 +1,4 @@
-"""Which method for a model: plain decoding and every candidate in turns on the same prompts, equality before speed."""
+"""Which method for a model: plain decoding and all candidates, interleaved on the same prompts, equality first."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from foretoken.testing.inflate import inflate
 PLAIN = "plain"
 ALL = "all"
 COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
-"""What "all" tries beside the methods by themselves."""
+"""The combinations that "all" tries besides the single methods."""
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
 """Of a prompt's output that are compared in the strict mode before anything is timed."""
@@ -59,7 +59,7 @@ Say = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class WhichSettings:
-    """What is run. Defaults are those of ``foretoken bench --methods``.
+    """Settings of a comparison. Defaults are those of ``foretoken bench --methods``.
 
     Args:
       num_prompts: in all, of the kinds in turn.
@@ -109,7 +109,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """What one method did; figures are None where it differs from plain decoding or nothing was timed.
+    """The results of one method; figures are None where it differs from plain decoding or nothing was timed.
 
     Args:
       given: the speculative config.
@@ -181,7 +181,7 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
       draft_model: for those that draft with a model.
       num_draft_tokens: for all; None leaves every method its default.
 
-    Raises: ConfigError for what is not a method.
+    Raises: ConfigError for anything that is not a method.
     """
     found: list[Candidate] = []
     for part in split_outside_brackets(text):
@@ -484,7 +484,7 @@ def _in_turn(groups: Iterable[Seq[Prompt]]) -> list[Prompt]:
 
 
 def resident_bytes() -> int | None:
-    """What the process holds in memory now; None where the system does not say (Linux does)."""
+    """Resident memory of the process now; None where the system does not report it (Linux does)."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError):

@@ -98,7 +98,7 @@ def _legend(outcome: Outcome) -> str:
 
 
 def _show_equality(console: Console, outcome: Outcome) -> None:
-    """What was promised and held, and where the timed runs left plain decoding."""
+    """The promise of exactness, whether it was kept, and where the timed runs departed from plain decoding."""
     judged = [row.equality for row in outcome.rows if row.equality is not None]
     if judged:
         mode = "in strict mode, before anything was timed" if outcome.promised == "strict" else "in the timed runs"

@@ -1,4 +1,4 @@
-"""What is generated from: short prompts of several kinds, padded with real text to a context of the wanted length."""
+"""The prompts to generate from: short ones of several kinds, padded with real text to the desired context length."""
 
 from __future__ import annotations
 

@@ -78,7 +78,13 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48,
     repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option("--num-speculative-tokens", "-k", help="Of the own drafters; their defaults.", min=1)
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Draft tokens of foretoken's own drafters; by default those of their methods.",
+            min=1,
+        ),
     ] = None,
     draft_costs: Annotated[
         str, typer.Option(help="Costs to inflate the drafter to, by comma; 0 is the drafter as it is.")
@@ -99,7 +105,9 @@ def run(
     ] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(help="Spec-Bench's question.jsonl, JSONL with prompt or text, or .txt; own prompts else."),
+        typer.Option(
+            help="Spec-Bench's question.jsonl, JSONL with prompt or text, or .txt; by default the built-in prompts."
+        ),
     ] = None,
     kinds: Annotated[
         str | None, typer.Option(help="With --methods: kinds of prompts, by comma; again is a question asked again.")
@@ -113,7 +121,7 @@ def run(
         Path | None,
         typer.Option(help="With --methods: write the recommended config here, for --speculative-config @FILE."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0,
     profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {' and '.join(EXTRA_PARTS)}.")] = False,
     draft_contexts: Annotated[
         str, typer.Option(help="Tokens of context at which the host time of drafting is measured.")
@@ -133,7 +141,7 @@ def run(
 ) -> None:
     """Measure drafted decoding against plain decoding, transformers' generate, assisted generation and prompt lookup.
 
-    With --methods: plain decoding and these methods in turns on the same prompts, tokens compared first, and at the
+    With --methods: plain decoding and these methods interleaved on the same prompts, tokens compared first, and at the
     end the speculative config to use, as JSON.
 
     Parts. speed: greedy, prompts of all kinds, at every context. copying: lookup where the output repeats the prompt.
@@ -141,8 +149,8 @@ def run(
     ragged rows together against one by one. profile: where a step goes, by vocabulary and context. drafting:
     microseconds per proposal of the drafters that make no forward, by context and size of the datastore.
 
-    Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (what there is is
-    kept).
+    Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (partial
+    results are kept).
     """
     from foretoken.bench.suite import Settings, UnequalOutputsError
     from foretoken.errors import ForetokenError
@@ -235,7 +243,7 @@ def _write(output: Path | None, results: dict[str, Any]) -> None:
 
 
 def _default_model() -> str:
-    """The best one at hand, which the user is told."""
+    """The best model available; the user is told which."""
     from foretoken import zoo
 
     chosen = choose_model(None)

@@ -226,7 +226,7 @@ class Chat:
 
 
 def _ending(turn: Turn, conversation: Conversation) -> str:
-    """What is worth saying about how an answer ended; nothing when the model ended it."""
+    """A note on how an answer ended; empty when the model ended it."""
     if turn.is_stopped:
         return "(stopped)" if turn.text else "(stopped before the first word; the question is dropped)"
     if turn.output.outputs[0].finish_reason != "length":

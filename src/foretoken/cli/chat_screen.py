@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """Standard input and output, on a terminal or not; what is no answer goes to standard error in a pipe."""
+    """Standard input and output, on a terminal or not; in a pipe, everything but answers goes to standard error."""
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -83,7 +83,7 @@ class Screen:
         self._console.file.flush()
 
     def say(self, text: str) -> None:
-        """Write something that is no answer."""
+        """Write something that is not an answer."""
         if text:
             self._notices.print(Text(text, "dim"))
 

@@ -1,4 +1,4 @@
-"""Plain beside speculative decoding: two ways that take turns over the same questions, and what came of it."""
+"""Plain beside speculative decoding: two ways that take turns over the same questions, and the outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTIONS = (
     "Write a Python class Stack with push, pop, peek and is_empty.",
     "What are three tips for sleeping better?",
 )
-"""What people ask an assistant: to correct, to shorten, for code, and what it knows. Not chosen for the gain."""
+"""Typical requests to an assistant: to correct, to shorten, for code, for knowledge. Not chosen for the gain."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",
@@ -34,7 +34,7 @@ TOY_QUESTIONS = (
     "How do I list all files in a directory?",
     "Which countries border France?",
 )
-"""What zoo:tiny was trained on."""
+"""Prompts of the kind that zoo:tiny was trained on."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ def race(
     params: SamplingParams,
     watch: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Decode a question plainly and speculatively, in turns: the way that has had less time so far goes next.
+    """Decode a question plainly and speculatively, alternately: the way that has had less time so far goes next.
 
     So at every moment both have had the same time, and are where they would be, had each run alone for that time. Noise
     of the machine meets both alike. What ``watch`` takes counts for neither.
@@ -151,7 +151,7 @@ def race(
 
 @dataclass(frozen=True)
 class Report:
-    """What came of all questions.
+    """The results over all questions.
 
     Args:
       model: what was decoded, for people.
@@ -265,7 +265,7 @@ class Report:
 
 
 def promise_of(llm: LLM) -> str:
-    """What the exactness of an LLM promises of texts that drafts were accepted for; see docs/exactness.md."""
+    """The guarantee that an LLM's exactness mode gives for texts with accepted drafts; see docs/exactness.md."""
     mode, dtype = llm.engine_config.exactness, llm.model_info.dtype
     is_half = dtype in ("bfloat16", "float16")
     if mode == "strict" or (is_half and mode == "default" and llm.kernel_facts.bucket is not None):

@@ -215,7 +215,7 @@ class Conversation:
         if limit is not None and num_tokens >= limit:
             raise ContextLengthError(
                 f"the conversation with this message has {num_tokens} tokens, and the context holds {limit}: no room "
-                "for an answer; start anew (/reset), or say less"
+                "for an answer; start over (/reset), or shorten the message"
             )
 
     @staticmethod

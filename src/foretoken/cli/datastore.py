@@ -39,7 +39,9 @@ Tokenizer = Annotated[
 SameTokenizer = Annotated[
     str | None,
     typer.Option(
-        *_TOKENIZER, metavar="PATH|HUB_ID|zoo:NAME", help="Where the one lies that the datastore was built with."
+        *_TOKENIZER,
+        metavar="PATH|HUB_ID|zoo:NAME",
+        help="The tokenizer that the datastore was built with, if it has moved.",
     ),
 ]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The datastore.")]
@@ -230,6 +232,6 @@ def _tokenizer_of(folder: Path, named: str | None) -> Any:
         return load_tokenizer(name)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(
-            f"{folder} was built with the tokenizer {name}, which cannot be had: {error}. Say with --tokenizer where "
-            "it lies"
+            f"{folder} was built with the tokenizer {name}, which cannot be loaded: {error}. Give its location "
+            "with --tokenizer"
         ) from None

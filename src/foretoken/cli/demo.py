@@ -55,18 +55,23 @@ LABEL = (
 
 
 def demo(
-    questions: Annotated[list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Instead of its own.")] = None,
+    questions: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[QUESTION]...", help="Questions of your own, instead of the built-in ones."),
+    ] = None,
     model: Model = None,
     gguf_file: GgufFile = None,
     draft_model: DraftModel = None,
     method: Method = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
     speculative_config: SpeculativeOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer; most end before.", min=2)] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens of an answer; most answers end earlier.", min=2)
+    ] = 256,
     temperature: Temperature = DEFAULTS.temperature,
     seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
     num_prompts: Annotated[
-        int, typer.Option(help="How many of its own questions.", min=1, max=MAX_QUESTIONS)
+        int, typer.Option(help="How many of the built-in questions to ask.", min=1, max=MAX_QUESTIONS)
     ] = MAX_QUESTIONS,
     raw: Raw = False,
     inflate: Annotated[

@@ -1,4 +1,4 @@
-"""What the demo shows: both ways at work side by side, one table at the end, and a picture of it."""
+"""The screen of the demo: both ways at work side by side, one table at the end, and a picture of it."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _figures(report: Report, speeds: Sequence[float], steps: float, same: str) -
 
 
 def notes(report: Report) -> Iterator[str]:
-    """What the table needs to be read rightly."""
+    """The notes needed to read the table correctly."""
     if report.is_identical:
         speedups = report.speedups
         yield (

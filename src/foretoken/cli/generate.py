@@ -74,7 +74,7 @@ def generate(
     seed: Seed = DEFAULTS.seed,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
     n: Annotated[int, typer.Option("-n", help="Samples per prompt.")] = DEFAULTS.n,
-    min_tokens: Annotated[int, typer.Option(help="No end before that many.")] = DEFAULTS.min_tokens,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before which the output may not end.")] = DEFAULTS.min_tokens,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos,
     chat: Chat = False,
     raw: Raw = False,
@@ -92,7 +92,7 @@ def generate(
     """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
 
     An instruct model gets text as a message, through its chat template; --raw gives it the text as it is. Every
-    prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what there is.
+    prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what has been generated.
     """
     with exit_codes():
         params = sampling(
@@ -243,7 +243,7 @@ class TextWriter:
 
 
 def ending(output: RequestOutput, budget: int | None) -> str:
-    """What is worth saying about how a text ended; nothing when the model ended it."""
+    """A note on how a text ended; empty when the model ended it."""
     if any(not sample.text.strip() and sample.finish_reason == "stop" for sample in output.outputs):
         return "the model ended the text before its first word"
     longest = max(len(sample.token_ids) for sample in output.outputs)

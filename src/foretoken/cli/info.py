@@ -75,7 +75,7 @@ def info(
 
 
 def show_keys(method: str | None, as_json: bool) -> None:
-    """What a speculative config may hold."""
+    """Print the keys that a speculative config may have."""
     entries = key_entries(method)
     if as_json:
         for entry in entries:
@@ -93,7 +93,7 @@ def show_keys(method: str | None, as_json: bool) -> None:
 
 
 def _notes(model: str) -> list[str]:
-    """What people should know when they read figures of a zoo model."""
+    """Caveats for reading figures of a zoo model."""
     from foretoken import zoo
     from foretoken.loading.models import is_zoo
 
@@ -193,7 +193,7 @@ def show_kernels(console: Console, kernels: dict[str, Any]) -> None:
 
 
 def show_probe(console: Console, probe: dict[str, Any]) -> None:
-    """What was compared with plain forwards when the model was loaded, and what every error was held against."""
+    """The comparisons with plain forwards made when the model was loaded, with the limit for each error."""
     cost = f"{probe['num_forwards']} forwards in {probe['seconds']:.1f} s"
     table = Table(title=f"probe: errors relative to plain forwards, {cost}")
     table.add_column("of")

@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: options, how they become parameters, and exit codes."""
+"""Shared by the commands of the CLI: options, how they become parameters, and exit codes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def respell(arguments: Sequence[str]) -> list[str]:
 
 
 def choose_model(model: str | None) -> str:
-    """The model that was named, else the best one at hand; where that is a toy, the user is told."""
+    """The model that was named, else the best one available; where that is a toy, the user is told."""
     from foretoken import zoo
 
     if model is not None:
@@ -164,7 +164,7 @@ def sampling(**given: Any) -> SamplingParams:
 
 
 class _Notices(logging.Handler):
-    """Shows what the library says about models, and what went another way than asked, on standard error."""
+    """Shows what the library says about models, and what was done differently than asked, on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"foretoken: {self.format(record)}\n")  # which a progress display may have replaced

@@ -58,12 +58,12 @@ def layer_skip(
         str, typer.Option("--prompts", help="JSONL or .txt file with prompts like those to come, or built-in.")
     ] = BUILT_IN,
     raw: Raw = False,
-    num_prompts: Annotated[int, typer.Option(help="The first so many of them.", min=1)] = 8,
+    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32,
     trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100,
     objective: Annotated[
         str,
-        typer.Option(help="time: measured, in turns with plain decoding; acceptance: computed, for noisy machines."),
+        typer.Option(help="time: measured, interleaved with plain decoding; acceptance: computed, for noisy machines."),
     ] = "time",
     keep_layers: Annotated[str, typer.Option(help="Layers to keep whole, by comma; -1 is the last.")] = "",
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -72,11 +72,13 @@ def layer_skip(
         typer.Option("--speculative-config", metavar="JSON|@FILE", help="Keys of layer_skip besides the set."),
     ] = None,
     repeats: Annotated[int, typer.Option(help="Rounds of plain, set, set, plain per prompt and trial.", min=1)] = 1,
-    finalists: Annotated[int, typer.Option(help="Best sets that are timed once more in turns; 0 for none.", min=0)] = 3,
+    finalists: Annotated[
+        int, typer.Option(help="Best sets that are timed once more, interleaved; 0 for none.", min=0)
+    ] = 3,
     scale: Annotated[str, typer.Option(help="Inflate in width for timing: none, 100m or HIDDENxFFN.")] = "none",
     dtype: Dtype = "auto",
     execution: Execution = "auto",
-    seed: Annotated[int, typer.Option(help="Of the optimiser.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the trials of an earlier search.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Picture of the search; needs matplotlib.")] = None,
     as_json: AsJson = False,
@@ -127,7 +129,7 @@ def layer_skip(
 
 @dataclass(frozen=True)
 class _Options:
-    """What the search is about; equal options make trials comparable."""
+    """The options that define a search; equal options make trials comparable."""
 
     model: str
     prompts: str
@@ -206,7 +208,7 @@ class _Job:
         )
 
     def finish(self, result: SearchResult, finalists: int) -> dict[str, Any]:
-        """Choose among the best: by a common timing where time decides and nobody pressed Ctrl-C."""
+        """Choose among the best: by a common timing where time decides and the search was not interrupted."""
         from foretoken.bench.provenance import provenance
         from foretoken.tune.objective import MeasuredTime
 
@@ -263,7 +265,7 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
             text = Path(config[1:]).expanduser().read_text(encoding="utf-8") if config.startswith("@") else config
             given = dict(json.loads(text))
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"--speculative-config is no JSON object: {error}; correct it") from None
+            raise ConfigError(f"--speculative-config is not a JSON object: {error}; correct it") from None
     if num_speculative_tokens is not None:
         given["num_speculative_tokens"] = num_speculative_tokens
     method = given.pop("method", "layer_skip")

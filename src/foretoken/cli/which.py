@@ -80,7 +80,7 @@ def compare_methods(
 
 
 def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
-    """What the zoo says of the figures that these methods have with a model."""
+    """The zoo's notes on the figures that these methods reach with a model."""
     from foretoken import zoo
     from foretoken.loading.models import is_zoo
 
@@ -92,7 +92,7 @@ def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """What is running and how long it will take, on standard error, where that is a terminal."""
+    """Show what is running and how long it will take on standard error, if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda what, done, total: None

@@ -1,4 +1,4 @@
-"""What a drafter has to pass, and the small models to pass it on.
+"""The checks that a drafter has to pass, and the small models to run them on.
 
 `check_drafter` is to drafters what scikit-learn's ``check_estimator`` is to estimators: a new method that
 passes it may be used under every sampling setting, batch and length.
@@ -29,7 +29,7 @@ from foretoken.model.lm import CausalLM, Nodes
 from foretoken.tree import DraftTree
 
 MakeDrafter = Callable[[int], Drafter]
-"""Builds a fresh drafter that proposes at most so many tokens deep."""
+"""Builds a fresh drafter that proposes at most this many tokens deep."""
 
 # -- models ----------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class WrongDrafter(PerfectDrafter):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run gave: tokens and finish reason per request, and the number of steps."""
+    """The result of a run: tokens and finish reason per request, and the number of steps."""
 
     outputs: dict[str, tuple[int, ...]]
     reasons: dict[str, str | None]

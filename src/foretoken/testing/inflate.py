@@ -72,7 +72,7 @@ def inflate(
     if type(model) not in _SUPPORTED:
         known = ", ".join(kind.__name__ for kind in _SUPPORTED)
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be inflated: how its width enters its function is not known here. "
+            f"{type(model).__name__} cannot be inflated: foretoken does not know how its width enters its function. "
             f"Use {known}."
         )
     config = _bigger_config(model.config, hidden_size, intermediate_size, num_layers, vocab_size)

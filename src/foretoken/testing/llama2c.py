@@ -155,7 +155,7 @@ def _shape(path: Path, content: bytes) -> _Shape:
     )
     if not sound:
         raise CheckpointError(
-            f"{path} is no llama2.c checkpoint: its first {_HEADER.size} bytes read dim={hidden}, hidden_dim={ffn}, "
+            f"{path} is not a llama2.c checkpoint: its first {_HEADER.size} bytes read dim={hidden}, hidden_dim={ffn}, "
             f"n_layers={num_layers}, n_heads={num_heads}, n_kv_heads={num_kv_heads}, vocab_size={vocab}, "
             f"seq_len={context}, which no model has"
         )

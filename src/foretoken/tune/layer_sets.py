@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass
 class SearchResult:
-    """What a search has found so far.
+    """The results of a search so far.
 
     Args:
       trials: in order, each set once.
@@ -121,7 +121,7 @@ class LayerSearch:
         except OSError as error:
             raise ConfigError(f"the trials cannot be kept in {journal}: {error.strerror or error}") from None
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"{journal} is no journal of a search ({error}); remove it") from None
+            raise ConfigError(f"{journal} is not a journal of a search ({error}); remove it") from None
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
         known = self._study.user_attrs.get("identity")
@@ -133,7 +133,7 @@ class LayerSearch:
         if different:
             key = different[0]
             raise ConfigError(
-                f"the journal is of another search: its {key} is {known.get(key)!r}, and now it is {plain.get(key)!r}; "
+                f"the journal belongs to another search: its {key} is {known.get(key)!r}, now {plain.get(key)!r}; "
                 "repeat the earlier options, or choose another file"
             )
 
@@ -150,7 +150,7 @@ class LayerSearch:
             self._result.trials.append(Trial(self._space.layer_set(choice), score))
 
     def run(self, num_trials: int, on_trial: Callable[[SearchResult], None] = lambda _: None) -> SearchResult:
-        """Try sets until so many different ones are known, those of the journal included.
+        """Try sets until this many different ones are known, those of the journal included.
 
         Ctrl-C ends the search early and keeps what it found.
         """

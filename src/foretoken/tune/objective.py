@@ -1,4 +1,4 @@
-"""What a layer set is worth: time per token of drafted decoding, relative to plain decoding."""
+"""The value of a layer set: time per token of drafted decoding, relative to plain decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COST_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Score:
-    """What one layer set achieves.
+    """The score of one layer set.
 
     Args:
       value: time per token, of plain decoding; lower is better, below 1 is faster than plain.
@@ -58,7 +58,7 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class Task:
-    """What is decoded, and how.
+    """The workload of a search: what is decoded, and how.
 
     Args:
       target: the model.
@@ -94,7 +94,7 @@ class Task:
 
 
 class MeasuredTime(Objective):
-    """Seconds per token with the set over seconds per token without, prompt by prompt in turns (A B B A).
+    """Seconds per token with the set over seconds per token without, interleaved prompt by prompt (A B B A).
 
     Both are measured in every trial, so that what slows the machine down slows down both.
 
@@ -112,7 +112,7 @@ class MeasuredTime(Objective):
         return self.scores({"candidate": layer_set})["candidate"]
 
     def scores(self, layer_sets: dict[str, LayerSet]) -> dict[str, Score]:
-        """Several sets against plain decoding, all of them in turns."""
+        """Several sets against plain decoding, all interleaved."""
         task = self._task
         config = EngineConfig(max_num_seqs=1)
         arms = [EngineArm("plain", task.target, EmptyDrafter(), (), config)]
@@ -137,7 +137,7 @@ class MeasuredTime(Objective):
 
 @dataclass(frozen=True)
 class Costs:
-    """What forwards cost, in units of the target's forward over one token.
+    """Costs of forwards, in units of the target's forward over one token.
 
     Args:
       attention, mlp: what leaving out one sublayer of a kind saves.
@@ -157,7 +157,7 @@ class Costs:
     @classmethod
     @torch.inference_mode()
     def measured(cls, target: CausalLM, longest_draft: int, repeats: int = 15) -> Costs:
-        """Median times behind 256 tokens of context, all in turns."""
+        """Median times after 256 tokens of context, all interleaved."""
         everything = tuple(range(target.num_layers))
         cache, _ = filled_cache(target, _COST_CONTEXT, longest_draft + 1)
         without = [skipping(target, LayerSet(everything, ())), skipping(target, LayerSet((), everything))]

@@ -1,4 +1,4 @@
-"""What a search over layer sets may leave out, and where it begins."""
+"""The sublayers that a search over layer sets may leave out, and where it begins."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Space:
         return [f"{kind}.{layer}" for kind in (ATTENTION, MLP) for layer in self.free]
 
     def layer_set(self, choice: Mapping[str, bool]) -> LayerSet:
-        """What a choice leaves out."""
+        """The layer set that a choice leaves out."""
         left_out: dict[str, list[int]] = {ATTENTION: [], MLP: []}
         for name in self.names:
             kind, layer = name.split(".")

@@ -164,7 +164,7 @@ class Trajectory:
 
     @property
     def tokens_per_iteration(self) -> float:
-        """What Jacobi decoding gains on this text, block by block."""
+        """Tokens per iteration: the gain of Jacobi decoding on this text, block by block."""
         return len(self.token_ids) / self.num_iterations if self.blocks else 0.0
 
     @property
