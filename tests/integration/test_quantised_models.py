@@ -180,7 +180,7 @@ def test_quantised_weights_run_as_they_are(new: Callable[[nn.Linear], nn.Module]
         assert_decoded_as_it_is(model, execution=execution)
     llm = LLM(model, "ngram")
     assert llm.generate([{"prompt_token_ids": IDS[0].tolist()}], {"max_tokens": 20, "temperature": 0.0})
-    assert llm.model_info.execution.endswith("14 quantised layers as they are)")
+    assert llm.model_info.execution.endswith("14 quantised layers left as they are)")
     assert plain(model) == want
 
 

@@ -264,7 +264,7 @@ def test_wrong_layer_sets_and_groups_are_refused(config: dict[str, Any], message
         ('{"format": "foretoken-layer-set", "skipped_attention": [1.7], "skipped_mlp": []}', "has 1.7, not a whole"),
         ('{"format": "foretoken-layer-set", "skipped_attention": [true], "skipped_mlp": []}', "has True, not a whole"),
         ('{"format": "foretoken-layer-set", "skipped_attention": "12", "skipped_mlp": []}', "is '12', not a list"),
-        ('[{"format": "foretoken-layer-set"}]', "is none"),
+        ('[{"format": "foretoken-layer-set"}]', "is not a layer set"),
     ],
 )
 def test_damaged_layer_sets_are_refused(tmp_path: Path, text: str, message: str) -> None:

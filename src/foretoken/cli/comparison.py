@@ -271,8 +271,8 @@ def promise_of(llm: LLM) -> str:
     if mode == "strict" or (is_half and mode == "default" and llm.kernel_facts.bucket is not None):
         return "the same bits" if mode == "strict" else "the same bits for drafts that are chains"
     if is_half:
-        return f"the same but for near-ties in {dtype}"
-    return "the same but for ties closer than 1e-4" if dtype == "float32" else "the same"
+        return f"the same except for near-ties in {dtype}"
+    return "the same except for ties closer than 1e-4" if dtype == "float32" else "the same"
 
 
 def ratio(part: float, whole: float) -> float:

@@ -171,7 +171,7 @@ class Execution:
             layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
             notes.append(f"{layers}, {self.packed_bytes / 1e6:.0f} MB packed")
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
-            notes.append(f"{num_quantised} quantised layers as they are")
+            notes.append(f"{num_quantised} quantised layers left as they are")
         if not notes and self.kind != "eager":
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
