@@ -228,7 +228,7 @@ class LLM:
             return stream.outputs()
 
     def stream(self, prompts: Prompts, sampling_params: ParamsLike = None) -> Stream:
-        """Like `generate`, handing out every step's text and tokens as they come.
+        """Like `generate`, yielding every step's text and tokens as they come.
 
         Closing the stream early, or dropping it, ends its requests; everything else goes on.
         """

@@ -54,7 +54,7 @@ sampling_call = pytest.mark.parametrize("call", [CALLS[k] for k in ("autoregress
     ("prompt", "error", "text"),
     [
         ([], PromptError, "no tokens"),
-        ([3, 64], PromptError, "token id 64 lies outside of the vocabulary, 0..63"),
+        ([3, 64], PromptError, "token id 64 lies outside the vocabulary, 0..63"),
         ([-1], PromptError, "token id -1"),
         ("text", PromptError, "not a list of token ids"),
         ("12", PromptError, "not a list of token ids"),
@@ -226,7 +226,7 @@ def test_storages(kind: Any) -> None:
     with pytest.raises(ConfigError, match="vocab_size is 0"):
         kind(3, 0)
     storage = kind(3, 64)
-    with pytest.raises(PromptError, match="token id 64 lies outside of the storage's vocabulary"):
+    with pytest.raises(PromptError, match="token id 64 lies outside the storage's vocabulary"):
         storage.initialize(torch.tensor([[1, 2, 64]]))
     with pytest.raises(PromptError, match="token id -2"):
         storage.update(torch.tensor([[1, 2]]), torch.tensor([[-2]]))
@@ -240,7 +240,7 @@ def test_storages(kind: Any) -> None:
 
 
 def test_a_storage_of_another_vocabulary() -> None:
-    with pytest.raises(TreeError, match="drafted token 77, outside of the vocabulary"):
+    with pytest.raises(TreeError, match="drafted token 77, outside the vocabulary"):
         ngram_assisted_speculative_generate(PROMPT, FixedStorage([*PROMPT, *[77] * 9], 99), target())
     with pytest.raises(PromptError, match=r"storage's vocabulary, 0\.\.4"):
         ngram_assisted_speculative_generate(PROMPT, NGramStorage(3, 5), target())

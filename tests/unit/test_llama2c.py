@@ -193,7 +193,7 @@ def test_truncated_and_foreign_tokenizers_name_their_bytes(tmp_path: Path) -> No
         (content, 301, "ends inside token 300 of 301"),
         (content, 299, "its first 299 tokens take"),
         (content[:4] + struct.pack("<fi", 0.0, -7) + content[12:], 300, "ends inside token 0"),
-        (content[:-4] + b"\xff\xfe\xfd\xfc", 300, "token 299 holds .* no UTF-8"),
+        (content[:-4] + b"\xff\xfe\xfd\xfc", 300, "token 299 holds .* not UTF-8"),
     ]:
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match=message):

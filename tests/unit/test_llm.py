@@ -198,7 +198,7 @@ def test_prompts_come_in_every_form(plain: LLM) -> None:
     [
         ("", PromptError, "prompt 0 is empty"),
         ([STORY, []], PromptError, "prompt 1 is empty"),
-        ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside of the vocabulary, 0..4095"),
+        ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary, 0..4095"),
         ([[5, -1]], PromptError, "token id -1"),
         ([[5, 1.5]], PromptError, "holds 1.5"),
         ([[5], STORY, {"text": STORY}], PromptError, "prompt 2 has the keys"),

@@ -522,7 +522,7 @@ class TestProcessors:
         "values", [{"logit_bias": {9: 1.0}}, {"bad_words_ids": [[1, 9]]}, {"stop_token_ids": [9]}], ids=str
     )
     def test_ids_outside_of_the_vocabulary(self, values: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError, match=r"outside of the vocabulary, 0\.\.8"):
+        with pytest.raises(ConfigError, match=r"outside the vocabulary, 0\.\.8"):
             law_of(SamplingParams(**values), 9)
 
 

@@ -12,7 +12,7 @@ from foretoken.bench.measure import bootstrap_median
 from foretoken.bench.which import MethodRow, Outcome
 
 MIN_PROMPTS = 6
-"""Of fewer, even the smallest and the largest ratio do not enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
+"""With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
 
 _LOOPING = 0.25
 """Share of repeated text from which lookups look better than they are."""

@@ -43,7 +43,7 @@ class Sampling:
         return f"T={self.temperature:g}" + (f" top-p={self.top_p:g}" if self.top_p < 1 else "")
 
     def params(self, max_new_tokens: int) -> SamplingParams:
-        """The same for the engine."""
+        """The same settings as the engine's parameters."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of decoding; NaN when the first emission was all."""
+        """Seconds per decoded token; NaN when the first emission was all."""
         return self.decode_seconds / self.num_decoded if self.num_decoded > 0 else float("nan")
 
 
@@ -98,7 +98,7 @@ class Arm(ABC):
 
 @dataclass
 class _Emissions:
-    """When how many tokens came."""
+    """The times at which tokens came, and how many."""
 
     started: float = field(default_factory=perf_counter)
     times: list[float] = field(default_factory=list)

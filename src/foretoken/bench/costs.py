@@ -173,7 +173,7 @@ class Replay:
         cache.reserve(needed)
 
     def seconds(self, noted: Record) -> list[float]:
-        """Of every forward."""
+        """Seconds of every forward."""
         spent = []
         for forward in noted.forwards:
             cache = self._caches[id(forward.model)]

@@ -17,7 +17,7 @@ from foretoken.model.lm import CausalLM, Nodes
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
 
-_CHUNK = 512  # tokens per forward behind a long text
+_CHUNK = 512  # tokens per forward after a long text
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def first_difference(one: Seq[int], other: Seq[int]) -> int | None:
 
 @torch.inference_mode()
 def preference_gap(model: Any, prompt: Seq[int], output: Seq[int], sampling: Sampling, one: int, other: int) -> float:
-    """By how much the token after prompt and output is rather the one than the other, noise of the draw included."""
+    """How strongly one token is preferred to the other after prompt and output, noise of the draw included."""
     text = [*prompt, *output]
     logits = _next_logits(model, text)  # (1, V)
     values = logits[0].double()
@@ -120,7 +120,7 @@ def preference_gap(model: Any, prompt: Seq[int], output: Seq[int], sampling: Sam
 
 
 def _next_logits(model: Any, text: Seq[int]) -> torch.Tensor:
-    """(1, V), behind the whole text."""
+    """(1, V), after the whole text."""
     if not isinstance(model, CausalLM):
         logits: torch.Tensor = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0]
         return logits

@@ -40,11 +40,11 @@ class Trial:
         return [runs[0].token_ids for runs in self.runs[arm]]
 
     def seconds_per_token(self, arm: str) -> list[float]:
-        """Of decoding, for every prompt: the median over its runs; NaN where nothing was left to decode."""
+        """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""
         return [statistics.median(run.seconds_per_token for run in runs) for runs in self.runs[arm]]
 
     def tokens_per_second(self, arm: str) -> float:
-        """Of decoding, over all prompts and runs."""
+        """Decoded tokens per second, over all prompts and runs."""
         runs = [run for runs in self.runs[arm] for run in runs]
         seconds = sum(run.decode_seconds for run in runs)
         return sum(run.num_decoded for run in runs) / seconds if seconds > 0 else float("nan")

@@ -443,7 +443,7 @@ class Suite:
                         yield ProfileCell(suite.target.vocab_size, context, sampling.label, found)
 
     def _vocab_sizes(self) -> list[int]:
-        """Those that are wanted, none below the model's own; of a model that is measured as it is, its own alone."""
+        """The wanted sizes, none below the model's own; for a model that is measured as it is, its own alone."""
         own = self.pair.target.config.vocab_size
         wanted = [max(own, size) for size in self.settings.vocab_sizes]
         return [own] if self.scale == "none" else list(dict.fromkeys(wanted))

@@ -144,7 +144,7 @@ class MethodRow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that was found.
+    """All findings of a comparison.
 
     Args:
       kinds: of the prompts, in their order.
@@ -285,7 +285,7 @@ class Which:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """Of the kinds in turn; those that leave no room for the output are passed over.
+        """Prompts, of the kinds in turn; those that leave no room for the output are skipped.
 
         Raises: ConfigError when no prompt remains, or a kind has none.
         """
@@ -344,7 +344,7 @@ class Which:
         return outcome(trial)
 
     def _contenders(self, candidates: Seq[Candidate]) -> tuple[list[Contender], list[Refused]]:
-        """Those whose drafter can be made, each started once; and the others with their reason."""
+        """The candidates whose drafter can be made, each started once; and the others with their reason."""
         contenders: list[Contender] = []
         refused = []
         for place, candidate in enumerate(candidates):

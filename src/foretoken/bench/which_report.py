@@ -42,7 +42,7 @@ def show(console: Console, outcome: Outcome, model: str, notes: Iterable[str] = 
 
 
 def as_data(outcome: Outcome, notes: Iterable[str] = ()) -> dict[str, Any]:
-    """The same for JSON."""
+    """The whole report as data for JSON."""
     advice = advise(outcome)
     found: dict[str, Any] = plain_data(outcome)
     return {

@@ -63,7 +63,7 @@ class ProcessedLaw:
     def sample(self, probs: Tensor) -> int:
         """The processor's token for a law (V,).
 
-        Raises: ShapeError for anything but one token; NumericsError for one outside of the vocabulary.
+        Raises: ShapeError for anything but one token; NumericsError for one outside the vocabulary.
         """
         token = self._processor.sample(probs[None])
         if not isinstance(token, Tensor) or token.numel() != 1:

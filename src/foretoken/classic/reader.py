@@ -47,7 +47,7 @@ class Reader:
 
 
 def feed(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
-    """Run and commit tokens behind row 0 of a cache; logits (num_last, V) after the last of them."""
+    """Run and commit tokens at the end of row 0 of a cache; logits (num_last, V) after the last of them."""
     size = EngineConfig.prefill_chunk_size
     tokens = [min(token, model.vocab_size - 1) for token in tokens]
     while len(tokens) - num_last >= size:

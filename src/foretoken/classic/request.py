@@ -33,7 +33,7 @@ class Request:
     ) -> Request:
         """Check the arguments of a call.
 
-        Raises: PromptError for an empty or malformed prompt, or ids outside of the vocabulary; ContextLengthError for
+        Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for
           one that fills the context; ConfigError for a negative ``max_gen_len`` or an unknown end-of-sequence id.
         """
         if max_gen_len < 0:
@@ -79,7 +79,7 @@ def _eos_ids(eos_tokens_id: int | Iterable[int], vocab_size: int) -> tuple[int, 
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise ConfigError(
-            f"eos_tokens_id {outside} lies outside of the vocabulary, 0..{vocab_size - 1}; give a token that the "
+            f"eos_tokens_id {outside} lies outside the vocabulary, 0..{vocab_size - 1}; give a token that the "
             "model can say, or [] for none"
         )
     return ids

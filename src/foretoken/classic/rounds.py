@@ -48,7 +48,7 @@ class Proposer(Protocol):
     """Where drafts come from."""
 
     def propose(self, text: Sequence[int], budget: int) -> Draft:
-        """At most ``budget`` tokens behind the text."""
+        """At most ``budget`` tokens after the text."""
         ...
 
     def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
@@ -114,7 +114,7 @@ class Decoding:
         return text[len(self.request.prompt) :]
 
     def _round(self, text: list[int]) -> _Round:
-        """Draft behind the text, read text and draft, and let the acceptance rule decide."""
+        """Draft after the text, read text and draft, and let the acceptance rule decide."""
         times = [perf_counter()]
         is_first = len(text) == len(self.request.prompt)
         budget = 0 if self.first_target and is_first else self.request.max_length - len(text) - 1
@@ -133,7 +133,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class _Round:
-    """A draft and what became of it, before the output is cut. ``laws[i]`` is the target's law of token i."""
+    """A draft and its outcome, before the output is cut. ``laws[i]`` is the target's law of token i."""
 
     draft: Draft
     verdict: Verdict
@@ -148,7 +148,7 @@ class _Round:
         return (*self.draft.tokens[: self.verdict.num_accepted], self.verdict.next_token)
 
     def step(self, position: int, num_emitted: int) -> Step:
-        """The step that leaves so many tokens behind a text of that length."""
+        """The step that emits this many tokens after a text of that length."""
         num_accepted = self.verdict.num_accepted
         is_cut = num_emitted <= num_accepted
         was_rejected = num_accepted < len(self.draft.tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DraftedToken:
-    """One drafted token and what became of it.
+    """One drafted token and its outcome.
 
     Args:
       position: absolute index in the text.
@@ -16,7 +16,7 @@ class DraftedToken:
       draft_prob: q(token) under the drafter's law; None where a storage proposed it.
       target_prob: p(token) under the target's law; None where it was not looked at.
       uniform: the number r that was compared with p/q; None where tokens were matched instead.
-      accepted: the verdict; None behind a rejection, where nothing is tested any more.
+      accepted: the verdict; None after a rejection, where nothing is tested any more.
     """
 
     position: int
@@ -44,7 +44,7 @@ class Step:
       normalised_entropy: of the drafter's law at the first of them, 0..1; None without EGAG.
       drafts: the drafted tokens.
       accepted: how many of them were emitted.
-      final_token: the target's own token behind them; None where the output ended before it.
+      final_token: the target's own token after them; None where the output ended before it.
       is_adjusted: whether it was drawn from norm(max(p - q, 0)).
       draft_seconds, verify_seconds, accept_seconds: wall-clock times of the three parts.
     """

@@ -252,7 +252,7 @@ def _default_model() -> str:
 
 
 def _hide_progress_of_loading() -> None:
-    """Where standard error is not a terminal."""
+    """Hide the progress of loading where standard error is not a terminal."""
     from transformers.utils import logging
 
     if not sys.stderr.isatty():

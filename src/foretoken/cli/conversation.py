@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, its answers, and what became of them. No terminal in here."""
+"""A conversation with a model: its messages, its answers, and their statistics. It knows no terminal."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Of the conversation, up to the end of the last answer."""
+        """Tokens of the conversation, up to the end of the last answer."""
         if not self.turns:
             return 0
         last = self.turns[-1]

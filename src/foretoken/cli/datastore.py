@@ -58,7 +58,7 @@ def build_(
     tokenizer: Tokenizer = None,
     field: Field = "text",
     memory: Memory = 2.0,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop what the directory holds and begin anew.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what the directory holds and start over.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Tokenise corpora and index them. Interrupted, the same command goes on where it stopped."""

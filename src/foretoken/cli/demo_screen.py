@@ -52,7 +52,7 @@ def watching(console: Console, number: int, num_questions: int) -> Iterator[Call
 
 
 def show(console: Console, report: Report) -> None:
-    """The outcome for people; where nobody watched, the answers too."""
+    """The outcome for people; if they were not watched, the answers too."""
     if not console.is_terminal:
         for number, answer in enumerate(report.answers, 1):
             console.print(_asked(answer, f"question {number} of {len(report.answers)}"))

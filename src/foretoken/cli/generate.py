@@ -181,7 +181,7 @@ class JsonWriter:
             self._put(output)
 
     def finish(self, stream: Stream) -> None:
-        """Everything has been written."""
+        """Called when everything has been written."""
 
     def _put(self, output: RequestOutput) -> None:
         one = self._asked[self._num_written]

@@ -30,7 +30,7 @@ EXIT_DIFFERS = 3
 EXIT_INTERRUPTED = 130
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
-"""Of the command line: greedy, and long enough for an answer. Everything else is `SamplingParams`' own."""
+"""Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`."""
 
 Model = Annotated[
     str | None,

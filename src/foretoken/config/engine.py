@@ -23,7 +23,7 @@ class EngineConfig:
         does: every step runs at its own shape, and near-ties may fall differently.
       strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
         at them too, so compare results of one width.
-      output_scores, output_logits: hand out processed scores and raw logits of every emitted token.
+      output_scores, output_logits: return processed scores and raw logits of every emitted token.
     """
 
     max_num_seqs: int = 16

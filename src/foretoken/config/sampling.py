@@ -60,7 +60,7 @@ class SamplingParams:
       skip_special_tokens: leave special tokens out of the text.
       detokenize: produce text; stop strings need it.
       logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They
-        must be functions of their arguments alone: drafts show them prefixes that may not come to be.
+        must be functions of their arguments alone: drafts show them prefixes that may be rejected later.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """

@@ -168,7 +168,7 @@ class SpeculativeConfig:
         return next((part.model_part for part in self.parts if part.model_part is not None), None)
 
     def without_model(self) -> SpeculativeConfig:
-        """The same, without a reference to any loaded model."""
+        """The same config, without a reference to any loaded model."""
         if self.definition.combines:
             parts = [part.without_model() for part in self.parts]
             return SpeculativeConfig(self.method, self.options, drafters=parts)

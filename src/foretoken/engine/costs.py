@@ -62,7 +62,7 @@ def filled_cache(model: CausalLM, context: int, room: int) -> tuple[KVCache, int
     """A cache whose one row holds ``context`` tokens, fewer where the model has no room for more, and how many.
 
     Args:
-      room: tokens that must fit behind them.
+      room: tokens that must fit after them.
     """
     if model.context_length is not None:
         context = max(1, min(context, model.context_length - room))

@@ -115,7 +115,7 @@ class Budget(int):
         return budget if isinstance(budget, Budget) else cls(budget)
 
     def width(self, num_branches: int) -> int:
-        """How many siblings are worth drafting, of so many that are wanted."""
+        """How many of the wanted siblings are worth drafting."""
         return 1 if self.chains_only else num_branches
 
     def max_nodes(self, limit: int | None = None) -> int:
@@ -143,7 +143,7 @@ class Drafter(ABC):
         """Called once, by the engine that will run this drafter, for those that draft with the target itself.
 
         Whenever the engine calls ``propose``, ``rows[i]`` is row i of ``cache``, which holds all of its tokens but the
-        pending one. A drafter may write behind the committed columns, and must leave ``cache.lengths`` as they were.
+        pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as they were.
         """
 
     def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:

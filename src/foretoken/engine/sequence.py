@@ -96,7 +96,7 @@ def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None) -> N
         raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
     worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
     if not 0 <= worst < vocab_size:
-        raise PromptError(f"token id {worst} lies outside of the vocabulary, 0..{vocab_size - 1}")
+        raise PromptError(f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}")
     if max_length is not None and len(prompt) >= max_length:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens and the context {max_length}: no room for a new token; "

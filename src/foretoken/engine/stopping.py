@@ -114,7 +114,7 @@ def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str
     """Where the text is to be cut and by which stop string, as if it had arrived character by character.
 
     The match that ends first wins; among those that end together, the longest. ``known`` characters are known to
-    hold no match: only matches that end behind them count.
+    hold no match: only matches that end after them count.
     """
     best: tuple[int, int, str] | None = None
     for stop in stops:

@@ -134,7 +134,7 @@ def _not_dequantised(header: Header) -> dict[str, list[str]]:
 
 
 def _end(tensor: TensorInfo) -> int:
-    """The byte behind a tensor, from the beginning of the data."""
+    """The byte after a tensor, from the beginning of the data."""
     import gguf
 
     elements, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)]
@@ -179,7 +179,7 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> list[float]:
-    """By what Llama 3.1 divides each rotary frequency: 1 for short waves, ``factor`` for long ones, smooth between.
+    """Llama 3.1's divisors of rotary frequencies: 1 for short waves, ``factor`` for long ones, smooth between.
 
     Example:
         >>> rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

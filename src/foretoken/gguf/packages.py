@@ -9,5 +9,5 @@ INSTALL = 'python -m pip install "foretoken[gguf]"'
 
 
 def missing_packages() -> list[str]:
-    """Those of `NEEDED` that are not installed."""
+    """The packages of `NEEDED` that are not installed."""
     return [name for name in NEEDED if find_spec(name) is None]

@@ -100,8 +100,8 @@ def _byte_level(tokens: Sequence[str], entries: Mapping[str, Any], header: Heade
         split = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
     elif name not in _GPT2:
         logger.warning(
-            "%s splits text in a way called %r, which foretoken does not know,so it is split as for GPT-2: texts may "
-            "become other tokens than the model was trained on. To be sure, give the tokenizer of the original model.",
+            "%s splits text in a way called %r, which foretoken does not know, so it is split as for GPT-2: texts may "
+            "be split into tokens that the model was not trained on. To be sure, give the original tokenizer.",
             header.path,
             name,
         )

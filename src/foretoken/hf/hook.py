@@ -38,7 +38,7 @@ from foretoken.model.lm import CausalLM
 from foretoken.model.wrappers import check_unwrapped
 
 _ADAPTERS = Adapters()
-"""Of the whole process, weakly: a call with a new `speculate(...)` must not pack the weights of a model again."""
+"""One for the whole process, held weakly: a new `speculate(...)` must not pack the weights of a model again."""
 
 
 def speculate(

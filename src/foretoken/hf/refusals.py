@@ -140,7 +140,7 @@ def check_processors(processors: Any) -> None:
         for kind, name in _STATEFUL.items():
             if isinstance(processor, kind):
                 raise ConfigError(
-                    f"{name} keeps state from call to call, and drafts show a processor texts that may not come to be; "
+                    f"{name} keeps state from call to call, and drafts show it texts that may be rejected later; "
                     f"leave it out, {_WITHOUT}"
                 )
 

@@ -95,7 +95,7 @@ class Warper:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """Whether `support` can be used: not with typical-p, which orders all tokens anew."""
+        """Whether `support` can be used: not with typical-p, which reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:

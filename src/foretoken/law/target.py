@@ -89,7 +89,7 @@ class SamplingLaw:
             outside = [token for token in tokens if token >= self.vocab_size]
             if outside:
                 raise ConfigError(
-                    f"{name} holds token ids {outside}, outside of the vocabulary, 0..{self.vocab_size - 1}; "
+                    f"{name} holds token ids {outside}, outside the vocabulary, 0..{self.vocab_size - 1}; "
                     "leave them out"
                 )
 

@@ -281,7 +281,7 @@ def _load_weights(source: Source, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
-    """The same for a GGUF file."""
+    """The model in a GGUF file, in this dtype."""
     with _as_checkpoint_error(source, "model"):
         return gguf_model.load(header, dtype)
 

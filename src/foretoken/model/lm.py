@@ -72,7 +72,7 @@ class CausalLM:
     Args:
       model: any `transformers` causal LM whose state can be rolled back.
       execution: "auto", "eager", "packed" or "compiled".
-      release_originals: let packed weights replace the originals; only for models nobody else holds.
+      release_originals: let packed weights replace the originals; only for models that nobody else holds.
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
       packs_all: pack small layers too. They run slower then, and a row keeps its bits among more numbers of rows.
       earlier: of another adapter of the same model; see `apply_execution`.
@@ -257,7 +257,7 @@ class CausalLM:
     ) -> torch.Tensor:
         """Logits of every node, given the committed part of its row and its own ancestors.
 
-        Nodes are written behind the committed columns; call ``cache.commit`` to keep any.
+        Nodes are written after the committed columns; call ``cache.commit`` to keep any.
 
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.

@@ -100,7 +100,7 @@ class Prober:
         self._seconds = time.perf_counter() - start
 
     def _check_structure(self) -> list[Check]:
-        """Of the reduced model in single precision, or the nearest to it that runs."""
+        """Checks of the reduced model in single precision, or the nearest dtype that runs."""
         lm = self._lm
         layers = representatives(lm.layers, lm.layer_types)
         everything, single = tuple(range(lm.num_layers)), torch.promote_types(lm.dtype, torch.float32)
@@ -199,7 +199,7 @@ class Prober:
         return self._dtype or self._lm.dtype
 
     def _check_linears(self) -> list[Check]:
-        """Every layer that computes otherwise than its class does, on an input that it was given before."""
+        """Every layer that does not compute as its class does, on an input that it was given before."""
         errors = {} if self._samples is None else self._samples.errors()
         if not errors:
             return []
@@ -293,7 +293,7 @@ class Prober:
 
 
 def _epsilon(dtype: torch.dtype) -> float:
-    """Of a dtype, or of float32, in which models take norms and angles even where all else is float64."""
+    """Epsilon of a dtype, at least float32's, in which models take norms and angles even where the rest is float64."""
     return max(torch.finfo(dtype).eps if dtype.is_floating_point else 0.0, torch.finfo(torch.float32).eps)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Text: TypeAlias = tuple[int, ...]
 Fault: TypeAlias = Callable[[Nodes, int], Nodes]
 Errors: TypeAlias = list[list[float]]
-"""Of every node of every row: the root-mean-square error of its logits, relative to the spread of the true ones."""
+"""The root-mean-square error of the logits of every node of every row, relative to the spread of the true ones."""
 
 PREFIX_LENGTHS = (5, 8)  # ragged on purpose, and both longer than the window below
 WINDOW = 4
@@ -35,7 +35,7 @@ BUSHY, FLAT, CHAIN, SHORT = (-1, 0, 0, 1, 1, 2, 4), (-1, 0, 0, 2, 2), (-1, 0, 1,
 
 
 def shift_positions(nodes: Nodes, row: int) -> Nodes:
-    """Every node of a row one position too far behind the prefix."""
+    """Every node of a row one position too far from the prefix."""
     depths = nodes.depths.clone()
     depths[row] += 1
     return dataclasses.replace(nodes, depths=depths)
@@ -204,7 +204,7 @@ class Reference:
     num_tokens: int
 
     def errors(self, texts: Sequence[Sequence[Text]], logits: torch.Tensor) -> Errors:
-        """Of logits (rows, nodes, V), row by row."""
+        """The errors of logits (rows, nodes, V), row by row."""
         return [
             [relative_error(logits[row, node], self.logits[text]) for node, text in enumerate(row_texts)]
             for row, row_texts in enumerate(texts)
@@ -220,7 +220,7 @@ def plain_forwards(
     *,
     once_more: bool,
 ) -> Reference:
-    """Run every text of a rehearsal through the model itself, all in one batch, padded behind their ends.
+    """Run every text of a rehearsal through the model itself, all in one batch, padded at their ends.
 
     Args:
       layers: whose inputs are rounded once more in additional rows.

@@ -40,7 +40,7 @@ class LinearSamples:
         self._samples[layer] = (next(rows), next(rows))
 
     def errors(self) -> dict[str, float]:
-        """By path, relative errors of the layers whose forward was replaced since."""
+        """Relative errors, by path, of the layers whose forward was replaced since."""
         return {
             self._paths[layer]: _relative_distance(layer(inputs), outputs)
             for layer, (inputs, outputs) in self._samples.items()

@@ -22,7 +22,7 @@ def unwrapped(model: Any) -> Any:
 def check_unwrapped(model: nn.Module) -> PreTrainedModel:
     """The model, where it is one of `transformers` or a compiled one.
 
-    Raises: UnsupportedModelError, which says where inside of a wrapper the model is.
+    Raises: UnsupportedModelError, which says where inside a wrapper the model is.
     """
     model = unwrapped(model)
     if isinstance(model, PreTrainedModel):
@@ -44,7 +44,7 @@ def check_unwrapped(model: nn.Module) -> PreTrainedModel:
 def take_out_compilation(model: nn.Module) -> None:
     """Let a shadow run what ``torch.compile`` was given: modules, and forwards that were replaced.
 
-    A compiled forward is bound to the module of its owner, and its graphs are compiled anew for every shape.
+    A compiled forward is bound to the module of its owner, and its graphs are recompiled for every shape.
     """
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

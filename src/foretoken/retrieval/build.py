@@ -195,7 +195,7 @@ class _Builder:
         }
 
     def run(self, base: Manifest) -> Manifest:
-        """Take in all files behind the shards of ``base``."""
+        """Take in all files as shards after those of ``base``."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._locked():

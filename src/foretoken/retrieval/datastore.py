@@ -29,7 +29,7 @@ class Lookup:
 
     Args:
       match_min, match_max: tokens of the shortest and longest context that counts as a match.
-      depth: tokens read behind an occurrence; at most 64.
+      depth: tokens read after an occurrence; at most 64.
       max_hits: occurrences read; of more, that many are taken at equal distances in sorted order, so that their counts
         keep their proportions.
       few_hits: with fewer occurrences than this, those of the next shorter context are added.
@@ -65,7 +65,7 @@ class Match(NamedTuple):
     """The result of looking up a context in a datastore.
 
     Args:
-      length: tokens of the longest end of the context that occurs with something behind it.
+      length: tokens of the longest end of the context that occurs with something after it.
       num_hits: how often it does.
       trie: what follows.
     """

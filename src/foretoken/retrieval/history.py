@@ -275,7 +275,7 @@ class OutputHistory:
             ) from None
 
     def load(self, path: str | Path, vocab_size: int | None = None) -> None:
-        """Take in the outputs of a file behind those that are known.
+        """Take in the outputs of a file after those that are known.
 
         Args:
           vocab_size: of the target that will be drafted for, where it is known: larger ids are refused.

@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises: DatastoreError when there is none, or it is not one of ours."""
+        """Raises: DatastoreError when there is none, or it was not written by foretoken."""
         path = folder / MANIFEST
         if not path.is_file():
             unfinished = "an unfinished build" if (folder / "build.json").exists() else "no datastore"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 PADDING = 64
-"""Separators behind the last token, so that a continuation may be read past the end. Also the longest continuation."""
+"""Separators after the last token, so that a continuation may be read past the end. Also the longest continuation."""
 
 Ids = npt.NDArray[np.int64]
 

@@ -39,7 +39,7 @@ class ContinuationTrie:
       rows: (M,) records of the bytes of D tokens, big-endian.
       positions: (M,) where the rows stand in the datastore: larger is more recent.
       weights: (M,) how much a row counts, a multiple of 1 / 64; None for 1 each.
-      width: bytes per token. The largest id ends a document; it and what follows is no continuation.
+      width: bytes per token. The largest id ends a document; it and what follows are not part of a continuation.
       is_sorted: the rows are in lexicographic order.
       escape: weight of the unknown: a token that followed n of m times scores n / (m + escape).
     """

@@ -1,4 +1,4 @@
-"""The requests of one call: what they have produced so far, and what is still to be handed out."""
+"""The requests of one call: what they have produced so far, and what is still to be delivered."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Session:
         return str(self._tokenizer.decode(sample.token_ids, skip_special_tokens=params.skip_special_tokens))
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Of one token: its own first, then the most likely ones."""
+        """Log-probabilities at one token: its own first, then the most likely ones."""
         table = {entry.token: (entry.logprob, entry.rank)}
         for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1):
             table.setdefault(token, (logprob, rank))

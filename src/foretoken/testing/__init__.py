@@ -462,7 +462,7 @@ def token_gap(
     sample: int,
     tokens: tuple[int, int],
 ) -> float:
-    """How close two tokens are behind a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
+    """How close two tokens are after a text; see `Divergence.gap`. ``params`` need a seed when they sample."""
     text = [*prompt, *output]
     logits = target.forward(Nodes.from_chains([text]), target.new_cache(1), keep=slice(len(text) - 1, len(text)))[0]
     whole = replace(params, top_p=1.0, top_k=0, min_p=0.0, typical_p=1.0)

@@ -45,7 +45,7 @@ def inflate(
     """A wider model of the same class, dtype and device that computes the same function.
 
     The number of heads grows with ``hidden_size``, so that the share of attention in the cost stays what it is.
-    By default only widths grow: leaving out a zero layer would be no achievement of a layer-skipping drafter.
+    By default only widths grow: leaving out a zero layer would not be an achievement of a layer-skipping drafter.
 
     Zeros cost a dense matrix product what other numbers cost, and they are written to memory, not left to the
     allocator: untouched zero pages would all be one page, and its reads would come from the cache.

@@ -253,7 +253,7 @@ def _piece(path: Path, index: int, raw: bytes) -> str:
     try:
         return raw.decode("utf8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: token {index} holds {len(raw)} bytes that are no UTF-8: {raw!r}") from error
+        raise CheckpointError(f"{path}: token {index} holds {len(raw)} bytes that are not UTF-8: {raw!r}") from error
 
 
 def _merges(pieces: list[str], scores: list[float]) -> list[tuple[str, str]]:

@@ -63,7 +63,7 @@ class SearchResult:
         return self.ranking(1)[0]
 
     def ranking(self, count: int) -> list[Trial]:
-        """The best trials, best first; of equal ones the first. The set that leaves out nothing is no draft: last."""
+        """The best trials, best first; of equal ones the first. The set that leaves out nothing comes last."""
         return sorted(self.trials, key=lambda trial: (len(trial.layer_set) == 0, trial.value))[:count]
 
 

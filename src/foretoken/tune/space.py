@@ -47,7 +47,7 @@ class Space:
 
     @property
     def names(self) -> list[str]:
-        """Of the variables: "attention.0" says whether the attention of layer 0 is left out."""
+        """The names of the variables: "attention.0" says whether the attention of layer 0 is left out."""
         return [f"{kind}.{layer}" for kind in (ATTENTION, MLP) for layer in self.free]
 
     def layer_set(self, choice: Mapping[str, bool]) -> LayerSet:
@@ -67,7 +67,7 @@ class Space:
         return {name: name in named for name in self.names}
 
     def probes(self, limit: int) -> list[dict[str, bool]]:
-        """Choices to begin with, at most so many, all different.
+        """Choices to begin with, at most ``limit``, all different.
 
         Patterns come first. Attention is the more redundant kind: the published sets leave out 24 attention and 10
         MLP sublayers of 40, and 47 and 37 of 80 (Draft & Verify, arXiv:2309.08168). Then every sublayer alone,

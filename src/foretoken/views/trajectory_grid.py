@@ -15,7 +15,7 @@ _NUMBER = 4  # columns of the iteration
 _MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " "}
 _LEGEND = {
     _CERTAIN: "right, and nothing wrong before it",
-    _EARLY: "right already, behind something wrong",
+    _EARLY: "right already, after something wrong",
     _WRONG: "not right yet",
 }
 

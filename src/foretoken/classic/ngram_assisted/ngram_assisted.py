@@ -58,7 +58,7 @@ def ngram_assisted_speculative_generate(
       stop_if_unknown: end a draft at the first unknown context; False drafts a random token there.
 
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
-    Raises: as `speculative_generate`; TreeError for a drafted token outside of the vocabulary.
+    Raises: as `speculative_generate`; TreeError for a drafted token outside the vocabulary.
     Exactness: lossless for any storage: a drafted token stays if it is the one that the processor's ``sample`` gives.
     Randomness: torch's global generator: the processor's ``sample``, and the storage's tokens for unknown contexts.
     """
@@ -86,7 +86,7 @@ def ngram_assisted_speculative_generate(
 
 
 class StorageProposer:
-    """Drafts the successors that a storage names, one after the other, and tells it what came of them.
+    """Drafts the successors that a storage names, one after the other, and tells it which were accepted.
 
     The storage sees CPU tensors (1, T), views of one buffer.
 
@@ -128,7 +128,7 @@ class StorageProposer:
     def _checked(self, token: int) -> int:
         if not 0 <= token < self._vocab_size:
             raise TreeError(
-                f"the storage drafted token {token}, outside of the vocabulary, 0..{self._vocab_size - 1}; build it "
+                f"the storage drafted token {token}, outside the vocabulary, 0..{self._vocab_size - 1}; build it "
                 f"with vocab_size={self._vocab_size}"
             )
         return token

@@ -57,7 +57,7 @@ class INgramStorage(ABC):
 
         Args:
           input_ids: int64 (batch, T), the text.
-          next_tokens: int64 (batch, k), alternatives for the place behind it, the likeliest first.
+          next_tokens: int64 (batch, k), alternatives for the place after it, the likeliest first.
         """
 
     def fill(self, input_ids: Tensor, next_tokens: Tensor) -> None:
@@ -128,7 +128,7 @@ class _CountingStorage(INgramStorage):
                 self._count(tuple(row[max(0, place - self.n + 1) : place]), row[place : place + 1], 1)
 
     def _count(self, tail: Gram, tokens: Sequence[int], weight: float) -> None:
-        """Count tokens behind every context that ends ``tail``; the first of them becomes the most recent."""
+        """Count tokens after every context that ends ``tail``; the first of them becomes the most recent."""
         for order in self._orders():
             if order - 1 <= len(tail):
                 counts, best = self._tables(order)
@@ -147,7 +147,7 @@ class _CountingStorage(INgramStorage):
 
     @abstractmethod
     def _followers(self, gram: Gram) -> dict[int, float]:
-        """Counts behind the context of an n-gram; empty if there are none."""
+        """Counts after the context of an n-gram; empty if there are none."""
 
     def _check(self, ids: Tensor) -> None:
         if ids.ndim != 2:
@@ -155,7 +155,7 @@ class _CountingStorage(INgramStorage):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             worst = int(ids.max()) if int(ids.max()) >= self.vocab_size else int(ids.min())
             raise PromptError(
-                f"token id {worst} lies outside of the storage's vocabulary, 0..{self.vocab_size - 1}; build it with "
+                f"token id {worst} lies outside the storage's vocabulary, 0..{self.vocab_size - 1}; build it with "
                 "the vocab_size of the model"
             )
 

@@ -66,7 +66,7 @@ def speculative_generate(
       drafter, target: `transformers` causal LMs with one tokenizer; their embeddings may be padded differently.
       tokenizer: for ``debug`` only; None shows ids.
       gamma: tokens per draft.
-      use_egag: let the entropy of the drafter's law choose the draft length, anew in every step.
+      use_egag: let the entropy of the drafter's law choose the draft length, again in every step.
       gamma_min, gamma_max, egag_ema_beta: bounds of that length (``gamma`` if None) and weight of its past.
       logits_processor: makes probabilities of both models' logits and draws from them.
       max_gen_len: most tokens to generate; the target's context may end the output earlier.

@@ -155,7 +155,7 @@ def keep_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 
 def keep_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """A copy (..., V) with -inf behind the first token at which the running probability exceeds ``top_p``.
+    """A copy (..., V) with -inf after the first token at which the running probability exceeds ``top_p``.
 
     Probabilities (0.5, 0.3, 0.2) at 0.5 keep two tokens, at 0.4 one.
     """

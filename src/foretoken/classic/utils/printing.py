@@ -29,7 +29,7 @@ def printer(
 def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step") -> str:
     """A step as text: position, gamma, every draft with q, r and p/q, its verdict, and the final sample.
 
-    Places are counted from 1, so that a draft behind 10 tokens starts at [11].
+    Places are counted from 1, so that a draft after 10 tokens starts at [11].
 
     Args:
       output: everything generated so far.
@@ -63,8 +63,8 @@ def speculative_step(
 
     Args:
       tokenizer: None shows ids.
-      generated: (1, T) with the drafts at ``current_position`` and behind.
-      input_ids: (1, T) with the accepted drafts there, and the final sample behind them.
+      generated: (1, T) with the drafts from ``current_position`` on.
+      input_ids: (1, T) with the accepted drafts there, and the final sample after them.
       n: number of accepted drafts.
       prompt_len, current_position, corrected_gamma: where the output and the drafts start, and how many there are.
     """

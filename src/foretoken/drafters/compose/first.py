@@ -35,7 +35,7 @@ class FirstOptions(CompositeOptions):
 class FirstDrafter(CompositeDrafter):
     """Takes the draft of the first part that expects enough of it; the last part is taken as it is.
 
-    Parts behind it are not asked for that row, so a cheap drafter saves the forwards of an expensive one.
+    Later parts are not asked for that row, so a cheap drafter saves the forwards of an expensive one.
 
     Args:
       min_expected: accepted tokens that a draft must promise, by its calibrated scores.

@@ -56,7 +56,7 @@ class LookaheadDrafter(ContextDrafter):
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
     window is drawn from the prompt by the row's seed.
     Cost: O(tree) per step, whatever the length of the text; one n-gram per prompt token at the start. Where only
-    chains can be verified the best guess remains and the window starts anew in every step.
+    chains can be verified the best guess remains and the window starts over in every step.
     """
 
     name = "lookahead"
@@ -132,7 +132,7 @@ def most_cells(size: int, num_levels: int) -> int:
 class Window:
     """Levels of guesses for future positions; each level is what the target made of the one above it.
 
-    Column j of level l guesses the token l + j places behind the pending one, which is itself column 0 of level 0.
+    Column j of level l guesses the token l + j places after the pending one, which is itself column 0 of level 0.
     A cell of level 0 follows the cells to its left, every other one the cell above it:
 
         level 0   pending - a1 - a2 - a3

@@ -21,7 +21,7 @@ MODES = ("paper", "code", "static")
 
 @dataclass
 class ThresholdState:
-    """Of one row: the threshold, and the moving average of its acceptance rate."""
+    """The threshold of one row, and the moving average of its acceptance rate."""
 
     threshold: float
     acceptance_rate: float

@@ -73,7 +73,7 @@ class Egag(LengthPolicy):
 
     Source: TbK0ng/Speculative-Decoding, see `EgagLength`, whose formula both modes use. "paper" takes the
     entropy of the step's first law, divides it by log V, and rounds down: with today's vocabularies that hardly moves.
-    "calibrated" divides by a reference that real entropies reach, rounds to the nearest, and asks anew before every
+    "calibrated" divides by a reference that real entropies reach, rounds to the nearest, and asks again before every
     token: it is drawn while the length that its own law asks for is longer than the draft.
 
     Args:

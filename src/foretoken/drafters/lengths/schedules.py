@@ -1,4 +1,4 @@
-"""Lengths that look at no law: always the same, or moved by the outcome of the last step."""
+"""Lengths that do not look at any law: always the same, or moved by the outcome of the last step."""
 
 from __future__ import annotations
 

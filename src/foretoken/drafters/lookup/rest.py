@@ -50,7 +50,7 @@ class RestOptions(LengthOptions, BranchOptions):
 
 
 _OWN_FLOOR = 0.02
-"""Of the row's own text, what is less likely than this is not proposed; the datastore always has something."""
+"""Tokens of the row's own text less likely than this are not proposed; the datastore always has something."""
 
 
 class RestDrafter(ContextDrafter):

@@ -184,7 +184,7 @@ class TokenRecyclingDrafter(ContextDrafter):
 
 
 def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
-    """All nodes, those of the path behind the others: 4 nodes and the path 0 2 make 1 3 0 2."""
+    """All nodes, those of the path after the others: 4 nodes and the path 0 2 make 1 3 0 2."""
     accepted = set(path)
     return [*(node for node in range(num_nodes) if node not in accepted), *path]
 

@@ -131,7 +131,7 @@ def _read(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def _has_twins(successors: np.ndarray) -> bool:
-    """Whether any row holds an id twice, or an id behind an unknown one."""
+    """Whether any row holds an id twice, or an id after an unknown one."""
     known = successors > 0
     in_order = np.sort(successors, axis=1)
     twins = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] > 0)

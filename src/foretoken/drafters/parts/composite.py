@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CompositeDrafter(Drafter):
-    """Asks several drafters, and tells each what became of its own proposals.
+    """Asks several drafters, and tells each the outcome of its own proposals.
 
     A part sees a step as if it had proposed those of its nodes that were verified: its tree is cut to them, the
     accepted path ends where its tree does, and features of nodes are those of its own.

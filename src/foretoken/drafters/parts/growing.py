@@ -35,7 +35,7 @@ else:
 class Draft:
     """A tree in the making, and the state of its row in the drafter's cache.
 
-    The first ``trunk`` tokens of the sequence are in the cache. Drafted nodes that were fed lie behind them:
+    The first ``trunk`` tokens of the sequence are in the cache. Drafted nodes that were fed lie after them:
     node i in column ``trunk + offset_of[i]``.
     """
 
@@ -184,7 +184,7 @@ class GrowingDrafter(Drafter):
 
     @staticmethod
     def _shape(drafts: Seq[Draft], num_fed: int, width: int) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
-        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier behind S fed columns.
+        """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
 
         Padding has depth -1, the position of the pending token: the next one may lie outside of the context.
         """

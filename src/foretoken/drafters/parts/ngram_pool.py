@@ -26,7 +26,7 @@ class NgramPool:
             del known[next(iter(known))]
 
     def add_text(self, tokens: Seq[int], first: int) -> None:
-        """Record the n-grams of a text whose last token stands at ``first`` or behind.
+        """Record the n-grams of a text whose last token stands at ``first`` or later.
 
         Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
         """

@@ -24,8 +24,8 @@ else:
 class SelfDrafter(GrowingDrafter):
     """Drafts with a variant of the target that shares its tensors and its cache: no second prefill, no second cache.
 
-    What the variant writes behind the committed columns is forgotten before the verification, which writes the same
-    columns anew in every layer.
+    What the variant writes after the committed columns is forgotten before the verification, which writes the same
+    columns again in every layer.
 
     Args: see `GrowingDrafter`.
 

@@ -57,7 +57,7 @@ class LayerSetOptions(GrowthOptions):
             raise ConfigError("layer_set, exit_layer and skipped_attention / skipped_mlp exclude each other; give one")
 
     def given_set(self, num_layers: int) -> LayerSet | None:
-        """The layer set that is given, for a model of so many layers."""
+        """The layer set that is given, for a model of ``num_layers`` layers."""
         if self.layer_set is not None:
             return LayerSet.load(self.layer_set)
         if self.num_ways:
@@ -183,7 +183,7 @@ class SwiftDrafter(LayerSkipDrafter):
             self._use(search.best)
 
     def _score(self, row: Sequence, cache: KVCache, slot: int) -> float:
-        """Share of the latest tokens that the variant would have drafted, each behind the true text.
+        """Share of the latest tokens that the variant would have drafted, each after the true text.
 
         Of 40 tokens, the last pending, and C = 32: columns 7..38 are written over by tokens 7..38, whose successors
         8..39 are compared.

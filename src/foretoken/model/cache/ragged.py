@@ -135,7 +135,7 @@ class KVCache(Cache):  # type: ignore[misc]
     # -- one forward -------------------------------------------------------------------------------------------
 
     def open(self, first_row: int, num_rows: int, width: int, view_length: int | None = None) -> int:
-        """Make room for ``width`` new columns behind the committed ones of the given rows.
+        """Make room for ``width`` new columns after the committed ones of the given rows.
 
         Args:
           view_length: number of columns the model gets to see; by default just enough.
@@ -151,7 +151,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return self.window.view_length
 
     def row_lengths(self, first_row: int, num_rows: int) -> list[int]:
-        """Committed lengths of some rows; 0 for slots behind the last row, which may pad a batch."""
+        """Committed lengths of some rows; 0 for slots after the last row, which may pad a batch."""
         lengths = self.lengths[first_row : first_row + num_rows]
         return lengths + [0] * (num_rows - len(lengths))
 
@@ -192,7 +192,7 @@ class KVCache(Cache):  # type: ignore[misc]
             buffer[row_index, :, target_index] = buffer[row_index, :, source_index]  # (moves, heads, head_dim)
 
     def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
-        """Forget everything behind the given lengths. Costs nothing.
+        """Forget everything after the given lengths. Costs nothing.
 
         Raises: ShapeError when a length is negative or longer than what is committed.
         """

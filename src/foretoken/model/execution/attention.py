@@ -2,7 +2,7 @@
 
 `transformers`' function for "sdpa" repeats keys and values once per query head of a group as soon as a forward
 carries more than one token and a mask, a copy of the whole cache for every layer and step. Here the query heads of
-a group are laid behind one another as more queries of one head, which is the same sum over the same columns.
+a group are laid one after another as more queries of one head, which is the same sum over the same columns.
 """
 
 from __future__ import annotations

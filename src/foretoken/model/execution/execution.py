@@ -1,6 +1,6 @@
 """How the forward of a model is carried out: a private shadow of it, and what runs its layers.
 
-The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the very same
+The user's module objects are never changed. A *shadow* has modules, hooks and configs of its own over the same
 tensors, and everything this file does is done to the shadow.
 """
 
@@ -208,7 +208,7 @@ def apply_execution(
     """Make a shadow run the chosen way.
 
     Args:
-      shadow_model: from `shadow`, or a model nobody else holds; its layers are changed in place.
+      shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
       kind: "auto" (packed on x86 where memory allows, else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.

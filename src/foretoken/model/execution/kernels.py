@@ -227,7 +227,7 @@ def _row_range(layer: nn.Module, counts: Sequence[int] = ROW_COUNTS) -> tuple[in
 
 
 def _in_calls(layer: nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
-    """(M, in) -> (M, out), so many rows in every call; the last one takes some of the rows before it along."""
+    """(M, in) -> (M, out), this many rows in every call; the last one takes some of the rows before it along."""
     starts = range(0, len(x) - count, count)
     num_left = len(x) - len(starts) * count
     return torch.cat([*(layer(x[start : start + count]) for start in starts), layer(x[-count:])[-num_left:]])
@@ -292,7 +292,7 @@ class _Attention:
         self._queries, self._keys, self._values = (part.to(dtype) for part in (queries, keys, values))
 
     def _views(self, length: int) -> list[int]:
-        """Numbers of columns that hold so many: the fewest, one multiple more, an odd and an even number of 256."""
+        """Numbers of columns that hold this many: the fewest, one multiple more, an odd and an even number of 256."""
         fewest = -(-length // self._multiple) * self._multiple
         blocks = -(-length // 256)
         others = [256 * (blocks + (blocks % 2 == 0)), 256 * (blocks + blocks % 2)]
@@ -309,7 +309,7 @@ class _Attention:
         return found
 
     def _over(self, length: int, num_nodes: int, columns: int) -> torch.Tensor:
-        """Attention of the first nodes behind so many columns, in a view of so many."""
+        """Attention of the first nodes after ``length`` columns, in a view of ``columns`` columns."""
         sees = torch.arange(columns) <= length + torch.arange(num_nodes)[:, None]
         mask = torch.zeros(sees.shape, dtype=self._queries.dtype)
         mask.masked_fill_(~sees, torch.finfo(mask.dtype).min)
