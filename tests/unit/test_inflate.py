@@ -21,7 +21,7 @@ from transformers import (
 
 from foretoken import zoo
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.testing.inflate import inflate, inflated_from
+from foretoken.testing.inflation import inflate, inflated_from
 
 SHAPE = {
     "vocab_size": 61,

@@ -11,7 +11,7 @@ from foretoken.errors import ConfigError
 from foretoken.llm import eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
 from foretoken.model.lm import CausalLM
-from foretoken.testing.inflate import inflate, inflated_from
+from foretoken.testing.inflation import inflate, inflated_from
 
 SCALES = {"none": None, "100m": (1024, 4096)}
 """Hidden and intermediate sizes of the target, by name; "100m" makes 98.6 M parameters of zoo:tiny."""

@@ -43,7 +43,7 @@ from foretoken.loading.info import Loaded
 from foretoken.loading.models import is_zoo, load_model
 from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM
-from foretoken.testing.inflate import inflate
+from foretoken.testing.inflation import inflate
 
 PLAIN = "plain"
 ALL = "all"

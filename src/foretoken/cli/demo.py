@@ -138,7 +138,7 @@ def _load(
         return _both(drafting), f"{info.name}, {info.num_parameters / 1e6:.1f} M parameters"
     from foretoken import zoo
     from foretoken.loading.models import load_model
-    from foretoken.testing.inflate import inflate as inflated
+    from foretoken.testing.inflation import inflate as inflated
 
     bigger = inflated(load_model(model, dtype=options["dtype"], device=options["device"]).model, **INFLATED)
     if config.method == "draft_model" and config.model is None:

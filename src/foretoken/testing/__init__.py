@@ -26,6 +26,7 @@ from foretoken.law.noise import mix, row_key, token_bits, unit
 from foretoken.law.sampling import SamplingLaw, log_probs
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.testing.inflation import inflate as inflate
 from foretoken.tree import DraftTree
 
 MakeDrafter = Callable[[int], Drafter]
