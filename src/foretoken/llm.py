@@ -155,7 +155,7 @@ class LLM:
             ),
         )
         if is_zoo(model):
-            methods = [part.method for part in (config, *config.parts)]
+            methods = [part.method for part in config.parts]
             for note in zoo.manifest(str(model)).notes_about(methods):
                 logger.info("%s: %s", model, note)
 
@@ -196,10 +196,10 @@ class LLM:
     def _speculate(self, config: SpeculativeConfig) -> None:
         """Draft this way from now on."""
         self.speculative_config = config
-        acceptance = config.rejection_sample_method or EngineConfig.acceptance
+        acceptance = config.rejection_sample_method
         self.engine_config = replace(self.engine_config, acceptance=acceptance)
         self.drafting = self._pairing.drafting(config)
-        longest = config.num_speculative_tokens or 0
+        longest = config.num_speculative_tokens
         payoff = PayoffWatch(config.title, longest, self._model_argument)
         self._runner = Runner(self._new_engine, self.tokenizer, longest, self._lock, payoff)
 

@@ -192,6 +192,16 @@ class TestSpeculativeConfig:
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.method = "ngram"  # type: ignore[misc]
 
+    def test_what_is_kept_of_a_config_holds_no_model(self) -> None:
+        model = object()
+        for method in ("draft_model", "ngram+draft_model", "ngram>suffix+draft_model"):
+            config = SpeculativeConfig(method, model=model, num_speculative_tokens=4)
+            assert config.model_part is not None
+            assert config.model_part.model is model
+            left = config.without_model()
+            assert left == SpeculativeConfig(method, num_speculative_tokens=4)
+            assert repr(left).count("model=") == 0
+
     def test_keys_of_other_methods_read_as_none_and_unknown_ones_do_not_exist(self) -> None:
         config = SpeculativeConfig(method="ngram")
         assert config.ngram_size is None

@@ -177,7 +177,7 @@ class Suite:
         drafter = drafter or self.drafter
         materials = Materials(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
         make = drafter_factory(parsed, materials)
-        engine = EngineConfig(max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method or "match")
+        engine = EngineConfig(max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method)
         return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine)
 
     def plain_arm(self, num_rows: int = 1) -> EngineArm:

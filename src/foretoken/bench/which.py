@@ -398,7 +398,7 @@ class Which:
     def _arm(self, candidate: Candidate, make: Callable[[], Drafter], exactness: str | None = None) -> EngineArm:
         config = EngineConfig(
             max_num_seqs=1,
-            acceptance=candidate.config.rejection_sample_method or EngineConfig.acceptance,
+            acceptance=candidate.config.rejection_sample_method,
             exactness=exactness or self.settings.exactness,
         )
         return EngineArm(candidate.name, self.target, make(), self._eos, config)

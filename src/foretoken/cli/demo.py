@@ -176,7 +176,7 @@ def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: 
     return Report(
         model=label,
         method=drafting.speculative_config.title,
-        num_speculative_tokens=drafting.speculative_config.num_speculative_tokens or 0,
+        num_speculative_tokens=drafting.speculative_config.num_speculative_tokens,
         dtype=drafting.model_info.dtype,
         execution=drafting.model_info.execution,
         exactness=drafting.engine_config.exactness,

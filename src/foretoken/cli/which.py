@@ -86,7 +86,7 @@ def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
 
     if not is_zoo(model):
         return ()
-    named = {part.method for one in candidates for part in (one.config, *one.config.parts)}
+    named = {part.method for one in candidates for part in one.config.parts}
     return zoo.manifest(model).notes_about(map(str, named))
 
 

@@ -77,7 +77,7 @@ class SpeculativeConfig:
 
     Keys are vLLM's where vLLM has one; those of other systems are aliases. Every key of the method can be read as an
     attribute; a key of another method reads as None. docs/speculative_config.md lists the keys of every method with
-    their ranges and defaults; so does ``foretoken info --method NAME``.
+    their ranges and defaults; so does ``foretoken info --keys --method NAME``.
 
     Args:
       method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a model
@@ -169,13 +169,10 @@ class SpeculativeConfig:
 
     def without_model(self) -> SpeculativeConfig:
         """The same config, without a reference to any loaded model."""
+        values = {name: value for name, value in self.as_dict().items() if name != "model"}
         if self.definition.combines:
-            parts = [part.without_model() for part in self.parts]
-            return SpeculativeConfig(self.method, self.options, drafters=parts)
-        if not self.definition.takes_model:
-            return self
-        others = {name: value for name, value in self.as_dict().items() if name != "model"}
-        return SpeculativeConfig(**others)
+            values["drafters"] = [part.without_model() for part in self.parts]
+        return SpeculativeConfig(**values)
 
 
 def all_keys() -> dict[str, Key]:

@@ -437,7 +437,8 @@ class Engine:
                 raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self.target.vocab_size - 1}")
             trees.append(budget.cut(tree))
         if all(tree.is_chain for tree in trees):
-            trees = [tree.cut(self._longest_chain) for tree in trees]
+            longest = self._longest_chain
+            trees = [tree.cut(longest) for tree in trees]
         return trees
 
     def _verify(self, trees: list[DraftTree]) -> torch.Tensor:

@@ -7,7 +7,7 @@ tokens per step (tau) = emitted tokens / all decode steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -62,10 +62,14 @@ class SequenceStats:
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
 
-    def credit(self, tree: DraftTree, accepted: Iterable[int]) -> None:
+    def credit(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
-        self.drafted_by.update(tree.source_of(node) for node in range(1, len(tree)))
-        self.accepted_by.update(tree.source_of(node) for node in accepted)
+        if tree.sources is None:
+            self.drafted_by[tree.source] += tree.num_draft_tokens
+            self.accepted_by[tree.source] += len(accepted)
+        else:
+            self.drafted_by.update(tree.sources[1:])
+            self.accepted_by.update(tree.sources[node] for node in accepted)
 
     def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verify step."""

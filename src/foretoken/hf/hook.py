@@ -131,7 +131,7 @@ class Speculation:
         return self
 
     def _engine_config(self, num_rows: int, **options: Any) -> EngineConfig:
-        acceptance = str(self.config.rejection_sample_method or EngineConfig.acceptance)
+        acceptance = self.config.rejection_sample_method
         return EngineConfig(max_num_seqs=num_rows, acceptance=acceptance, **options)
 
     def __call__(
