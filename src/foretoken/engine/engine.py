@@ -206,6 +206,11 @@ class Engine:
         """Rows whose prompt is in the cache, in cache order."""
         return [run.row for run in self._batch.decoding]
 
+    @property
+    def waiting_rows(self) -> list[Sequence]:
+        """Rows that no step has touched yet."""
+        return [member.row for run in self._batch.waiting for member in (run, *run.forks)]
+
     # -- steps -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -30,7 +30,7 @@ class Runner:
     So calls from several threads, and calls made while a stream is open, share batches and all give right results.
 
     Args:
-      new_engine: makes the engine, and another one after a step that broke off.
+      new_engine: makes the engine, and another one when the target runs in another way than it did.
       tokenizer: for the text of results.
       num_spec_tokens: K, for the metrics.
       lock: held while the target runs; runners of one target share it.
@@ -132,7 +132,7 @@ class Runner:
     def advance(self, session: Session) -> None:
         """Step until this session has news or has ended.
 
-        Raises: what broke off a step, in every session that had rows in it.
+        Raises: what broke off a step, in every session that had rows in it; those whose rows only waited go on.
         """
         while not (session.news or session.is_closed):
             with self._lock:
@@ -157,18 +157,28 @@ class Runner:
                     del self._session_of[output.row.id]
                     self._payoff.ended(output.row.stats, self._engine.profile)
         except BaseException as error:
-            self._restart(error)
+            self._fail(error)
             raise
         finally:
             self._is_stepping = False
 
-    def _restart(self, error: BaseException) -> None:
-        """A step that broke off leaves rows in no known state: start over, and tell everyone who had rows."""
-        for session in self._session_of.values():
+    def _fail(self, error: BaseException) -> None:
+        """End the sessions that had rows in a step which broke off; the engine has ended these rows already."""
+        untouched = {row.id for row in self._engine.waiting_rows}
+        failed = {session for row_id, session in self._session_of.items() if row_id not in untouched}
+        for session in failed:
             session.failure = error
-            session.abort()
-        self._session_of.clear()
-        self._renew_engine()
+        for session in failed:
+            self._withdraw(session)
+
+    def _withdraw(self, session: Session) -> None:
+        """Leave nothing of a session in the engine, and count what has not ended as aborted."""
+        unfinished = [request.id for request in session.requests if not request.is_finished]
+        for row_id in session.row_ids:
+            self._session_of.pop(row_id, None)
+        session.abort()
+        for request_id in unfinished:
+            self._engine.abort(request_id)
 
     def _renew_engine(self) -> None:
         profile = self._engine.profile
@@ -182,12 +192,7 @@ class Runner:
                 self.abandon(session)
                 return
             session.is_closed = True
-            for row_id in session.row_ids:
-                self._session_of.pop(row_id, None)
-            for request in session.requests:
-                if not request.is_finished:
-                    self._engine.abort(request.id)
-            session.abort()
+            self._withdraw(session)
 
     def abandon(self, session: Session) -> None:
         """End a session before the next step; may be called from anywhere, a garbage collection included."""

@@ -1,0 +1,126 @@
+"""A step that breaks off ends the calls that had rows in it, and no other: rows that waited get the plain tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.config.method import methods
+from foretoken.engine.engine import Engine
+from foretoken.model.lm import CausalLM
+
+PROMPTS = ["Once upon a time there was a", "How many apples does Tom have? Tom has", "A lion", "The", "Once upon a"]
+PARAMS = SamplingParams(temperature=1, max_tokens=8, seed=5)
+CONFIGS: list[Any] = [
+    *(({"method": name, **method.sample}) for name, method in methods().items()),
+    {"method": "draft_model", "num_draft_branches": 2, "num_speculative_tokens": 3},
+    {"method": "first", "drafters": ["ngram", "draft_model"]},
+    {"method": "union", "drafters": ["token_recycling", "draft_model"]},
+]
+FAST = frozenset({"none", "ngram", "draft_model", "layer_skip"})
+"""Entries that belong to the fast part."""
+
+
+def entries() -> list[Any]:
+    names = ["-".join(map(str, config.values())) for config in CONFIGS]
+    slow = [[pytest.mark.slow] * (name not in FAST) for name in names]
+    return [
+        pytest.param(config, id=name, marks=marks) for config, name, marks in zip(CONFIGS, names, slow, strict=True)
+    ]
+
+
+class Interrupt(BaseException):
+    """What Ctrl-C does, at a chosen place."""
+
+
+def breaking(function: Callable[..., Any], num_calls: int, *, after: bool) -> Callable[..., Any]:
+    """The function, raising on its n-th call, before or after its work, and sound otherwise."""
+    calls = [0]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == num_calls and not after:
+            raise Interrupt
+        result = function(*args, **kwargs)
+        if calls[0] == num_calls:
+            raise Interrupt
+        return result
+
+    return broken
+
+
+@cache
+def plain() -> LLM:
+    return LLM("zoo:tiny", dtype="float32", max_num_seqs=2)
+
+
+@cache
+def expected() -> list[Any]:
+    return tokens(plain().generate(PROMPTS, PARAMS))
+
+
+def tokens(outputs: list[Any]) -> list[Any]:
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+def places(llm: LLM) -> list[tuple[Any, str, int]]:
+    """Where a step may be cut off: owner, name, and at which call."""
+    drafter = type(llm.drafting.new_drafter())
+    verbs = [(drafter, name, 2) for name in ("propose", "observe")]
+    forwards = [(CausalLM, "forward", number) for number in (1, 2, 4, 7)]  # of the target or of a draft model
+    return [*verbs, (drafter, "start", 1), (drafter, "forget", 1), *forwards]
+
+
+@pytest.mark.parametrize("config", entries())
+def test_who_only_waited_finishes_with_the_plain_tokens(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows run at once, so those of the second call wait, as does the third row of the first call."""
+    llm = plain().with_speculative_config(config)
+    for number, (owner, name, num_calls) in enumerate(places(llm)):
+        setting = f"{owner.__name__}.{name}, call {num_calls}"
+        first = llm.stream(PROMPTS[:3], PARAMS)
+        second = llm.stream(PROMPTS[3:], PARAMS)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, breaking(getattr(owner, name), num_calls, after=number % 2 == 0))
+            with pytest.raises(Interrupt):
+                list(first)
+        assert [sample.outputs[0].finish_reason for sample in first.outputs()].count("abort") >= 1, setting
+        assert llm.num_unfinished <= 2, setting  # the third row of the first call does not wait any more
+        list(second)
+        assert tokens(second.outputs()) == expected()[3:], setting
+        assert llm.num_unfinished == 0, setting
+        assert tokens(llm.generate(PROMPTS[:3], PARAMS)) == expected()[:3], setting
+
+
+@pytest.mark.parametrize("config", ["none", "draft_model", "layer_skip", "token_recycling"])
+def test_a_text_that_cannot_be_taken_in_ends_the_calls_with_rows_in_the_step(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step itself was sound, but what it gave did not reach those who wait for it."""
+    llm = plain().with_speculative_config(config)
+    assert llm.tokenizer is not None
+    first, second = llm.stream(PROMPTS[:3], PARAMS), llm.stream(PROMPTS[3:], PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.tokenizer), "decode", breaking(type(llm.tokenizer).decode, 3, after=False))
+        with pytest.raises(Interrupt):
+            list(first)
+    list(second)
+    assert tokens(second.outputs()) == expected()[3:]
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+
+
+def test_the_engine_stays_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended its rows itself, so there is nothing left to make anew."""
+    made = []
+    build = Engine.__init__
+    llm = plain().with_speculative_config("draft_model")
+    monkeypatch.setattr(Engine, "__init__", lambda self, *args, **kwargs: made.append(build(self, *args, **kwargs)))
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalLM, "forward", breaking(CausalLM.forward, 3, after=False))
+        with pytest.raises(Interrupt):
+            llm.generate(PROMPTS, PARAMS)
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+    assert not made
