@@ -165,7 +165,9 @@ class Engine:
             law=law,
             max_length=min(budget, self.max_model_len),
         )
-        return Run(row, StopChecker(params, self.eos_token_ids, len(prompt), row.max_length, self.tokenizer))
+        checker = StopChecker(params, self.eos_token_ids, len(prompt), row.max_length, self.tokenizer)
+        row.text = checker.text
+        return Run(row, checker)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End every row of a request, queued or running; returns those that were ended."""

@@ -11,6 +11,7 @@ from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
+    from foretoken.engine.stopping import Detokenizer
     from foretoken.law.sampling import SamplingLaw
 
 
@@ -30,6 +31,7 @@ class Sequence:
       seed: of this row; sample i of n has ``mix(seed of the request, i)``.
       law: turns logits of this row into its target distribution; holds the incremental history.
       max_length: prompt and output together never exceed it.
+      text: of the output, taken in no further than somebody has needed it; None where no text is wanted.
       num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
       plan: what the length policy planned for the running step.
       trace: one entry per step.
@@ -48,6 +50,7 @@ class Sequence:
     num_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    text: Detokenizer | None = None
     num_cached_tokens: int = 0
     plan: DraftPlan | None = None
     trace: list[StepTrace] = field(default_factory=list)

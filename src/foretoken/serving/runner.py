@@ -121,12 +121,8 @@ class Runner:
         return Request(request_id, prompt, params, perf_counter(), [self._sample(row) for row in rows])
 
     def _sample(self, row: Sequence) -> Sample:
-        text = TextStream(
-            self._tokenizer if row.params.detokenize else None,
-            stops=row.params.stop_strings,
-            keep_stop=row.params.include_stop_str_in_output,
-            skip_special_tokens=row.params.skip_special_tokens,
-        )
+        params = row.params
+        text = TextStream(row.text, stops=params.stop_strings, keep_stop=params.include_stop_str_in_output)
         return Sample(row, text)
 
     def advance(self, session: Session) -> None:

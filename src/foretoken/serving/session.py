@@ -122,13 +122,10 @@ class Session:
         sample.error = output.error
         sample.token_ids += output.token_ids
         sample.logprobs += output.logprobs
-        for count, token in enumerate(output.token_ids):
-            sample.text.append(token, self._drafter_name if count < output.num_accepted else TARGET)
+        num_others = len(output.token_ids) - output.num_accepted
+        sample.text.read(sample.token_ids, [self._drafter_name] * output.num_accepted + [TARGET] * num_others)
         sample.finish_reason, sample.stop_reason = output.row.finish_reason, output.row.stop_reason
-        if sample.finish_reason is None:
-            segments = sample.text.release()
-        else:
-            segments = sample.text.finish(_stop_string(sample))
+        segments = sample.text.release() if sample.finish_reason is None else sample.text.finish()
         self.news.append(
             StreamOutput(
                 request_id=request.id,
@@ -144,12 +141,10 @@ class Session:
         )
 
     def abort(self) -> None:
-        """Mark what has not ended as aborted, its text complete as far as it goes."""
+        """Mark what has not ended as aborted."""
         for request in self.requests:
             for sample in request.samples:
-                if sample.finish_reason is None:
-                    sample.finish_reason = "abort"
-                    sample.text.finish()
+                sample.finish_reason = sample.finish_reason or "abort"
 
     # -- results -----------------------------------------------------------------------------------------------
 
@@ -188,9 +183,10 @@ class Session:
 
     def _text(self, params: SamplingParams, sample: Sample) -> str:
         """The tokenizer's own decoding, unless a stop string cuts it."""
-        if self._tokenizer is None or not params.detokenize:
+        text = sample.row.text
+        if self._tokenizer is None or text is None:
             return ""
-        if _stop_string(sample) is not None:
+        if text.stop is not None and sample.finish_reason == "stop":
             return sample.text.released
         return str(self._tokenizer.decode(sample.token_ids, skip_special_tokens=params.skip_special_tokens))
 
@@ -220,10 +216,3 @@ class Session:
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,
             trace=tuple(step for sample in request.samples for step in sample.row.trace),
         )
-
-
-def _stop_string(sample: Sample) -> str | None:
-    """The stop string that ended a sample, if one did."""
-    if sample.finish_reason == "stop" and isinstance(sample.stop_reason, str):
-        return sample.stop_reason
-    return None

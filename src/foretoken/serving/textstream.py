@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foretoken.engine.stopping import Detokenizer, find_stop
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from foretoken.engine.stopping import Detokenizer
 
 Segments = tuple[tuple[str, str], ...]
 
@@ -17,66 +15,54 @@ class TextStream:
     """Releases text once it is certain: characters are complete, and no stop string has begun.
 
     Args:
-      tokenizer: None gives empty text.
+      text: of the row, in which the engine has looked for stop strings; None gives empty text.
       stops: stop strings that may have to be cut off.
       keep_stop: leave the stop string in.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        stops: Sequence[str] = (),
-        keep_stop: bool = False,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._detokenizer = (
-            None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        )
+    def __init__(self, text: Detokenizer | None, *, stops: Sequence[str] = (), keep_stop: bool = False) -> None:
+        self._text = text
         self._held_back = () if keep_stop else tuple(stops)
         self._keep_stop = keep_stop
         self._ends: list[tuple[int, str]] = []  # where the text of a source ends
         self._source = ""
         self._released = 0
-        self._known = 0
 
-    @property
-    def text(self) -> str:
-        """All text up to the last complete character, the stop string included."""
-        return self._detokenizer.text if self._detokenizer else ""
-
-    def append(self, token: int, source: str) -> None:
-        """Take in one token that ``source`` proposed."""
-        if self._detokenizer is not None:
-            self._known = len(self.text)
-            self._source = source
-            self._detokenizer.append(token)
-            self._ends.append((len(self.text), source))
+    def read(self, output_ids: Sequence[int], sources: Sequence[str]) -> None:
+        """Take in what is new of the whole output: the last tokens, one for each of those who proposed them."""
+        if self._text is None or not sources:
+            return
+        self._text.read(output_ids)
+        new = self._text.ends[len(output_ids) - len(sources) : len(output_ids)]
+        self._ends += zip(new, sources, strict=True)
+        self._source = sources[-1]
 
     def release(self) -> Segments:
         """The new text that no later token can take back."""
-        return self._release(len(self.text) - _overlap(self.text, self._held_back))
-
-    def finish(self, stop: str | None = None) -> Segments:
-        """The rest, cut at the stop string that ended the sample."""
-        if self._detokenizer is None:
+        if self._text is None:
             return ()
-        found = find_stop(self.text, (stop,), self._known) if stop is not None else None
-        if found is not None:
-            return self._release(found[0] + (len(found[1]) if self._keep_stop else 0))
-        if self._detokenizer.finish():
-            self._ends.append((len(self.text), self._source))
-        return self._release(len(self.text))
+        return self._release(self._text.text, len(self._text.text) - _overlap(self._text.text, self._held_back))
+
+    def finish(self) -> Segments:
+        """The rest, without the stop string that ended the row unless it is to be kept."""
+        if self._text is None:
+            return ()
+        if self._text.stop is not None:
+            start, end = self._text.stop
+            return self._release(self._text.text, end if self._keep_stop else start)
+        if self._text.finish():
+            self._ends.append((len(self._text.text), self._source))
+        return self._release(self._text.text, len(self._text.text))
 
     @property
     def released(self) -> str:
         """All text that was released."""
-        return self.text[: self._released]
+        return "" if self._text is None else self._text.text[: self._released]
 
-    def _release(self, end: int) -> Segments:
+    def _release(self, text: str, end: int) -> Segments:
         segments: list[tuple[str, str]] = []
         for stop, source in self._ends:
-            piece = self.text[self._released : min(stop, end)]
+            piece = text[self._released : min(stop, end)]
             if piece:
                 segments.append((piece, source))
                 self._released += len(piece)

@@ -1,0 +1,138 @@
+"""Stop strings and streamed text: one text per row, which is cut where a stop string ends it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.stopping import StopChecker
+from foretoken.serving.textstream import TextStream
+
+SPECIAL = 256
+ALPHABET = [*b"abc", *"é😀".encode(), SPECIAL]
+
+
+class Bytes:
+    """A tokenizer of bytes and one special token, which counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        self.num_calls += 1
+        special = b"" if skip_special_tokens else b"<s>"
+        return b"".join(special if i == SPECIAL else bytes([i]) for i in ids).decode("utf-8", errors="replace")
+
+
+def decode(ids: Sequence[int], params: SamplingParams) -> str:
+    return Bytes().decode(ids, params.skip_special_tokens)
+
+
+def expected(ids: Sequence[int], params: SamplingParams) -> tuple[int, str | None, str]:
+    """Number of tokens, stop string and text of an output, by decoding every prefix of it as a whole."""
+    known = 0
+    for count in range(1, len(ids) + 1):
+        text = decode(ids[:count], params)
+        if text.endswith("\ufffd") or len(text) <= known:
+            continue
+        matches = [  # by where they end; of those that end together the longest
+            (end, end - len(stop), stop)
+            for stop in params.stop_strings
+            for end in range(max(known + 1, len(stop)), len(text) + 1)
+            if text[:end].endswith(stop)
+        ]
+        known = len(text)
+        if matches and count >= params.min_tokens:
+            end, start, stop = min(matches)
+            return count, stop, text[: end if params.include_stop_str_in_output else start]
+    return len(ids), None, decode(ids, params)
+
+
+def decoded(
+    ids: Sequence[int], params: SamplingParams, steps: random.Random, tokenizer: Any
+) -> tuple[int, str | None, list[str]]:
+    """Number of tokens, stop string and released pieces, in steps of several tokens."""
+    checker = StopChecker(params, [], 1, 1 + len(ids), tokenizer)
+    stream = TextStream(checker.text, stops=params.stop_strings, keep_stop=params.include_stop_str_in_output)
+    output: list[int] = []
+    pieces: list[str] = []
+    while True:
+        num_before, finish = len(output), None
+        for token in ids[num_before : num_before + steps.randint(1, 5)]:
+            output.append(token)
+            finish = checker.check(token)
+            if finish is not None:
+                break
+        stream.read(output, ["drafter"] * (len(output) - num_before - 1) + ["target"])
+        segments = stream.release() if finish is None else stream.finish()
+        pieces.append("".join(text for text, _ in segments))
+        if finish is not None:
+            assert "".join(pieces) == stream.released
+            return len(output), finish.cause if finish.reason == "stop" else None, pieces  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("keep_stop", [False, True])
+@pytest.mark.parametrize("skip_special", [False, True])
+def test_random_outputs_are_cut_and_released_as_by_decoding_them_anew(keep_stop: bool, skip_special: bool) -> None:
+    """Stop strings across tokens and steps, within each other, unfinished characters, special tokens, `min_tokens`."""
+    rng = random.Random(17)
+    num_stopped = 0
+    for _ in range(600):
+        ids = rng.choices(ALPHABET, weights=[4, 4, 4, *[1] * 6, 2], k=rng.randint(1, 24))
+        ids = [*ids, *rng.choice(["", "é", "😀b"]).encode()]
+        stops = ["".join(rng.choices(["a", "b", "c", "é", "<", "s>"], k=rng.randint(1, 3))) for _ in range(2)]
+        params = SamplingParams(
+            max_tokens=64,
+            stop=stops[: rng.randint(0, 2)],
+            min_tokens=rng.choice([0, 0, 5]),
+            include_stop_str_in_output=keep_stop,
+            skip_special_tokens=skip_special,
+        )
+        want = expected(ids, params)
+        num_tokens, stop, pieces = decoded(ids, params, rng, Bytes())
+        assert (num_tokens, stop, "".join(pieces)) == want, (ids, params)
+        num_stopped += stop is not None
+    assert 100 < num_stopped < 500
+
+
+def num_decodings(stops: Sequence[str], *, reads: bool = True) -> int:
+    tokenizer: Any = Bytes()
+    checker = StopChecker(SamplingParams(max_tokens=99, stop=stops), [], 1, 99, tokenizer)
+    stream = TextStream(checker.text if reads else None, stops=stops)
+    output: list[int] = []
+    for token in b"some text " * 4:
+        output.append(token)
+        checker.check(token)
+        stream.read(output, ["target"])
+        stream.release()
+    return int(tokenizer.num_calls)
+
+
+def test_a_text_is_detokenised_once() -> None:
+    """For stop strings and for whoever reads it together; not at all where neither is there."""
+    assert num_decodings([]) == num_decodings(["never"]) == num_decodings(["never"], reads=False) > 0
+    assert num_decodings([], reads=False) == 0
+
+
+@pytest.mark.parametrize("config", ["none", "draft_model"])
+def test_stop_strings_cost_a_call_no_more_detokenisation(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("zoo:tiny", config, dtype="float32")
+    assert llm.tokenizer is not None
+    calls = [0]
+    right = type(llm.tokenizer).decode
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(type(llm.tokenizer), "decode", counting)
+    counts = []
+    for stop in ((), ("never said",)):
+        calls[0] = 0
+        llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=stop))
+        counts.append(calls[0])
+    assert counts[0] == counts[1] > 12
