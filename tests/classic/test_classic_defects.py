@@ -64,7 +64,7 @@ def test_01_greedy_speculative_decoding_is_greedy() -> None:
 
 def test_02_with_a_cache_only_unseen_tokens_are_fed(monkeypatch: Any) -> None:
     """The whole text used to be fed to a filled cache, at shifted positions."""
-    adapters = adapter_of(target()), adapter_of(drafter())  # probed before anybody watches
+    adapters = adapter_of(target()).target, adapter_of(drafter()).target  # probed before anybody watches
     fed: dict[int, list[int]] = {}
     forward = CausalLM.forward
 

@@ -333,8 +333,8 @@ def test_the_penalty_is_the_described_one(length: int) -> None:
     from foretoken.classic.request import Request
     from foretoken.classic.sampling.beams import BeamSearch
 
-    model = adapter_of(target())
-    search = BeamSearch(Request.of(PROMPT, model, 5, []), model, 4, 3, 5.0, 1.2)
+    adapter = adapter_of(target())
+    search = BeamSearch(Request.of(PROMPT, adapter.target, 5, []), adapter, 4, 3, 5.0, 1.2)
     assert search.penalty(length) == pytest.approx(((5.0 + length) / 6.0) ** 1.2)
 
 

@@ -13,11 +13,12 @@ import torch
 from classic_models import PROMPT, drafter, hf_greedy, target
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken.classic import adapters, last_trace
+from foretoken.classic import last_trace
 from foretoken.classic.adapters import adapter_of
 from foretoken.classic.sampling import autoregressive_generate, speculative_generate
 from foretoken.classic.utils.logits_processor import MultinomialProcessor
 from foretoken.errors import PromptError
+from foretoken.loading.adapters import ADAPTERS
 from foretoken.model.lm import CausalLM
 from foretoken.testing import strengthen, toy_model
 
@@ -36,7 +37,7 @@ def test_a_model_is_probed_once(monkeypatch: Any) -> None:
         speculative_generate([1, 2], other, model, max_gen_len=3)
     assert built == [model, other]
     model.to(torch.float32)
-    assert adapter_of(model).dtype == torch.float32
+    assert adapter_of(model).target.dtype == torch.float32
     assert len(built) == 3
 
 
@@ -45,11 +46,11 @@ def test_adapters_go_with_their_models() -> None:
     autoregressive_generate([1, 2], model, max_gen_len=2)
     gone = weakref.ref(model)
     gc.collect()
-    before = len(adapters._ENTRIES)
+    before = len(ADAPTERS)
     del model
     gc.collect()
     assert gone() is None
-    assert len(adapters._ENTRIES) == before - 1
+    assert len(ADAPTERS) == before - 1
 
 
 def packable_model() -> LlamaForCausalLM:
@@ -74,7 +75,7 @@ def test_weights_that_were_written_are_seen() -> None:
     model = packable_model()
     prompt = [5, 6, 7]
     outputs = [autoregressive_generate(prompt, model, 8, eos_tokens_id=[])]
-    execution = adapter_of(model).execution
+    execution = adapter_of(model).target.execution
     assert execution.kind == "eager" or execution.num_packed_layers > 0
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)

@@ -147,7 +147,7 @@ def test_one_callable_for_several_models_and_threads() -> None:
 
 def test_the_adapter_is_made_once_and_dies_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr("foretoken.hf.adapters.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
+    monkeypatch.setattr("foretoken.loading.adapters.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
     model, drafter = toy_model(), toy_model(seed=1)
     for _ in range(3):
         generate(model, custom_generate=speculate("draft_model", model=drafter))
@@ -170,7 +170,7 @@ def _counting(kind: Any, made: list[Any]) -> Any:
 def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts nothing, draws nothing, and leaves no adapter and no drafter to be made by the first call."""
     made: list[Any] = []
-    for place in ("foretoken.hf.adapters", "foretoken.loading.pairing"):
+    for place in ("foretoken.loading.adapters", "foretoken.loading.pairing"):
         monkeypatch.setattr(f"{place}.CausalLM", _counting(foretoken.model.lm.CausalLM, made))
     model, drafter = toy_model(), toy_model(seed=1)
     state = torch.get_rng_state()

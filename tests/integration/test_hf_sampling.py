@@ -11,7 +11,7 @@ from scipy.stats import chi2_contingency
 from transformers import PreTrainedModel
 
 from foretoken import speculate
-from foretoken.hf.adapters import Adapter
+from foretoken.loading.adapters import Adapter
 from foretoken.testing import perturbed, toy_model
 
 SETTINGS: dict[str, dict[str, Any]] = {

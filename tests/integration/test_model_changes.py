@@ -21,6 +21,7 @@ from foretoken import LLM, speculate
 from foretoken.classic.adapters import adapter_of
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.errors import UnsupportedModelError
+from foretoken.loading.adapters import ADAPTERS
 from foretoken.model.execution.execution import choose_execution
 from foretoken.model.lm import CausalLM
 from foretoken.model.prober import Prober
@@ -276,4 +277,22 @@ def test_classic_and_hook_keep_one_adapter_through_changes() -> None:
     first = adapter_of(model)
     lora.set_adapter(model, "two")
     assert adapter_of(model) is first
-    assert first.num_changes == 1
+    assert first.target.num_changes == 1
+    assert ADAPTERS.of(model) is first  # the hook's
+    assert hook(model)() == classic(model)() == plain(model)
+
+
+@pytest.mark.parametrize("other", ["hook", "classic", "LLM"])
+def test_a_stream_of_an_llm_goes_on_as_it_began(other: str) -> None:
+    """Other faces decode with the model as it has become, and the stream with that of its call."""
+    model = lora.lora_model()
+    face = LLM(model, "ngram")
+    before = plain(model)
+    stream = face.stream([{"prompt_token_ids": PROMPT}], GREEDY)
+    tokens = list(next(stream).token_ids)
+    lora.set_adapter(model, "two")
+    after = plain(model)
+    assert FACES[other](model)() == after != before
+    for delta in stream:
+        tokens += delta.token_ids
+    assert tokens == before

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foretoken.config.engine import EngineConfig
+from foretoken.loading.adapters import Adapter
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.lm import Nodes
 
 
 class Reader:
@@ -18,14 +19,15 @@ class Reader:
     so no count of accepted, rejected or unseen tokens can go wrong.
 
     Args:
-      model: the adapter.
+      adapter: of the model.
       keeps_cache: False reads every text from its beginning.
     """
 
-    def __init__(self, model: CausalLM, *, keeps_cache: bool) -> None:
-        self.model = model
+    def __init__(self, adapter: Adapter, *, keeps_cache: bool) -> None:
+        self.model = adapter.target
+        self._adapter = adapter
         self._keeps_cache = keeps_cache
-        self._cache = model.new_cache(1)
+        self._cache = self.model.new_cache(1)
         self._held: list[int] = []
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
@@ -35,7 +37,7 @@ class Reader:
         """
         tokens = list(text)
         self._roll_back(tokens, len(tokens) - num_last)
-        logits = feed(self.model, self._cache, tokens[len(self._held) :], num_last)
+        logits = feed(self._adapter, self._cache, tokens[len(self._held) :], num_last)
         self._held = tokens
         return logits
 
@@ -46,18 +48,20 @@ class Reader:
         del self._held[length:]
 
 
-def feed(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
+def feed(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
     """Run and commit tokens at the end of row 0 of a cache; logits (num_last, V) after the last of them."""
     size = EngineConfig.prefill_chunk_size
-    tokens = [min(token, model.vocab_size - 1) for token in tokens]
+    tokens = [min(token, adapter.target.vocab_size - 1) for token in tokens]
     while len(tokens) - num_last >= size:
-        _forward(model, cache, tokens[:size], 0)
+        _forward(adapter, cache, tokens[:size], 0)
         tokens = tokens[size:]
-    return _forward(model, cache, tokens, num_last)
+    return _forward(adapter, cache, tokens, num_last)
 
 
-def _forward(model: CausalLM, cache: KVCache, tokens: Sequence[int], num_last: int) -> Tensor:
-    logits = model.forward(Nodes.from_chains([tokens]), cache, keep=slice(len(tokens) - num_last, len(tokens)))
+def _forward(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int) -> Tensor:
+    kept = slice(len(tokens) - num_last, len(tokens))
+    with adapter.lock:
+        logits = adapter.target.forward(Nodes.from_chains([tokens]), cache, keep=kept)
     cache.commit([range(len(tokens))])
     return logits[0]
 

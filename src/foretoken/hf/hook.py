@@ -27,18 +27,15 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, PromptError
 from foretoken.hf import refusals
-from foretoken.hf.adapters import Adapter, Adapters
 from foretoken.hf.call import Call, Wishes
 from foretoken.hf.caller import Caller
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.prompts import check_positions, read_rows
+from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting
 from foretoken.model.lm import CausalLM
 from foretoken.model.wrappers import check_unwrapped
-
-_ADAPTERS = Adapters()
-"""One for the whole process, held weakly: a new `speculate(...)` must not pack the weights of a model again."""
 
 
 def speculate(
@@ -219,7 +216,7 @@ class Speculation:
         return StoppingCriteriaList([*criteria, self._stop_criterion])
 
     def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
-        adapter = _ADAPTERS.of(model, self._execution)
+        adapter = ADAPTERS.of(model, self._execution)
         with adapter.lock:
             return adapter, adapter.drafting(model, self.config, self._tokenizer)
 

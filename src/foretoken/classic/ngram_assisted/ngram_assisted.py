@@ -69,13 +69,14 @@ def ngram_assisted_speculative_generate(
             f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
             "INgramStorage of your own"
         )
-    model = adapter_of(target)
+    reader = Reader(adapter_of(target), keeps_cache=use_cache)
+    model = reader.model
     request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
     proposer = StorageProposer(request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown)
     trace = begin_trace("ngram_assisted_speculative_generate", len(request.prompt))
     decoding = Decoding(
         request,
-        Reader(model, keeps_cache=use_cache),
+        reader,
         ProcessedLaw(logits_processor, model.vocab_size),
         trace,
         proposer,

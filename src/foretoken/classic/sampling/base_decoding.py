@@ -52,11 +52,11 @@ def autoregressive_generate(
     Randomness: torch's global generator, by the processor's ``sample``.
     """
     adapter = adapter_of(model)
-    request = Request.of(inputs, adapter, max_gen_len, eos_tokens_id)
+    request = Request.of(inputs, adapter.target, max_gen_len, eos_tokens_id)
     decoding = Decoding(
         request,
         Reader(adapter, keeps_cache=use_cache),
-        ProcessedLaw(logits_processor, adapter.vocab_size),
+        ProcessedLaw(logits_processor, adapter.target.vocab_size),
         begin_trace("autoregressive_generate", len(request.prompt)),
         on_step=printing.printer(request.prompt, title="Autoregressive Step") if debug else None,
     )
@@ -98,8 +98,8 @@ def beam_search_generate(
     check_least("num_beams", num_beams, 1)
     check_least("top_k", top_k, 1)
     adapter = adapter_of(model)
-    request = Request.of(inputs, adapter, max_gen_len, eos_tokens_id)
-    search = BeamSearch(request, adapter, num_beams, min(top_k, adapter.vocab_size), min_length, alpha)
+    request = Request.of(inputs, adapter.target, max_gen_len, eos_tokens_id)
+    search = BeamSearch(request, adapter, num_beams, min(top_k, adapter.target.vocab_size), min_length, alpha)
     trace = begin_trace("beam_search_generate", len(request.prompt))
     for step in search.steps():
         trace.steps.append(step)

@@ -13,7 +13,8 @@ from foretoken.classic.reader import feed
 from foretoken.classic.request import Request
 from foretoken.classic.trace import Step
 from foretoken.errors import ConfigError, NumericsError
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.loading.adapters import Adapter
+from foretoken.model.lm import Nodes
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class BeamSearch:
     """
 
     def __init__(
-        self, request: Request, model: CausalLM, num_beams: int, top_k: int, min_length: float, alpha: float
+        self, request: Request, adapter: Adapter, num_beams: int, top_k: int, min_length: float, alpha: float
     ) -> None:
         if not min_length > -1.0:
             raise ConfigError(f"min_length is {min_length}; it must be above -1, or the length penalty has no value")
         self._request = request
-        self._model = model
+        self._adapter = adapter
         self._num_beams = num_beams
         self._top_k = top_k
         self._min_length = min_length
@@ -72,16 +73,17 @@ class BeamSearch:
 
     def steps(self) -> Iterator[Step]:
         """Extend all beams by one token at a time, in one forward each."""
-        cache = self._model.new_cache(1)
+        cache = self._adapter.target.new_cache(1)
         while self.length < self._longest and self._can_improve():
             start = perf_counter()
             if self.length:
                 cache.reorder([beam.parent for beam in self.running])
                 nodes = Nodes.from_chains([beam.tokens[-1:] for beam in self.running])
-                logits = self._model.forward(nodes, cache)[:, 0]
+                with self._adapter.lock:
+                    logits = self._adapter.target.forward(nodes, cache)[:, 0]
                 cache.commit([(0,)] * len(self.running))
             else:
-                logits = feed(self._model, cache, self._request.prompt)
+                logits = feed(self._adapter, cache, self._request.prompt)
             middle = perf_counter()
             self.length += 1
             self._select(self._candidates(logits))

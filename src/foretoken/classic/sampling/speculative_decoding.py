@@ -96,7 +96,9 @@ def speculative_generate(
             UserWarning,
             stacklevel=3,
         )
-    target_model, draft_model = adapter_of(target), adapter_of(drafter)
+    target_reader = Reader(adapter_of(target), keeps_cache=use_cache)
+    draft_reader = Reader(adapter_of(drafter), keeps_cache=use_cache)
+    target_model, draft_model = target_reader.model, draft_reader.model
     num_tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
     check_vocab_sizes(target_model.vocab_size, draft_model.vocab_size, target_model.name, draft_model.name, num_tokens)
     request = Request.of(inputs, target_model, max_gen_len, eos_tokens_id)
@@ -104,10 +106,10 @@ def speculative_generate(
     trace = begin_trace("speculative_generate", len(request.prompt))
     decoding = Decoding(
         request,
-        Reader(target_model, keeps_cache=use_cache),
+        target_reader,
         law,
         trace,
-        ModelProposer(Reader(draft_model, keeps_cache=use_cache), law, target_model, gamma, egag),
+        ModelProposer(draft_reader, law, target_model, gamma, egag),
         first_target=first_target,
         is_adjusted=not skip_sample_adjustment,
         on_step=printing.printer(request.prompt, tokenizer) if debug else None,

@@ -1,4 +1,10 @@
-"""Adapters of users' models: made once, kept as long as the model lives, and following its changes."""
+"""Adapters of users' models: made once, kept as long as the model lives, and following its changes.
+
+The faces that are handed a model with every call share this store: the hook and the classic functions. Two kinds of
+adapters stay outside of it. An `LLM` has one of its own, since its streams may be open while another face is called:
+what they have begun with the model as it was must not go on with a model that its owner has changed in between. And a
+draft model is adapted for each target, since it runs under the lock of the target.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +69,14 @@ class Adapters:
         self._lock = threading.Lock()
         self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Adapter]] = weakref.WeakKeyDictionary()
 
-    def of(self, model: PreTrainedModel, execution: str) -> Adapter:
+    def __len__(self) -> int:
+        """Number of models."""
+        return len(self._of)
+
+    def of(self, model: PreTrainedModel, execution: str = "auto") -> Adapter:
         """The adapter of a model as it is now.
 
-        Raises: UnsupportedModelError, ProbeError: the model cannot be decoded exactly.
+        Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
         """
         with self._lock:
             adapters = self._of.setdefault(model, {})
@@ -76,6 +86,10 @@ class Adapters:
         with adapter.lock:
             adapter.target.refresh()
         return adapter
+
+
+ADAPTERS = Adapters()
+"""One for the whole process: no call must probe a model and pack its weights again."""
 
 
 def _key(config: SpeculativeConfig) -> Any:
