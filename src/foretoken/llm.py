@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import secrets
 import shlex
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,9 +26,8 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.stats import StepProfile
-from foretoken.law.noise import mix
 from foretoken.loading.applicability import applicable
-from foretoken.loading.info import describe, load_line
+from foretoken.loading.info import describe, eos_token_ids, load_line
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.pairing import Pairing
 from foretoken.model.cache.prefixes import PrefixStore
@@ -38,12 +36,10 @@ from foretoken.model.lm import CausalLM
 from foretoken.progress import progress_bar
 from foretoken.serving.outputs import RequestOutput
 from foretoken.serving.payoff import PayoffWatch
-from foretoken.serving.prompts import Prompts, chat_prompt, read_params, read_prompts
+from foretoken.serving.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
 from foretoken.serving.runner import Runner, Stream
 
 logger = logging.getLogger("foretoken")
-
-_SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
@@ -234,10 +230,10 @@ class LLM:
         """
         read = read_prompts(prompts, self.tokenizer)
         params = read_params(sampling_params, len(read), self.tokenizer)
-        seeded = [partial(self._seeded, wanted) for wanted in params]
+        wanted = [partial(seeded, given, self._seed) for given in params]
         with self._lock:
             self.drafting.refresh()
-            return Stream(self._runner, self._runner.open(read, seeded))
+            return Stream(self._runner, self._runner.open(read, wanted))
 
     def chat(
         self,
@@ -271,14 +267,6 @@ class LLM:
         """Rows that are queued or running."""
         return self._runner.num_unfinished
 
-    def _seeded(self, params: SamplingParams, number: int) -> SamplingParams:
-        """The parameters with a seed that can be reported and given again."""
-        if params.seed is not None:
-            return params
-        if self._seed is None:
-            return replace(params, seed=secrets.randbits(_SEED_BITS))
-        return replace(params, seed=mix(self._seed, number) >> (64 - _SEED_BITS))
-
     # -- set-up ------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -298,16 +286,6 @@ class LLM:
             tokenizer=self.tokenizer,
             prefixes=self._prefixes,
         )
-
-
-def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """EOS ids of the generation config: none, one or several."""
-    config = getattr(model, "generation_config", None)
-    eos = None if config is None else config.eos_token_id
-    if eos is None:
-        return ()
-    ids: Iterable[Any] = eos if isinstance(eos, Iterable) else (eos,)
-    return tuple(int(token) for token in ids)
 
 
 def _bar(use_tqdm: bool | None, num_prompts: int) -> AbstractContextManager[Any]:

@@ -14,9 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrain
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.errors import CheckpointError, ConfigError, TokenizerMismatchError, UnsupportedModelError
-from foretoken.llm import eos_token_ids
-from foretoken.loading.models import choose_device, load_model, load_tokenizer, resolve
+from foretoken.loading.info import eos_token_ids
+from foretoken.loading.models import choose_device, load_model, load_tokenizer
 from foretoken.loading.pairing import check_same_tokenizer, check_vocab_sizes
+from foretoken.loading.sources import resolve
 from foretoken.model.dtypes import choose_dtype
 from foretoken.testing import toy_model
 

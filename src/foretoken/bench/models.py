@@ -8,7 +8,7 @@ from typing import Any
 from foretoken import zoo
 from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.errors import ConfigError
-from foretoken.llm import eos_token_ids
+from foretoken.loading.info import eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
 from foretoken.model.lm import CausalLM
 from foretoken.testing.inflation import inflate, inflated_from

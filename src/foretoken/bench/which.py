@@ -38,8 +38,7 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.stats import SequenceStats, StepProfile
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.llm import eos_token_ids
-from foretoken.loading.info import Loaded
+from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
 from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM

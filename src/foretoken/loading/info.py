@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,3 +141,13 @@ def model_name(model: PreTrainedModel) -> str:
     """How a loaded model is called in messages."""
     path = str(getattr(model, "name_or_path", "") or "")
     return f"{type(model).__name__} ({path})" if path else type(model).__name__
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """EOS ids of the generation config: none, one or several."""
+    config = getattr(model, "generation_config", None)
+    eos = None if config is None else config.eos_token_id
+    if eos is None:
+        return ()
+    ids: Iterable[Any] = eos if isinstance(eos, Iterable) else (eos,)
+    return tuple(int(token) for token in ids)

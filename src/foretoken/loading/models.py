@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,59 +16,13 @@ from transformers.utils import cached_file
 from foretoken import zoo
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.gguf import model as gguf_model
-from foretoken.gguf.header import Header, is_gguf, read_header
+from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.info import Loaded, model_name
+from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.wrappers import check_unwrapped
 from foretoken.progress import no_progress_bars
-
-ZOO = zoo.PREFIX
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model is loaded from.
-
-    Args:
-      location: a directory, a hub id, or a GGUF file.
-      name: how it is called in messages.
-      revision: of a hub id.
-      trust_remote_code: run modelling code that comes with the checkpoint.
-      gguf_file: of a hub id, to be fetched.
-    """
-
-    location: str
-    name: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-    gguf_file: str | None = None
-
-    @property
-    def is_local(self) -> bool:
-        return os.path.exists(self.location)
-
-    @property
-    def is_gguf(self) -> bool:
-        return self.gguf_file is not None or os.path.isfile(self.location)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments for every ``from_pretrained``."""
-        return {
-            "revision": self.revision or "main",
-            "trust_remote_code": self.trust_remote_code,
-            "local_files_only": self.is_local,
-        }
 
 
 def load_model(
@@ -116,70 +68,6 @@ def load_model(
     return Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored)
 
 
-def resolve(
-    model: str | os.PathLike[str],
-    *,
-    part: str = "target",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-) -> Source:
-    """Decide what a name means.
-
-    Raises: CheckpointError for a path that does not exist, or a file that is not GGUF; ConfigError for what is
-      not a name, and for a directory with several GGUF files of which none is chosen.
-    """
-    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
-        raise ConfigError(f"model is {model!r}; give a directory, a hub id, zoo:NAME or a loaded PreTrainedModel")
-    name = os.fspath(model)
-    if gguf_file is not None and (name.startswith(ZOO) or os.path.isfile(os.path.expanduser(name))):
-        raise ConfigError(
-            f"gguf_file is {gguf_file!r}, but {name} is a single model already; give it with a directory or hub id"
-        )
-    if name.startswith(ZOO):
-        if part == "draft" and not zoo.brings(name, part):  # then it is the model itself that is to draft
-            part = "target"
-        return Source(str(zoo.path(name, part)), name if part == "target" else f"{name} ({part})")
-    location = os.path.expanduser(name)
-    if os.path.isfile(location):
-        if not location.endswith(".gguf") and not is_gguf(location):
-            raise CheckpointError(
-                f"{name} is a file; give the directory that holds config.json and the weights, or a GGUF file"
-            )
-        return Source(location, name)
-    if os.path.isdir(location):
-        is_enough = part == "tokenizer" and gguf_file is None and _has_tokenizer(location)
-        file = None if is_enough else _gguf_in(location, name, gguf_file)
-        return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
-    if _looks_like_path(name) or name.endswith(".gguf"):
-        raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
-    return Source(location, name, revision, trust_remote_code, gguf_file)
-
-
-def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:
-    """The GGUF file to read in a directory: the one named, or the only one where there is no other model."""
-    if wanted is not None:
-        file = os.path.join(directory, wanted)
-        if os.path.isfile(file):
-            return file
-        raise CheckpointError(f"{name} has no file {wanted!r}{_listed(directory)}; check gguf_file")
-    if os.path.exists(os.path.join(directory, "config.json")):
-        return None
-    files = _gguf_files(directory)
-    if len(files) > 1:
-        raise ConfigError(f"{name} is a directory with {len(files)} models{_listed(directory)}; choose one: gguf_file")
-    return os.path.join(directory, files[0]) if files else None
-
-
-def _gguf_files(directory: str) -> list[str]:
-    return sorted(file for file in os.listdir(directory) if file.endswith(".gguf"))
-
-
-def _listed(directory: str) -> str:
-    files = _gguf_files(directory)
-    return f" ({', '.join(files[:6])}{', ...' if len(files) > 6 else ''})" if files else ""
-
-
 def is_zoo(model: object) -> bool:
     """Whether a model is named by the zoo, whose manifest says what it brings along."""
     return isinstance(model, str) and model.startswith(ZOO)
@@ -191,7 +79,7 @@ def load_tokenizer(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase) 
         source = resolve(tokenizer, part="tokenizer")
         found = load_tokenizer_of(source, "tokenizer")
         if found is None:
-            raise CheckpointError(f"{source.name} holds no tokenizer (looked for {', '.join(_TOKENIZER_FILES)})")
+            raise CheckpointError(f"{source.name} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)})")
         return found
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"tokenizer is {type(tokenizer).__name__}; give a directory, a hub id or a loaded tokenizer")
@@ -204,15 +92,11 @@ def load_tokenizer_of(source: Source, part: str = "target") -> PreTrainedTokeniz
         return read_tokenizer(_header(source))
     if source.name.startswith(ZOO):
         source = Source(str(zoo.path(source.name.split(" ")[0], "tokenizer")), source.name)
-    if source.is_local and not _has_tokenizer(source.location):
+    if source.is_local and not has_tokenizer(source.location):
         return None
     with _as_checkpoint_error(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.location, **source.options)
     return tokenizer
-
-
-def _has_tokenizer(directory: str) -> bool:
-    return any((Path(directory) / file).exists() for file in _TOKENIZER_FILES)
 
 
 def tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
@@ -248,10 +132,6 @@ def _check_kept(
         raise ConfigError(
             f"device is {device!r}, but the loaded model is on {model.device}; move it with model.to(...)"
         )
-
-
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
 
 
 def _config(source: Source) -> Any:

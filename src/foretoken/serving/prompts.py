@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import secrets
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -12,6 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, PromptError
+from foretoken.law.noise import mix
+
+_SEED_BITS = 53  # of drawn seeds, so that every JSON reader can report and repeat them
 
 PromptLike: TypeAlias = str | Mapping[str, Any] | Seq[int]
 Prompts: TypeAlias = PromptLike | Seq[PromptLike]
@@ -141,6 +145,18 @@ def read_params(
         if not isinstance(item, SamplingParams):
             raise ConfigError(f"sampling_params holds {type(item).__name__}; every entry must be SamplingParams")
     return [_resolved(item, tokenizer) for item in listed]
+
+
+def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingParams:
+    """The parameters of request ``number`` with a seed that can be reported and given again.
+
+    Randomness: their own seed if they have one, else one from that of the LLM and the number, else a fresh one.
+    """
+    if params.seed is not None:
+        return params
+    if seed is None:
+        return replace(params, seed=secrets.randbits(_SEED_BITS))
+    return replace(params, seed=mix(seed, number) >> (64 - _SEED_BITS))
 
 
 def _resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
