@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.method import methods
 from foretoken.engine.engine import Engine
+from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
 
 PROMPTS = ["Once upon a time there was a", "How many apples does Tom have? Tom has", "A lion", "The", "Once upon a"]
@@ -93,6 +96,34 @@ def test_who_only_waited_finishes_with_the_plain_tokens(config: Any, monkeypatch
         assert tokens(second.outputs()) == expected()[3:], setting
         assert llm.num_unfinished == 0, setting
         assert tokens(llm.generate(PROMPTS[:3], PARAMS)) == expected()[:3], setting
+
+
+@pytest.mark.parametrize("config", ["none", "draft_model"])
+def test_whoever_steps_is_spared_the_error_of_others(config: str) -> None:
+    """The processor of the first call raises while the second one, which waits, steps the engine."""
+    llm = plain().with_speculative_config(config)
+
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    first = llm.stream(PROMPTS[:3], replace(PARAMS, logits_processors=[broken]))
+    assert tokens(llm.generate(PROMPTS[3:], PARAMS)) == expected()[3:]
+    with pytest.raises(RuntimeError, match="broken"):
+        list(first)
+
+
+def test_an_error_that_belongs_to_no_row_ends_whoever_meets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = plain().with_speculative_config("none")
+
+    def full(self: KVCache, *args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "add_rows", full)
+        with pytest.raises(MemoryError):
+            llm.generate(PROMPTS, PARAMS)
+    assert llm.num_unfinished == 0
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
 
 
 @pytest.mark.parametrize("config", ["none", "draft_model", "layer_skip", "token_recycling"])

@@ -128,7 +128,8 @@ class Runner:
     def advance(self, session: Session) -> None:
         """Step until this session has news or has ended.
 
-        Raises: what broke off a step, in every session that had rows in it; those whose rows only waited go on.
+        Raises: what broke off a step, in every session that had rows in it; those whose rows only waited go on. Ctrl-C
+          ends the call in which it was noticed as well.
         """
         while not (session.news or session.is_closed):
             with self._lock:
@@ -138,9 +139,10 @@ class Runner:
                     return
                 while self._abandoned:
                     self.end(self._abandoned.popleft())
-                self._step()
+                self._step(session)
 
-    def _step(self) -> None:
+    def _step(self, session: Session) -> None:
+        """Step on behalf of a session."""
         started = perf_counter()
         self._is_stepping = True
         try:
@@ -153,12 +155,14 @@ class Runner:
                     del self._session_of[output.row.id]
                     self._payoff.ended(output.row.stats, self._engine.profile)
         except BaseException as error:
-            self._fail(error)
-            raise
+            failed = self._fail(error)
+            is_of_others = failed and session not in failed and isinstance(error, Exception)
+            if not is_of_others:
+                raise
         finally:
             self._is_stepping = False
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> set[Session]:
         """End the sessions that had rows in a step which broke off; the engine has ended these rows already."""
         untouched = {row.id for row in self._engine.waiting_rows}
         failed = {session for row_id, session in self._session_of.items() if row_id not in untouched}
@@ -166,6 +170,7 @@ class Runner:
             session.failure = error
         for session in failed:
             self._withdraw(session)
+        return failed
 
     def _withdraw(self, session: Session) -> None:
         """Leave nothing of a session in the engine, and count what has not ended as aborted."""
