@@ -126,6 +126,27 @@ def test_an_error_that_belongs_to_no_row_ends_whoever_meets_it(monkeypatch: pyte
     assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
 
 
+@pytest.mark.parametrize("config", ["none", "draft_model"])
+def test_a_close_that_is_cut_off_tells_those_whose_rows_it_ends(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would step for ever, waiting for rows that the engine does not have any more."""
+    llm = plain().with_speculative_config(config)
+    first, second, third = (llm.stream(prompt, PARAMS) for prompt in PROMPTS[:3])
+    next(first)
+    next(second)
+    drafter = type(llm.drafting.new_drafter())
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "forget", breaking(drafter.forget, 1, after=False))
+        with pytest.raises(Interrupt):
+            first.close()
+    assert list(first) == []
+    with pytest.raises(Interrupt):
+        list(second)
+    list(third)
+    assert tokens(third.outputs()) == expected()[2:3]
+    assert llm.num_unfinished == 0
+    assert tokens(llm.generate(PROMPTS, PARAMS)) == expected()
+
+
 @pytest.mark.parametrize("config", ["none", "draft_model", "layer_skip", "token_recycling"])
 def test_a_text_that_cannot_be_taken_in_ends_the_calls_with_rows_in_the_step(
     config: str, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ class Runner:
             self._is_stepping = False
 
     def _fail(self, error: BaseException) -> set[Session]:
-        """End the sessions that had rows in a step which broke off; the engine has ended these rows already."""
+        """End the sessions that had rows in what broke off; the engine has ended these rows already."""
         untouched = {row.id for row in self._engine.waiting_rows}
         failed = {session for row_id, session in self._session_of.items() if row_id not in untouched}
         for session in failed:
@@ -174,12 +174,12 @@ class Runner:
 
     def _withdraw(self, session: Session) -> None:
         """Leave nothing of a session in the engine, and count what has not ended as aborted."""
-        unfinished = [request.id for request in session.requests if not request.is_finished]
+        for request in session.requests:
+            if not request.is_finished:
+                self._engine.abort(request.id)
         for row_id in session.row_ids:
             self._session_of.pop(row_id, None)
         session.abort()
-        for request_id in unfinished:
-            self._engine.abort(request_id)
 
     def _renew_engine(self) -> None:
         profile = self._engine.profile
@@ -193,7 +193,11 @@ class Runner:
                 self.abandon(session)
                 return
             session.is_closed = True
-            self._withdraw(session)
+            try:
+                self._withdraw(session)
+            except BaseException as error:  # cut off in the engine, which then ends all rows that run
+                self._fail(error)
+                raise
 
     def abandon(self, session: Session) -> None:
         """End a session before the next step; may be called from anywhere, a garbage collection included."""
