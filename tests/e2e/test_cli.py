@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.cli import app
 from foretoken.cli.comparison import Lane
-from foretoken.cli.options import DEFAULTS, choose_model, respell, speculative
+from foretoken.cli.options import DEFAULTS, DraftingOptions, respell
+from foretoken.cli.running import choose_model
 from foretoken.serving.runner import Stream
 
 STORY = "Once upon a time there was a"
@@ -279,20 +280,19 @@ def test_other_tools_names_of_the_draft_length(name: str) -> None:
 
 def test_the_default_method_is_the_zoos_drafter_else_prompt_lookup() -> None:
     def method(model: str, **given: Any) -> SpeculativeConfig:
-        options = {"config": None, "method": None, "draft_model": None, "num_speculative_tokens": None, **given}
-        return speculative(model, **options)
+        return DraftingOptions(**given).config(model)
 
     assert method("zoo:tiny").method == "draft_model"
     assert method("some/model").method == "ngram"
     assert method("some/model", draft_model="d").method == "draft_model"
     assert method("zoo:tiny", method="none").method == "none"
     assert method("zoo:tiny", num_speculative_tokens=3).num_speculative_tokens == 3
-    assert method("zoo:tiny", config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
+    assert method("zoo:tiny", speculative_config='{"method": "nasd", "ngram_size": 3}').ngram_size == 3
 
 
 def test_the_manifest_names_the_default_method() -> None:
     for name in zoo.names():
-        assert speculative(f"zoo:{name}", None, None, None, None).method == zoo.manifest(name).default_method
+        assert DraftingOptions().config(f"zoo:{name}").method == zoo.manifest(name).default_method
 
 
 def test_the_default_model_is_a_real_one_where_it_is_installed(

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 
 from foretoken import zoo
 from foretoken.cli import app
-from foretoken.cli.generate import ending
-from foretoken.cli.options import put_json
 from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts, read_prompts_file
+from foretoken.cli.running import put_json
+from foretoken.cli.writers import ending
 from foretoken.errors import ConfigError, PromptError
 from foretoken.loading.models import load_tokenizer
 from foretoken.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
-from foretoken.cli.tune import _Options, _prompts
+from foretoken.cli.layer_search import SearchOptions, prompts_of
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
@@ -286,12 +286,12 @@ def test_text_of_a_prompts_file_is_given_as_generate_gives_it(tmp_path: Path) ->
     tokenizer = load_tokenizer("zoo:tiny")
     path = tmp_path / "prompts.jsonl"
     path.write_text('"Hi"\n' + json.dumps({"prompt_token_ids": [5, 6]}))
-    given = _Options("owner/model", str(path), False, 8, 4, "time", "", "none", "float32", "auto", 0)
-    message, ids = _prompts(given, tokenizer)
+    given = SearchOptions(prompts=str(path))
+    message, ids = prompts_of("owner/model", given, tokenizer)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     assert message.token_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert ids.token_ids == (5, 6)
-    raw, _ = _prompts(replace(given, raw=True), tokenizer)
+    raw, _ = prompts_of("owner/model", replace(given, raw=True), tokenizer)
     assert raw.token_ids == tuple(tokenizer("Hi")["input_ids"])

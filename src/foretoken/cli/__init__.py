@@ -15,7 +15,8 @@ from foretoken.cli import generate as cli_generate
 from foretoken.cli import info as cli_info
 from foretoken.cli import trajectory as cli_trajectory
 from foretoken.cli import tune as cli_tune
-from foretoken.cli.options import notices, respell, tolerate_encodings
+from foretoken.cli.options import respell
+from foretoken.cli.running import notices, tolerate_encodings
 
 app = typer.Typer(
     name="foretoken",

@@ -9,32 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.chat_screen import JsonScreen, Screen
-from foretoken.cli.options import (
-    DEFAULTS,
-    EXIT_DIFFERS,
-    EXIT_REFUSED,
-    AsJson,
-    Device,
-    DraftModel,
-    Dtype,
-    Execution,
-    GgufFile,
-    Method,
-    MinP,
-    Model,
-    NumSpeculativeTokens,
-    RepetitionPenalty,
-    Seed,
-    SpeculativeOption,
-    Temperature,
-    TopK,
-    TopP,
-    choose_model,
-    exit_codes,
-    load_llm,
-    sampling,
-    speculative,
-)
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
+from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
 from foretoken.errors import ConfigError, ForetokenError
 
 if TYPE_CHECKING:
@@ -53,25 +29,16 @@ HELP = {
 }
 
 
+@takes_groups
 def chat(
-    model: Model = None,
-    gguf_file: GgufFile = None,
-    draft_model: DraftModel = None,
-    method: Method = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    speculative_config: SpeculativeOption = None,
+    *,
+    model: ModelOptions,
+    drafting: DraftingOptions,
     system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Budget of every answer.")] = ANSWER_TOKENS,
-    temperature: Temperature = DEFAULTS.temperature,
-    top_k: TopK = DEFAULTS.top_k,
-    top_p: TopP = DEFAULTS.top_p,
-    min_p: MinP = DEFAULTS.min_p,
-    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
-    seed: Seed = DEFAULTS.seed,
+    sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    execution: Execution = "auto",
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution"],
     as_json: AsJson = False,
 ) -> None:
     """Talk to a model. Answers appear as they come; between turns the cache stays, and only new text is fed.
@@ -82,24 +49,13 @@ def chat(
     with exit_codes():
         from foretoken.cli.conversation import Conversation
 
-        params = sampling(
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
-        model = choose_model(model)
-        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        params = sampling.params(max_tokens=max_new_tokens)
+        name = model.chosen()
         llm = load_llm(
-            model,
-            config,
-            gguf_file=gguf_file,
-            dtype=dtype,
-            device=device,
-            execution=execution,
+            name,
+            drafting.config(name),
+            gguf_file=model.gguf_file,
+            **vars(loading),
             max_model_len=max_model_len,
             num_cached_prefixes=KEPT_PREFIXES,
         )

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from foretoken.cli.generate import as_record, write_segments
-from foretoken.cli.options import EXIT_INTERRUPTED, put_json
+from foretoken.cli.running import EXIT_INTERRUPTED, put_json
+from foretoken.cli.writers import as_record, write_segments
 from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from foretoken.cli.options import AsJson, choose_model, exit_codes
+from foretoken.cli.options import AsJson
+from foretoken.cli.running import choose_model, exit_codes
 from foretoken.progress import build_bar
 
 if TYPE_CHECKING:

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
-from foretoken.cli.options import (
-    DEFAULTS,
-    EXIT_DIFFERS,
-    AsJson,
-    Device,
-    DraftModel,
-    Dtype,
-    Exactness,
-    Execution,
-    GgufFile,
-    Method,
-    Model,
-    NumSpeculativeTokens,
-    SpeculativeOption,
-    Temperature,
-    choose_model,
-    exit_codes,
-    load_llm,
-    put_json,
-    sampling,
-    speculative,
-)
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Raw, ask
+from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json
 from foretoken.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -40,9 +19,6 @@ if TYPE_CHECKING:
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
     from foretoken.llm import LLM
-
-EXACTNESS = "default"
-"""The mode in which plain and speculative texts are compared; the table names it."""
 
 MAX_QUESTIONS = 4
 WARM_UP_TOKENS = 8
@@ -54,21 +30,19 @@ LABEL = (
 )
 
 
+@takes_groups
 def demo(
+    *,
     questions: Annotated[
         list[str] | None,
         typer.Argument(metavar="[QUESTION]...", help="Questions of your own, instead of the built-in ones."),
     ] = None,
-    model: Model = None,
-    gguf_file: GgufFile = None,
-    draft_model: DraftModel = None,
-    method: Method = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    speculative_config: SpeculativeOption = None,
+    model: ModelOptions,
+    drafting: DraftingOptions,
     max_new_tokens: Annotated[
         int, typer.Option(help="Most tokens of an answer; most answers end earlier.", min=2)
     ] = 256,
-    temperature: Temperature = DEFAULTS.temperature,
+    sampling: Annotated[SamplingOptions, "temperature"],
     seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
     num_prompts: Annotated[
         int, typer.Option(help="How many of the built-in questions to ask.", min=1, max=MAX_QUESTIONS)
@@ -77,10 +51,7 @@ def demo(
     inflate: Annotated[
         bool, typer.Option(help="Give zoo:tiny the cost of a 98.6 M model. It is too small to gain anything as it is.")
     ] = True,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    execution: Execution = "auto",
-    exactness: Exactness = EXACTNESS,
+    loading: LoadingOptions,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="A picture of one question and the table.")
     ] = None,
@@ -97,22 +68,21 @@ def demo(
 
         if svg is not None:
             demo_screen.check_picture(svg)
-        model = choose_model(model)
-        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
-        params = sampling(max_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        own = TOY_QUESTIONS if model == TOY else QUESTIONS
-        options = {
-            "gguf_file": gguf_file,
-            "dtype": dtype,
-            "device": device,
-            "execution": execution,
-            "exactness": exactness,
-        }
-        llms, label = _load(model, config, status, inflate=inflate and model == TOY, options=options)
-        asked = ask(llms[0].tokenizer, model, questions or own[:num_prompts], chat=model == TOY and not raw, raw=raw)
+        name = model.chosen()
+        config = drafting.config(name)
+        params = sampling.params(max_tokens=max_new_tokens, seed=seed)
+        own = TOY_QUESTIONS if name == TOY else QUESTIONS
+        status.update(f"loading {name}")
+        if inflate and name == TOY:
+            llm, label = _load_inflated(name, config, loading)
+        else:
+            llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
+            label = f"{llm.model_info.name}, {llm.model_info.num_parameters / 1e6:.1f} M parameters"
+        llms = (llm.with_speculative_config(None), llm)
+        asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)
         status.update("warming up")
-        for llm in llms:
-            llm.generate(asked[-1].prompt, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
+        for either in llms:
+            either.generate(asked[-1].prompt, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         status.stop()
         report = _report(llms, label, params, _answers(console, llms, asked, params))
         if as_json:
@@ -127,28 +97,17 @@ def demo(
             demo_screen.picture(report, svg)
 
 
-def _load(
-    model: str, config: SpeculativeConfig, status: Status, *, inflate: bool, options: dict[str, Any]
-) -> tuple[tuple[LLM, LLM], str]:
-    """Plain and speculative decoding of one target in memory, and what to call it."""
-    status.update(f"loading {model}")
-    if not inflate:
-        drafting = load_llm(model, config, **options)
-        info = drafting.model_info
-        return _both(drafting), f"{info.name}, {info.num_parameters / 1e6:.1f} M parameters"
+def _load_inflated(name: str, config: SpeculativeConfig, loading: LoadingOptions) -> tuple[LLM, str]:
+    """Speculative decoding of a toy at the cost of a bigger model, and what to call it."""
     from foretoken import zoo
     from foretoken.loading.models import load_model
     from foretoken.testing.inflation import inflate as inflated
 
-    bigger = inflated(load_model(model, dtype=options["dtype"], device=options["device"]).model, **INFLATED)
+    bigger = inflated(load_model(name, dtype=loading.dtype, device=loading.device).model, **INFLATED)
     if config.method == "draft_model" and config.model is None:
-        config = SpeculativeConfig(config.method, config.options, model=str(zoo.path(model, "draft")))
-    drafting = load_llm(bigger, config, tokenizer=model, **{**options, "dtype": "auto", "gguf_file": None})
-    return _both(drafting), LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
-
-
-def _both(drafting: LLM) -> tuple[LLM, LLM]:
-    return drafting.with_speculative_config(None), drafting
+        config = SpeculativeConfig(config.method, config.options, model=str(zoo.path(name, "draft")))
+    llm = load_llm(bigger, config, tokenizer=name, **vars(replace(loading, dtype="auto")))
+    return llm, LABEL.format(size=sum(weight.numel() for weight in bigger.parameters()) / 1e6)
 
 
 def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params: SamplingParams) -> tuple[Answer, ...]:

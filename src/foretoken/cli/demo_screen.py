@@ -17,7 +17,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from foretoken.cli.comparison import Answer, Lane, Report, ratio
-from foretoken.cli.generate import DRAFTED_STYLE
+from foretoken.cli.writers import DRAFTED_STYLE
 from foretoken.errors import ConfigError
 
 _REFRESH_SECONDS = 0.1

@@ -3,85 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from foretoken.cli.options import (
     DEFAULTS,
-    EXIT_INTERRUPTED,
     AsJson,
-    Device,
-    DraftModel,
-    Dtype,
-    Exactness,
-    Execution,
-    GgufFile,
-    Method,
-    MinP,
-    Model,
-    NumSpeculativeTokens,
-    RepetitionPenalty,
-    Seed,
-    SpeculativeOption,
-    Temperature,
-    TopK,
-    TopP,
-    choose_model,
-    exit_codes,
-    load_llm,
-    put_json,
-    sampling,
-    speculative,
+    DraftingOptions,
+    LoadingOptions,
+    ModelOptions,
+    SamplingOptions,
+    takes_groups,
 )
-from foretoken.cli.prompts import Asked, Chat, Raw, ask, check_template, read_prompts
+from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
+from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm
+from foretoken.cli.writers import JsonWriter, TextWriter
 from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
-    from foretoken.config.sampling import SamplingParams
     from foretoken.engine.stats import StepTrace
-    from foretoken.serving.outputs import RequestOutput, StreamOutput
-    from foretoken.serving.runner import Stream
-    from foretoken.serving.textstream import Segments
-
-DRAFTED_STYLE = "green"
+    from foretoken.serving.outputs import RequestOutput
 
 
+@takes_groups
 def generate(
+    *,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Text; - is stdin.")] = None,
     prompts_file: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="JSONL with turns, prompt or text; a .txt has one prompt per line."),
     ] = None,
-    model: Model = None,
-    gguf_file: GgufFile = None,
-    draft_model: DraftModel = None,
-    method: Method = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    speculative_config: SpeculativeOption = None,
+    model: ModelOptions,
+    drafting: DraftingOptions,
     max_new_tokens: Annotated[int | None, typer.Option(help="Budget of every sample.")] = DEFAULTS.max_tokens,
-    temperature: Temperature = DEFAULTS.temperature,
-    top_k: TopK = DEFAULTS.top_k,
-    top_p: TopP = DEFAULTS.top_p,
-    min_p: MinP = DEFAULTS.min_p,
-    typical_p: Annotated[float, typer.Option(help="1 is off.")] = DEFAULTS.typical_p,
-    repetition_penalty: RepetitionPenalty = DEFAULTS.repetition_penalty,
-    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.presence_penalty,
-    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = DEFAULTS.frequency_penalty,
-    seed: Seed = DEFAULTS.seed,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
-    n: Annotated[int, typer.Option("-n", help="Samples per prompt.")] = DEFAULTS.n,
-    min_tokens: Annotated[int, typer.Option(help="Tokens before which the output may not end.")] = DEFAULTS.min_tokens,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past EOS.")] = DEFAULTS.ignore_eos,
+    sampling: SamplingOptions,
     chat: Chat = False,
     raw: Raw = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    execution: Execution = "auto",
-    exactness: Exactness = "default",
+    loading: LoadingOptions,
     max_num_seqs: Annotated[int | None, typer.Option(help="Rows that run at once.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="With --json: what every step planned and drafted.")] = False,
     trace_plot: Annotated[
@@ -95,40 +54,15 @@ def generate(
     prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what has been generated.
     """
     with exit_codes():
-        params = sampling(
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            typical_p=typical_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            stop=tuple(stop or ()),
-            n=n,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-        )
+        params = sampling.params(max_tokens=max_new_tokens)
         check_template(chat, raw)
         read = read_prompts(prompts or (), prompts_file)
         if trace_plot is not None:
             check_picture(trace_plot)
-        model = choose_model(model)
-        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
+        name = model.chosen()
         rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-        llm = load_llm(
-            model,
-            config,
-            gguf_file=gguf_file,
-            dtype=dtype,
-            device=device,
-            execution=execution,
-            exactness=exactness,
-            **rows,
-        )
-        asked = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
+        llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading), **rows)
+        asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         writer = JsonWriter(asked, with_trace=trace) if as_json else TextWriter(params)
         with llm.stream([one.prompt for one in asked], params) as stream:
             try:
@@ -153,171 +87,3 @@ def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[Step
         for place, output in enumerate(outputs)
         for sample in output.outputs
     ]
-
-
-class JsonWriter:
-    """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
-
-    def __init__(self, asked: Sequence[Asked], with_trace: bool = False) -> None:
-        self._asked = asked
-        self._with_trace = with_trace
-        self._num_written = 0
-        self._num_running: dict[int, int] = {}
-
-    def write(self, delta: StreamOutput, stream: Stream) -> None:
-        if delta.finish_reason is None:
-            return
-        ended = self._num_running.get(delta.prompt_index, 0) + 1
-        self._num_running[delta.prompt_index] = ended
-        while self._num_written < stream.num_prompts:
-            output = stream.output(self._num_written)
-            if self._num_running.get(self._num_written, 0) < len(output.outputs):
-                return
-            self._put(output)
-
-    def interrupt(self, stream: Stream) -> None:
-        """Write what there is of the others."""
-        for output in stream.outputs()[self._num_written :]:
-            self._put(output)
-
-    def finish(self, stream: Stream) -> None:
-        """Called when everything has been written."""
-
-    def _put(self, output: RequestOutput) -> None:
-        one = self._asked[self._num_written]
-        record = as_record(output, one.given if one.is_templated else None)
-        if self._with_trace:
-            record["trace"] = [asdict(step) for step in output.metrics.trace]
-        put_json(record)
-        self._num_written += 1
-
-
-class TextWriter:
-    """The text of every sample, in order; the first unfinished one is written as it grows."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._errors = Console(stderr=True, highlight=False)
-        self._errors.soft_wrap = not self._errors.is_terminal
-        self._num_samples, self._budget = params.n, params.max_tokens
-        self._is_sampled = not params.is_greedy
-        self._waiting: dict[int, list[StreamOutput]] = {}
-        self._current = 0
-
-    def write(self, delta: StreamOutput, stream: Stream) -> None:
-        self._waiting.setdefault(delta.prompt_index * self._num_samples + delta.index, []).append(delta)
-        while self._current in self._waiting:
-            ended = False
-            for held in self._waiting.pop(self._current):
-                self._put(held)
-                ended = held.finish_reason is not None
-            if not ended:
-                return
-            self._console.file.write("\n")
-            self._current += 1
-
-    def _put(self, delta: StreamOutput) -> None:
-        write_segments(self._console, delta.segments)
-        if delta.finish_reason == "error":
-            self._errors.print(Text(f"prompt {delta.prompt_index}: {delta.stop_reason}", "red"))
-
-    def interrupt(self, stream: Stream) -> None:
-        """End the line; texts that wait for an earlier one are written after it."""
-        for place in sorted(self._waiting.keys() | {self._current}):
-            for held in self._waiting.get(place, ()):
-                self._put(held)
-            self._console.file.write("\n")
-        self.finish(stream)
-
-    def finish(self, stream: Stream) -> None:
-        """Statistics, on standard error."""
-        outputs = stream.outputs()
-        for place, output in enumerate(outputs):
-            said = ending(output, self._budget)
-            if said:
-                self._errors.print(Text(f"prompt {place}: {said}" if len(outputs) > 1 else said, "yellow"))
-        self._errors.print(Text(summary(outputs, is_sampled=self._is_sampled), "dim"))
-        if self._console.is_terminal and any(o.metrics.speculative_decoding["num_spec_steps"] for o in outputs):
-            legend = Text("tokens proposed by the drafter are ", "dim")
-            self._errors.print(legend.append("coloured", DRAFTED_STYLE).append(", the target's own are not", "dim"))
-
-
-def ending(output: RequestOutput, budget: int | None) -> str:
-    """A note on how a text ended; empty when the model ended it."""
-    if any(not sample.text.strip() and sample.finish_reason == "stop" for sample in output.outputs):
-        return "the model ended the text before its first word"
-    longest = max(len(sample.token_ids) for sample in output.outputs)
-    if any(sample.finish_reason == "length" for sample in output.outputs):
-        remedy = "--max-new-tokens allows more" if longest == budget else "the context of the model is full"
-        return f"cut off after {longest} tokens; {remedy}"
-    return ""
-
-
-def write_segments(console: Console, segments: Segments) -> None:
-    """Text in pieces, on a terminal coloured by who proposed them."""
-    for text, source in segments:
-        if console.is_terminal:
-            console.print(Text(text, "" if source == "target" else DRAFTED_STYLE), end="", soft_wrap=True)
-        else:
-            console.file.write(text)
-    console.file.flush()
-
-
-def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str:
-    """One line over all prompts; with the seed where it had a say."""
-    counts: dict[str, int] = {}
-    for output in outputs:
-        for key in ("num_accepted_draft_tokens", "num_spec_steps", "num_steps"):
-            counts[key] = counts.get(key, 0) + output.metrics.speculative_decoding[key]
-    num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    seconds = max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs)
-    accepted, drafted = counts["num_accepted_draft_tokens"], counts["num_spec_steps"]
-    seeds = sorted({sample.seed for output in outputs for sample in output.outputs})
-    parts = [
-        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.1f} tokens/s)",
-        f"mean acceptance length {1 + accepted / drafted if drafted else 1.0:.2f}",
-        f"tokens per step {num_tokens / counts['num_steps'] if counts['num_steps'] else 0.0:.2f}",
-    ]
-    if is_sampled and len(seeds) == 1:
-        parts.append(f"seed {seeds[0]}")
-    return ", ".join(parts)
-
-
-def as_record(output: RequestOutput, message: str | None = None) -> dict[str, Any]:
-    """The JSON object of one prompt. With several samples, the top level holds the first and ``samples`` all.
-
-    Args:
-      message: what the chat template was put around, if it was.
-    """
-    first = output.outputs[0]
-    metrics = output.metrics
-    record: dict[str, Any] = {
-        "prompt": message if message is not None else output.prompt or list(output.prompt_token_ids),
-        "chat_template": message is not None,
-        "text": first.text,
-        "token_ids": list(first.token_ids),
-        "finish_reason": first.finish_reason,
-        "stop_reason": first.stop_reason,
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_generated_tokens": sum(len(sample.token_ids) for sample in output.outputs),
-        "seed": first.seed,
-        "lossless": output.lossless,
-        "metrics": {"speculative_decoding": dict(metrics.speculative_decoding)},
-        "timings": {
-            "prefill_seconds": metrics.prefill_seconds,
-            "decode_seconds": metrics.decode_seconds,
-            "tokens_per_second": metrics.tokens_per_second,
-        },
-    }
-    if len(output.outputs) > 1:
-        record["samples"] = [
-            {
-                "index": sample.index,
-                "text": sample.text,
-                "token_ids": list(sample.token_ids),
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
-            }
-            for sample in output.outputs
-        ]
-    return record

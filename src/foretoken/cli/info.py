@@ -14,23 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from foretoken.cli.options import (
-    AsJson,
-    Device,
-    DraftModel,
-    Dtype,
-    Execution,
-    GgufFile,
-    Method,
-    Model,
-    NumSpeculativeTokens,
-    SpeculativeOption,
-    choose_model,
-    exit_codes,
-    load_llm,
-    put_json,
-    speculative,
-)
+from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.config.method import methods
 from foretoken.config.reference import key_entries
 from foretoken.config.speculative import method_named
@@ -42,16 +27,12 @@ if TYPE_CHECKING:
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
+@takes_groups
 def info(
-    model: Model = None,
-    gguf_file: GgufFile = None,
-    draft_model: DraftModel = None,
-    method: Method = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    speculative_config: SpeculativeOption = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    execution: Execution = "auto",
+    *,
+    model: ModelOptions,
+    drafting: DraftingOptions,
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution"],
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
     keys: Annotated[
@@ -62,12 +43,11 @@ def info(
     """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
     with exit_codes():
         if keys:
-            show_keys(None if method is None else method_named(method).name, as_json)
+            show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
             return
-        model = choose_model(model)
-        config = speculative(model, speculative_config, method, draft_model, num_speculative_tokens)
-        llm = load_llm(model, config, gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
-        report = {**describe(llm, context, repeats), "notes": _notes(model)}
+        name = model.chosen()
+        llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading))
+        report = {**describe(llm, context, repeats), "notes": _notes(name)}
         if as_json:
             sys.stdout.write(json.dumps(report) + "\n")
         else:

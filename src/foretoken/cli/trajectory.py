@@ -9,44 +9,25 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import (
-    DEFAULTS,
-    AsJson,
-    Device,
-    Dtype,
-    Execution,
-    GgufFile,
-    Model,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    choose_model,
-    exit_codes,
-    load_llm,
-    sampling,
-)
+from foretoken.cli.options import AsJson, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
+from foretoken.cli.running import exit_codes, load_llm
 
 
+@takes_groups
 def trajectory(
+    *,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
-    model: Model = None,
-    gguf_file: GgufFile = None,
+    model: ModelOptions,
     block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
     initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
     max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
-    temperature: Temperature = DEFAULTS.temperature,
-    top_k: TopK = DEFAULTS.top_k,
-    top_p: TopP = DEFAULTS.top_p,
-    seed: Seed = DEFAULTS.seed,
+    sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "seed"],
     chat: Chat = False,
     raw: Raw = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page to look at.")] = None,
     jsonl: Annotated[str | None, typer.Option(metavar="FILE", help="Write one line per block, to train on.")] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    execution: Execution = "auto",
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution"],
     as_json: AsJson = False,
 ) -> None:
     """Show how Jacobi decoding arrives at a text: every iterate of every block until its fixed point.
@@ -57,12 +38,12 @@ def trajectory(
         from foretoken.views.trajectory import trajectory as trace
         from foretoken.views.trajectory import write_text
 
-        params = sampling(max_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        params = sampling.params(max_tokens=max_new_tokens)
         check_template(chat, raw)
         read = read_prompts([prompt], None)
-        model = choose_model(model)
-        llm = load_llm(model, "none", gguf_file=gguf_file, dtype=dtype, device=device, execution=execution)
-        (asked,) = ask(llm.tokenizer, model, read, chat=chat, raw=raw)
+        name = model.chosen()
+        llm = load_llm(name, "none", gguf_file=model.gguf_file, **vars(loading))
+        (asked,) = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)
         if html is not None:
             write_text(html, found.html())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from foretoken.cli.options import EXIT_DIFFERS, EXIT_INTERRUPTED
+from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from foretoken.bench.which import Candidate, Outcome, WhichSettings

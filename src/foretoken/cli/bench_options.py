@@ -1,0 +1,213 @@
+"""The options of ``foretoken bench``, and the settings that they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from foretoken.bench.suite import Settings
+    from foretoken.bench.which import WhichSettings
+
+PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
+EXTRA_PARTS = ("profile", "drafting")
+_QUICK: dict[str, Any] = {
+    "num_prompts": 1,
+    "max_new_tokens": 16,
+    "contexts": (64,),
+    "draft_costs": (0.0,),
+    "batch_size": 2,
+    "vocab_sizes": (4096,),
+    "profile_contexts": (64,),
+    "draft_contexts": (1000,),
+    "datastore_sizes": (10_000,),
+    "draft_steps": 20,
+    "assisted_lengths": (2,),
+    "lookup_lengths": (3,),
+}
+_QUICK_METHODS: dict[str, Any] = {"num_prompts": 2, "max_new_tokens": 16}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, on which models, and where results go."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="PATH|HUB_ID|zoo:NAME",
+            show_default=False,
+            help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        ),
+    ] = None
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...|all",
+            help="Instead of the parts: which of these methods suits the model? By comma; a+b and a>b combine, JSON "
+            "gives settings, all takes every method that applies.",
+        ),
+    ] = None
+    draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model may bring its own.")] = None
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for a toy."),
+    ] = None
+    dtype: Annotated[str, typer.Option(help="auto: the checkpoint's where the CPU computes in it, else float32.")] = (
+        "auto"
+    )
+    execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto"
+    threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None
+    parts: Annotated[
+        str, typer.Option(help=f"Which of {', '.join(PARTS)}, {', '.join(EXTRA_PARTS)}, by comma; see below.")
+    ] = ",".join(PARTS)
+    contexts: Annotated[str, typer.Option(help="Tokens of context, by comma.")] = "256,1500"
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(help="Prompts: 4 per table; with --methods 9, of the kinds in turn.", min=1, show_default=False),
+    ] = None
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48
+    repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Draft tokens of foretoken's own drafters; by default those of their methods.",
+            min=1,
+        ),
+    ] = None
+    draft_costs: Annotated[
+        str, typer.Option(help="Costs to inflate the drafter to, by comma; 0 is the drafter as it is.")
+    ] = "0,0.05,0.15"
+    assisted_lengths: Annotated[
+        str, typer.Option(help="Numbers of assistant tokens among which transformers' assisted generation is tuned.")
+    ] = "1,2,3,4,5,6,8"
+    lookup_lengths: Annotated[
+        str, typer.Option(help="Numbers of tokens among which transformers' prompt lookup is tuned.")
+    ] = "2,3,5,8,10,15"
+    batch_size: Annotated[int, typer.Option(help="Rows of the batch.", min=1)] = 8
+    stop_at_eos: Annotated[
+        bool | None,
+        typer.Option(
+            "--stop-at-eos/--ignore-eos",
+            help="End where the model ends (with --methods, unless the model is a toy), or at the budget (the parts).",
+        ),
+    ] = None
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Spec-Bench's question.jsonl, JSONL with prompt or text, or .txt; by default the built-in prompts."
+        ),
+    ] = None
+    kinds: Annotated[
+        str | None, typer.Option(help="With --methods: kinds of prompts, by comma; again is a question asked again.")
+    ] = None
+    temperature: Annotated[float, typer.Option(help="With --methods: 0 is greedy.", min=0.0)] = 0.0
+    top_p: Annotated[float, typer.Option(help="With --methods: 1 is off.", min=0.0, max=1.0)] = 1.0
+    exactness: Annotated[
+        str, typer.Option(help="With --methods: default, strict or relaxed, of the runs that are timed.")
+    ] = "default"
+    save_config: Annotated[
+        Path | None,
+        typer.Option(help="With --methods: write the recommended config here, for --speculative-config @FILE."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0
+    profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {' and '.join(EXTRA_PARTS)}.")] = False
+    draft_contexts: Annotated[
+        str, typer.Option(help="Tokens of context at which the host time of drafting is measured.")
+    ] = "1000,16000,128000"
+    datastore_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of the datastores that are built for it, such as 1e5,1e7,1e8; of 1e8 tokens the sorting alone "
+            "takes 40 seconds and 1 GB of memory."
+        ),
+    ] = "1e5"
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Everything once and small, in seconds; no figures to quote.")
+    ] = False
+    output: Annotated[Path | None, typer.Option(help="Write all results, with their conditions, to this file.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="The same on standard output instead of tables.")] = False
+
+    def chosen_parts(self) -> list[str]:
+        """The parts to run, in order.
+
+        Raises: ConfigError for a name that is none of them.
+        """
+        from foretoken.errors import ConfigError
+
+        chosen = _split(self.parts)
+        unknown = [part for part in chosen if part not in (*PARTS, *EXTRA_PARTS)]
+        if unknown:
+            raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join((*PARTS, *EXTRA_PARTS))}")
+        return chosen + [part for part in EXTRA_PARTS if self.profile]
+
+    def settings(self) -> Settings:
+        """Of the parts.
+
+        Raises: ConfigError for text that holds no numbers.
+        """
+        from foretoken.bench.suite import Settings
+
+        settings = Settings(
+            num_prompts=self.num_prompts or Settings.num_prompts,
+            max_new_tokens=self.max_new_tokens,
+            repeats=self.repeats,
+            contexts=_integers(self.contexts, "contexts"),
+            draft_costs=_numbers(self.draft_costs, "draft-costs"),
+            num_draft_tokens=self.num_speculative_tokens,
+            assisted_lengths=_integers(self.assisted_lengths, "assisted-lengths"),
+            lookup_lengths=_integers(self.lookup_lengths, "lookup-lengths"),
+            batch_size=self.batch_size,
+            draft_contexts=_integers(self.draft_contexts, "draft-contexts"),
+            datastore_sizes=_integers(self.datastore_sizes, "datastore-sizes"),
+            ignore_eos=not self.stop_at_eos,
+            seed=self.seed,
+            execution=self.execution,
+            prompts_file=self.prompts_file,
+        )
+        return replace(settings, **_QUICK) if self.quick else settings
+
+    def which_settings(self, *, is_toy: bool) -> WhichSettings:
+        """Of a comparison of methods; a toy goes on at the end of its text unless that is asked for."""
+        from foretoken.bench.arms import Sampling
+        from foretoken.bench.which import WhichSettings
+
+        ignore_eos = is_toy if self.stop_at_eos is None else not self.stop_at_eos
+        wanted = {
+            "num_prompts": self.num_prompts,
+            "max_new_tokens": self.max_new_tokens,
+            "kinds": None if self.kinds is None else tuple(_split(self.kinds)),
+            **(_QUICK_METHODS if self.quick else {}),
+        }
+        return WhichSettings(
+            repeats=self.repeats,
+            prompts_file=self.prompts_file,
+            sampling=Sampling(self.temperature, self.top_p, self.seed, ignore_eos),
+            execution=self.execution,
+            exactness=self.exactness,
+            **{name: value for name, value in wanted.items() if value is not None},
+        )
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _integers(text: str, name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _numbers(text, name))
+
+
+def _numbers(text: str, name: str) -> tuple[float, ...]:
+    from foretoken.errors import ConfigError
+
+    try:
+        return tuple(map(float, _split(text)))
+    except ValueError:
+        raise ConfigError(f"--{name} is {text!r}; give numbers with commas between them") from None

@@ -1,0 +1,249 @@
+"""The search behind ``foretoken tune layer-skip``: its options, its job, and what the job found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.options import Dtype, Execution, NumSpeculativeTokens
+from foretoken.cli.prompts import Raw, ask, read_prompts_file
+from foretoken.cli.running import choose_model
+
+if TYPE_CHECKING:
+    from foretoken.bench.workload import Prompt
+    from foretoken.drafters.parts.layer_set import LayerSet
+    from foretoken.model.lm import CausalLM
+    from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
+    from foretoken.tune.objective import Task
+    from foretoken.tune.space import Space
+
+BUILT_IN = "built-in"
+OBJECTIVES = ("time", "acceptance")
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is searched, and how."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH|HUB_ID|zoo:NAME",
+            help="The model that will draft for itself; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        ),
+    ] = None
+    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
+        BUILT_IN
+    )
+    raw: Raw = False
+    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 8
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32
+    trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100
+    objective: Annotated[
+        str,
+        typer.Option(help="time: measured, interleaved with plain decoding; acceptance: computed, for noisy machines."),
+    ] = "time"
+    keep_layers: Annotated[str, typer.Option(help="Layers to keep whole, by comma; -1 is the last.")] = ""
+    num_speculative_tokens: NumSpeculativeTokens = None
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of layer_skip besides the set.")
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Rounds of plain, set, set, plain per prompt and trial.", min=1)] = 1
+    finalists: Annotated[
+        int, typer.Option(help="Best sets that are timed once more, interleaved; 0 for none.", min=0)
+    ] = 3
+    scale: Annotated[str, typer.Option(help="Inflate in width for timing: none, 100m or HIDDENxFFN.")] = "none"
+    dtype: Dtype = "auto"
+    execution: Execution = "auto"
+    seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0
+
+    def defining(self) -> dict[str, Any]:
+        """Those that define a search, its drafter aside; equal options make trials comparable."""
+        names = ("model", "prompts", "raw", "num_prompts", "max_new_tokens", "objective", "keep_layers", "scale")
+        return {name: getattr(self, name) for name in (*names, "dtype", "execution", "seed")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A search, ready to run.
+
+    Args:
+      timed: the task on the model as it is timed, inflated or not.
+      counted: the same on the model as it is; what is accepted is the same.
+    """
+
+    options: SearchOptions
+    draft_keys: dict[str, Any]
+    space: Space
+    timed: Task
+    counted: Task
+
+    @classmethod
+    def of(cls, options: SearchOptions) -> Job:
+        """Load the model and the prompts.
+
+        Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
+        """
+        from foretoken.bench.models import Pair, scaled
+        from foretoken.errors import ConfigError
+        from foretoken.loading.models import load_model
+        from foretoken.model.lm import CausalLM
+        from foretoken.tune.layer_sets import require_optuna
+        from foretoken.tune.objective import Task
+        from foretoken.tune.space import Space
+
+        model = choose_model(options.model)
+        options = replace(options, model=model)
+        draft_keys = _draft_keys(options.speculative_config, options.num_speculative_tokens)
+        require_optuna()
+        if options.objective not in OBJECTIVES:
+            raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        loaded = load_model(model, dtype=options.dtype)
+        bigger = scaled(Pair(loaded.model, None, loaded.tokenizer, ()), options.scale).target
+        prompts = tuple(prompts_of(model, options, loaded.tokenizer))
+        target = CausalLM(loaded.model, execution=options.execution)
+        timed = target if bigger is loaded.model else CausalLM(bigger, execution=options.execution)
+        space = Space.of(target.num_layers, _integers(options.keep_layers))
+        task, counted = (
+            Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
+        )
+        return cls(options, draft_keys, space, task, counted)
+
+    def search(self, journal: Path, resume: bool) -> LayerSearch:
+        """The search, with what an earlier one left."""
+        from foretoken.tune.layer_sets import LayerSearch, fingerprint
+        from foretoken.tune.objective import Costs, ExpectedTime, MeasuredTime, Objective
+
+        objective: Objective
+        if self.options.objective == "time":
+            objective = MeasuredTime(self.timed, self.options.repeats)
+        else:
+            longest = _config(self.draft_keys, None).num_speculative_tokens or 1
+            objective = ExpectedTime(self.counted, Costs.measured(self.timed.target, longest))
+        prompts = [prompt.token_ids for prompt in self.timed.prompts]
+        options = self.options.defining()
+        del options["seed"]
+        identity = {**options, "prompts": fingerprint(prompts), "speculative_config": self.draft_keys}
+        return LayerSearch(
+            self.space, objective, seed=self.options.seed, journal=journal, resume=resume, identity=identity
+        )
+
+    def finish(self, result: SearchResult) -> dict[str, Any]:
+        """Choose among the best: by a common timing where time decides and the search was not interrupted."""
+        from foretoken.bench.provenance import provenance
+        from foretoken.tune.objective import MeasuredTime
+
+        best, final = result.best, {}
+        ranking = result.ranking(self.options.finalists)
+        if self.options.objective == "time" and len(ranking) > 1 and not result.is_interrupted:
+            sets = {str(i): trial.layer_set for i, trial in enumerate(ranking)}
+            scores = MeasuredTime(self.timed, self.options.repeats).scores(sets)
+            final = {words(ranking[int(i)].layer_set): asdict(score) for i, score in scores.items()}
+            winner = min(scores, key=lambda i: scores[i].value)
+            best = type(best)(ranking[int(winner)].layer_set, scores[winner])
+        conditions = provenance()
+        return {
+            "found_by": "foretoken tune layer-skip",
+            **_facts(best),
+            "num_trials": len(result.trials),
+            "is_interrupted": result.is_interrupted,
+            "finalists": final,
+            "search": {**self.options.defining(), "speculative_config": self.draft_keys},
+            "conditions": {key: conditions[key] for key in ("time", "commit", "versions", "cpu", "num_threads")},
+        }
+
+    def layer_set(self, report: dict[str, Any]) -> LayerSet:
+        """The result as a file that method layer_skip loads."""
+        from foretoken.drafters.parts.layer_set import LayerSet
+
+        details = {key: value for key, value in report.items() if not key.startswith("skipped_") and key != "out"}
+        return LayerSet(
+            tuple(report["skipped_attention"]), tuple(report["skipped_mlp"]), self.space.num_layers, details
+        )
+
+
+def _facts(best: Trial) -> dict[str, Any]:
+    score = asdict(best.score)
+    value = score.pop("value")
+    return {
+        "skipped_attention": list(best.layer_set.attention),
+        "skipped_mlp": list(best.layer_set.mlp),
+        "speedup": 1 / value,
+        "time_per_token": value,
+        **score,
+    }
+
+
+def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:
+    """Keys of layer_skip that were given, the set aside.
+
+    Raises: ConfigError for a set, or another method.
+    """
+    from foretoken.errors import ConfigError
+
+    given: dict[str, Any] = {}
+    if config is not None:
+        try:
+            text = Path(config[1:]).expanduser().read_text(encoding="utf-8") if config.startswith("@") else config
+            given = dict(json.loads(text))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"--speculative-config is not a JSON object: {error}; correct it") from None
+    if num_speculative_tokens is not None:
+        given["num_speculative_tokens"] = num_speculative_tokens
+    method = given.pop("method", "layer_skip")
+    own = sorted(given.keys() & {"layer_set", "skipped_attention", "skipped_mlp", "exit_layer", "layer_search"})
+    if method != "layer_skip" or own:
+        raise ConfigError(f"the search chooses the set of method layer_skip itself; leave out {own or method}")
+    if given.get("num_draft_branches", 1) != 1:
+        raise ConfigError("the search decodes chains; leave out num_draft_branches")
+    _config(given, None)
+    return given
+
+
+def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
+    from foretoken.config.speculative import SpeculativeConfig
+
+    attention, mlp = (layer_set.attention, layer_set.mlp) if layer_set else ((), ())
+    return SpeculativeConfig(method="layer_skip", skipped_attention=attention, skipped_mlp=mlp, **draft_keys)
+
+
+def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
+    from foretoken.drafters.materials import Materials, drafter_factory
+
+    return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), Materials(target))()
+
+
+def prompts_of(model: str, options: SearchOptions, tokenizer: Any) -> list[Prompt]:
+    """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
+
+    Raises: PromptError, ConfigError.
+    """
+    from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
+    from foretoken.errors import ConfigError
+    from foretoken.serving.prompts import read_prompt
+
+    if options.prompts != BUILT_IN:
+        given = read_prompts_file(options.prompts)[: options.num_prompts]
+        asked = ask(tokenizer, model, given, raw=options.raw)
+        return [Prompt(str(i), "file", read_prompt(one.prompt, tokenizer, i).token_ids) for i, one in enumerate(asked)]
+    if tokenizer is None:
+        raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
+    return load_prompts(tokenizer, select(read_questions(), options.num_prompts))
+
+
+def _integers(text: str) -> list[int]:
+    from foretoken.errors import ConfigError
+
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"keep-layers is {text!r}; give whole numbers by comma, such as 0,-1") from None
+
+
+def words(layer_set: LayerSet) -> str:
+    return f"attention {list(layer_set.attention)}, MLP {list(layer_set.mlp)}"

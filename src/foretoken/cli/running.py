@@ -1,0 +1,110 @@
+"""What every verb runs in: loading, messages, standard streams and exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretoken.errors import ForetokenError
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM, SpeculativeLike
+
+_LINE_ENDS = re.compile("[\u0085\u2028\u2029]")
+
+EXIT_REFUSED = 2
+EXIT_DIFFERS = 3
+EXIT_INTERRUPTED = 130
+
+
+def choose_model(model: str | None) -> str:
+    """The model that was named, else the best one available; where that is a toy, the user is told."""
+    from foretoken import zoo
+
+    if model is not None:
+        return model
+    chosen = zoo.default()
+    if zoo.manifest(chosen).is_toy:
+        real = next(name for name in zoo.names() if not zoo.manifest(name).is_toy)
+        typer.echo(f"foretoken: {chosen} is a toy that babbles. {zoo.why_missing(real)}", err=True)
+    return chosen
+
+
+class _Notices(logging.Handler):
+    """Shows what the library says about models, and what was done differently than asked, on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"foretoken: {self.format(record)}\n")  # which a progress display may have replaced
+
+
+@contextmanager
+def notices() -> Iterator[None]:
+    """While a verb runs: one line for every model that is loaded, and warnings."""
+    logger = logging.getLogger("foretoken")
+    handler, level = _Notices(logging.INFO), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
+    """The model behind a verb. Progress of loading shows on terminals only."""
+    from transformers.utils import logging as transformers_logging
+
+    from foretoken.llm import LLM
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    return LLM(model, config, **options)
+
+
+def put_json(record: Mapping[str, Any]) -> None:
+    """One object on a line of standard output: readable where its encoding can hold it, escaped elsewhere.
+
+    What some readers take for a line end (U+2028, U+2029, U+0085) is always escaped.
+    """
+    text = json.dumps(record, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(record)
+    sys.stdout.write(_LINE_ENDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    sys.stdout.flush()
+
+
+def tolerate_encodings() -> None:
+    """No text of a model or a user breaks a stream: what its encoding cannot hold is written as an escape.
+
+    Bytes of standard input that are not text are marked, so that prompts with them are refused by name.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors=errors)
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what is raised on purpose into a message on standard error and a documented exit code."""
+    try:
+        yield
+    except ForetokenError as error:
+        typer.echo(f"foretoken: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
