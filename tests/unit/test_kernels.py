@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from architectures import ARCHITECTURES, target_model
-from foretoken.model.execution import kernels
+from foretoken.model.execution import trials
 from foretoken.model.execution.execution import apply_execution, shadow
 from foretoken.model.execution.kernels import ROW_COUNTS, Bucket, KernelFacts
 from foretoken.model.execution.packing import LimitedLinear, PackedLinear, RowLimit, linears
@@ -27,9 +27,9 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def _exact_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention one query at a time over the columns it sees: its bits depend on nothing else on any machine."""
     monkeypatch.setattr(F, "scaled_dot_product_attention", exact_attention)
-    monkeypatch.setattr(kernels, "ATTENTION_LENGTHS", (5,))  # it is slow, and what differs differs everywhere
-    monkeypatch.setattr(kernels, "MIN_SAMPLES", 1)
-    monkeypatch.setattr(kernels, "LENGTHS", (5,))
+    monkeypatch.setattr(trials, "ATTENTION_LENGTHS", (5,))  # it is slow, and what differs differs everywhere
+    monkeypatch.setattr(trials, "MIN_SAMPLES", 1)
+    monkeypatch.setattr(trials, "LENGTHS", (5,))
 
 
 def exact_attention(
