@@ -15,7 +15,8 @@ from architectures import ARCHITECTURES, target_model
 from foretoken.model.execution import trials
 from foretoken.model.execution.execution import apply_execution, shadow
 from foretoken.model.execution.kernels import ROW_COUNTS, Bucket, KernelFacts
-from foretoken.model.execution.packing import LimitedLinear, PackedLinear, RowLimit, linears
+from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
+from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import toy_model
 from harness import first_attention

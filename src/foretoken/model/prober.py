@@ -20,18 +20,8 @@ import torch
 from foretoken.errors import ProbeError
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
-from foretoken.model.rehearsal import (
-    WINDOW,
-    Fault,
-    Reference,
-    Rehearsal,
-    hide_parents,
-    plain_forwards,
-    sampled,
-    shift_positions,
-    show_everything,
-    show_siblings,
-)
+from foretoken.model.reference import Reference, plain_forwards, sampled
+from foretoken.model.rehearsal import FAULTS, WINDOW, Rehearsal, shift_positions, show_everything
 from foretoken.model.samples import NUM_ROWS, LinearSamples
 
 if TYPE_CHECKING:
@@ -43,12 +33,6 @@ logger = logging.getLogger("foretoken")
 
 COARSEST = 0.03
 """Four times the rounding of bfloat16: coarser arithmetic depends on more than the text."""
-
-FAULTS: tuple[tuple[str, Fault], ...] = (
-    ("positions", shift_positions),
-    ("masks", hide_parents),
-    ("masks", show_siblings),
-)
 
 
 class Prober:

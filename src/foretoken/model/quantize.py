@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
-from foretoken.model.execution.packing import PackedLinear, replacement
+from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.independence import has_plain_weight
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know

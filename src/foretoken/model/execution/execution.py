@@ -22,17 +22,15 @@ from torch import nn
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.compiled import CompiledForward
+from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
+from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     MIN_ELEMENTS,
-    LimitedLinear,
     PackedLinear,
-    RMSNorm,
-    RowLimit,
     as_operator,
     available_memory_bytes,
     can_pack,
     cpu_has_bfloat16,
-    linears,
     packable,
     packed_dtype,
     packing_bytes,

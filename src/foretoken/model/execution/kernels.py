@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.packing import linears
+from foretoken.model.execution.linears import linears
 from foretoken.model.execution.trials import PREFILL_MULTIPLE, VIEW_MULTIPLES, ModelTrial, leaves_one_query
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ costs about 1.4 times as much for five. In bfloat16 up to sixteen rows cost what
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 import platform
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -197,86 +195,6 @@ def as_operator(packed: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
         return torch.ops.foretoken.packed_linear(x, number, out_features)  # type: ignore[no-any-return]
 
     return forward
-
-
-class RowLimit:
-    """How many rows linear layers take in one call, at least and at most; None for any number."""
-
-    num_rows: tuple[int, int] | None = None
-
-
-class LimitedLinear:
-    """The forward of a linear layer, in several calls where its input has too many rows, padded where it has too few.
-
-    Exactness: a row's bits are those that the layer gives it in a call of that size.
-    """
-
-    def __init__(self, layer: nn.Module, limit: RowLimit) -> None:
-        self.inner: Callable[[torch.Tensor], torch.Tensor] = layer.forward
-        self.replaced = vars(layer).get("forward")
-        self._limit = limit
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
-        if self._limit.num_rows is None:
-            return self.inner(x)
-        fewest, most = self._limit.num_rows
-        num_rows = x.shape[:-1].numel()
-        if num_rows < fewest:
-            padded = F.pad(x.flatten(0, -2), (0, 0, 0, fewest - num_rows))
-            return self.inner(padded)[:num_rows].view(*x.shape[:-1], -1)
-        if num_rows <= most:
-            return self.inner(x)
-        parts = x.flatten(0, -2).tensor_split(-(-num_rows // most))  # even: none is much smaller than the others
-        return torch.cat([self.inner(part) for part in parts]).view(*x.shape[:-1], -1)
-
-
-def replacement(layer: nn.Module) -> object:
-    """The function that replaces the forward of a linear layer's class, limits aside; None if there is none."""
-    forward = vars(layer).get("forward")
-    return forward.replaced if isinstance(forward, LimitedLinear) else forward
-
-
-def linears(model: nn.Module) -> list[nn.Module]:
-    """Every linear layer of a model, packed or not."""
-    return [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Conv1D))]
-
-
-class RMSNorm:
-    """The forward of a root-mean-square norm in one call instead of six."""
-
-    def __init__(self, layer: nn.Module, epsilon: float) -> None:
-        self._layer = layer
-        self._epsilon = epsilon
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._layer.weight
-        return F.rms_norm(x, weight.shape, weight, self._epsilon)  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> RMSNorm | None:
-        """The replacement, when it gives the very bits of the layer on a random sample; else None."""
-        weight = _only_parameter(layer)
-        if weight is None:
-            return None
-        generator = torch.Generator().manual_seed(0)
-        sample = torch.randn(3, 2, weight.numel(), generator=generator).to(weight)
-        for epsilon in (value for value in vars(layer).values() if isinstance(value, float) and value > 0):
-            norm = cls(layer, epsilon)
-            samples = (sample, sample * epsilon**0.5)  # the second is small enough for epsilon to matter
-            if all(torch.equal(norm(x), layer(x)) for x in samples):
-                return norm
-        return None
-
-
-def _only_parameter(layer: nn.Module) -> nn.Parameter | None:
-    """The weight of a layer that maps one tensor by one vector and has nothing else."""
-    if "weight" not in layer._parameters:  # of most modules, without a look at all that they hold
-        return None
-    parameters = dict(layer.named_parameters())
-    if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or list(layer.buffers()):
-        return None
-    return parameters["weight"] if len(inspect.signature(layer.forward).parameters) == 1 else None
 
 
 def available_memory_bytes() -> int | None:

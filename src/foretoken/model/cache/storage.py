@@ -1,0 +1,91 @@
+"""The memory of a cache: keys and values of one layer, and the place where a forward writes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+if TYPE_CHECKING:
+    from foretoken.model.cache.ragged import KVCache
+
+
+class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: two buffers (rows, heads, capacity, head_dim), zero where never written.
+
+    Garbage in a masked column must stay finite, since 0 * NaN is NaN: hence zeros, not empty memory.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate both buffers in the shape, dtype and device of the first states (B, heads, N, head_dim)."""
+        self.keys = self._allocate(key_states, self._cache.num_slots, self._cache.capacity)
+        self.values = self._allocate(value_states, self._cache.num_slots, self._cache.capacity)
+        self.is_initialized = True
+
+    @staticmethod
+    def _allocate(like: torch.Tensor, num_slots: int, capacity: int) -> torch.Tensor:
+        return like.new_zeros(num_slots, like.shape[1], capacity, like.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (B, heads, N, head_dim) at the offsets of the rows in work; return views up to the last column."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write(self.keys, key_states), self._write(self.values, value_states)
+
+    def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        window = self._cache.window
+        rows = buffer[window.first_row : window.first_row + states.shape[0]]
+        if window.columns is None:
+            rows[:, :, window.offset : window.offset + states.shape[2]] = states
+        else:
+            # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer
+            rows.transpose(1, 2)[window.row_index, window.columns] = states.transpose(1, 2)  # (B, N, heads, head_dim)
+        return rows[:, :, : window.view_length]
+
+    @torch.inference_mode()
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Move both buffers into ones of at least this size."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if old.shape[0] >= num_slots and old.shape[2] >= capacity:
+                continue
+            new = self._allocate(old, max(num_slots, old.shape[0]), max(capacity, old.shape[2]))
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.window.view_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.window.offset
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name in older transformers
+        return -1
+
+
+class Window:
+    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own."""
+
+    __slots__ = ("columns", "first_row", "offset", "row_index", "view_length")
+
+    def __init__(self, first_row: int, offset: int, columns: torch.Tensor | None, view_length: int) -> None:
+        self.first_row = first_row
+        self.offset = offset
+        self.columns = columns
+        self.row_index = None if columns is None else torch.arange(len(columns), device=columns.device)[:, None]
+        self.view_length = view_length
