@@ -24,11 +24,13 @@ from groups import GroupArm, groups_of, tau
 
 from foretoken import zoo
 from foretoken.bench.arms import Sampling
+from foretoken.bench.lineup import PLAIN
 from foretoken.bench.measure import Trial, compare, interleave
 from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.bench.report import plain_data
-from foretoken.bench.suite import PLAIN, Settings, Suite
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite
 from foretoken.config.engine import EngineConfig
 
 
@@ -36,7 +38,7 @@ def speculations(options: argparse.Namespace, suite: Suite) -> dict[str, dict[st
     """Plain, the drafter at every length, and the other methods at their defaults."""
     drafter = {
         f"draft_model, K = {length}": {"method": "draft_model", "num_speculative_tokens": length}
-        for length in (options.draft_lengths if suite.drafter is not None else ())
+        for length in (options.draft_lengths if suite.lineup.drafter is not None else ())
     }
     return {PLAIN: {"method": "none"}, **drafter, **{method: {"method": method} for method in options.methods}}
 

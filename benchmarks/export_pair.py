@@ -21,7 +21,8 @@ import torch
 
 from foretoken import zoo
 from foretoken.bench.models import load_pair, scaled, sizes
-from foretoken.bench.suite import Settings, Suite
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite
 from foretoken.loading.models import is_zoo
 
 PADDED_CONTEXT = 256

@@ -24,7 +24,7 @@ class GroupArm(Arm):
     def __init__(self, name: str, suite: Suite, speculation: dict[str, Any], config: EngineConfig) -> None:
         self.name = name
         parsed = SpeculativeConfig.parse(speculation)
-        materials = Materials(suite.target, suite.drafter, suite.pair.tokenizer, suite.pair.zoo_name)
+        materials = Materials(suite.target, suite.lineup.drafter, suite.pair.tokenizer, suite.pair.zoo_name)
         drafter = drafter_factory(parsed, materials)()
         self._arm = EngineArm(name, suite.target, drafter, suite.pair.eos_token_ids, config)
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from foretoken.bench.arms import Arm, EngineArm, Sampling
+from foretoken.bench.lineup import PLAIN
 from foretoken.bench.measure import compare, interleave
 from foretoken.bench.models import load_pair
-from foretoken.bench.suite import PLAIN, Settings, Suite
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite
 from foretoken.bench.workload import Prompt, load_prompts
 from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, calibrated_share
@@ -114,10 +116,10 @@ def arms(suite: Suite, lengths: Sequence[int], num_rows: int = 1) -> list[Engine
     configs: dict[str, dict[str, Any]] = {f"fixed {length}": {"num_speculative_tokens": length} for length in lengths}
     configs |= {name: {"num_speculative_tokens": LONGEST, **policy} for name, policy in POLICIES.items()}
     drafting = [
-        suite.engine_arm(name, {"method": "draft_model", **config}, num_rows=num_rows)
+        suite.lineup.engine_arm(name, {"method": "draft_model", **config}, num_rows=num_rows)
         for name, config in configs.items()
     ]
-    return [suite.plain_arm(num_rows), *drafting]
+    return [suite.lineup.plain_arm(num_rows), *drafting]
 
 
 def prompts_of(suite: Suite, kind: str, count: int) -> list[Prompt]:

@@ -26,7 +26,8 @@ from foretoken.bench.measure import Trial, compare, interleave
 from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.bench.report import plain_data
-from foretoken.bench.suite import Settings, Suite
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite
 from foretoken.config.engine import EngineConfig
 
 MODES = ("relaxed", "default", "strict")

@@ -14,9 +14,11 @@ from protocol import Answer, Arms, Decode, first_prompt, folder_and_threads, has
 
 from foretoken.bench.arms import Arm, Sampling
 from foretoken.bench.equality import preference_gap
+from foretoken.bench.lineup import PLAIN
 from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
-from foretoken.bench.suite import PLAIN, Settings, Suite
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite
 from foretoken.bench.workload import Prompt
 
 WITH_DRAFT = ("draft_model", "ngram", "suffix+draft_model")
@@ -46,18 +48,18 @@ class Engines:
         self._plain_only = plain_only
         methods = () if plain_only else WITHOUT if draft is None else WITH_DRAFT
         self.arms = Arms(first_prompt(folder))
-        self.arms.add(f"ours {PLAIN}", decode(self._suite.plain_arm()))
+        self.arms.add(f"ours {PLAIN}", decode(self._suite.lineup.plain_arm()))
         for name in methods:
-            self.arms.add(f"ours {name}", decode(self._suite.engine_arm(name, {"method": name})))
+            self.arms.add(f"ours {name}", decode(self._suite.lineup.engine_arm(name, {"method": name})))
         for name, candidates in self._candidates().items():
             self.arms.add(name, decode(candidates[0]))
 
     def _candidates(self) -> dict[str, Any]:
-        found = {"transformers plain": self._suite.plain_candidates()}
+        found = {"transformers plain": self._suite.lineup.plain_candidates()}
         if self._suite.pair.drafter is not None:
-            found["transformers assisted"] = self._suite.assisted_candidates()
+            found["transformers assisted"] = self._suite.lineup.assisted_candidates()
         if not self._plain_only:
-            found["transformers prompt lookup"] = self._suite.lookup_candidates()
+            found["transformers prompt lookup"] = self._suite.lineup.lookup_candidates()
         return found
 
     def tune(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class Engines:
         prompts = [Prompt(str(place), "", tuple(ids)) for place, ids in enumerate(request["prompts"])]
         tuned = {}
         for name, candidates in self._candidates().items():
-            best, speeds = self._suite.tuned(name, candidates, prompts, GREEDY)
+            best, speeds = self._suite.lineup.tuned(name, candidates, prompts, GREEDY)
             say(f"{best.name} of {speeds}")
             self.arms.runs[name] = decode(best)
             tuned[best.name] = speeds

@@ -20,16 +20,9 @@ from foretoken.bench import costs, equality, measure, models, profile, report, w
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.models import Pair
-from foretoken.bench.suite import (
-    BatchRow,
-    EfficiencyTable,
-    ProfileCell,
-    Row,
-    Settings,
-    SpeedTable,
-    Suite,
-    UnequalOutputsError,
-)
+from foretoken.bench.settings import Settings
+from foretoken.bench.suite import Suite, UnequalOutputsError
+from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
 from foretoken.cli import bench as cli
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -349,11 +342,11 @@ def test_a_model_without_a_drafter_is_measured_as_it_is(pair: Pair) -> None:
     lone = replace(pair, drafter=None, zoo_name=None)
     settings = Settings(num_prompts=1, max_new_tokens=8, batch_size=2, vocab_sizes=(1000, 50_000))
     suite = Suite(lone, "none", settings)
-    assert suite.default_method == "ngram"
-    assert [arm.name for arm in suite.draft_arms()] == ["ngram"]
+    assert suite.lineup.default_method == "ngram"
+    assert [arm.name for arm in suite.lineup.draft_arms()] == ["ngram"]
     assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "ngram"]
     assert suite._vocab_sizes() == [pair.target.config.vocab_size]
-    assert Suite(pair, "none", settings).default_method == "draft_model"
+    assert Suite(pair, "none", settings).lineup.default_method == "draft_model"
     inflated = Suite(pair, "512x1408", settings)
     assert inflated._vocab_sizes() == [pair.target.config.vocab_size, 50_000]
 

@@ -16,18 +16,11 @@ from typer.testing import CliRunner
 from foretoken.bench import which_report
 from foretoken.bench.advice import advise, by_kind, ranked
 from foretoken.bench.arms import EngineArm, Run, Sampling
+from foretoken.bench.candidates import Candidate, read_candidates, split_outside_brackets
 from foretoken.bench.equality import Divergence, Equality
 from foretoken.bench.measure import Comparison, bootstrap_median
-from foretoken.bench.which import (
-    Candidate,
-    MethodRow,
-    Outcome,
-    Refused,
-    Which,
-    WhichSettings,
-    read_candidates,
-    split_outside_brackets,
-)
+from foretoken.bench.outcome import MethodRow, Outcome, Refused
+from foretoken.bench.which import Which, WhichSettings
 from foretoken.cli import bench as cli
 from foretoken.cli import which as which_cli
 from foretoken.config.speculative import SpeculativeConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.bench.measure import bootstrap_median
-from foretoken.bench.which import MethodRow, Outcome
+from foretoken.bench.outcome import MethodRow, Outcome
 
 MIN_PROMPTS = 6
 """With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""

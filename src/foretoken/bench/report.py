@@ -18,7 +18,7 @@ from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
 from foretoken.bench.measure import Comparison
 from foretoken.bench.profile import VERBS
-from foretoken.bench.suite import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
+from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
 
 QUIET_SHARE = 0.1
 """Share of the processors used by others beyond which a timing is not to be trusted."""

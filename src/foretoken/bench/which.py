@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,9 +15,11 @@ import torch
 
 from foretoken.bench import equality
 from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate
 from foretoken.bench.equality import Equality
-from foretoken.bench.measure import Comparison, Trial, compare, interleave, prompt_ratios
+from foretoken.bench.measure import Trial, interleave
 from foretoken.bench.models import describe, sizes
+from foretoken.bench.outcome import MethodRow, Outcome, Refused, row_of
 from foretoken.bench.workload import (
     AGAIN,
     COPY,
@@ -31,12 +31,9 @@ from foretoken.bench.workload import (
     select,
 )
 from foretoken.config.engine import EngineConfig
-from foretoken.config.method import methods
-from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import DrafterFactory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.stats import SequenceStats, StepProfile
+from foretoken.engine.stats import StepProfile
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
@@ -44,10 +41,6 @@ from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM
 from foretoken.testing.inflation import inflate
 
-PLAIN = "plain"
-ALL = "all"
-COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
-"""The combinations that "all" tries besides the single methods."""
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
 """Of a prompt's output that are compared in the strict mode before anything is timed."""
@@ -78,186 +71,24 @@ class WhichSettings:
     exactness: str = EngineConfig.exactness
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way of drafting.
-
-    Args:
-      name: in tables.
-      given: what a user writes as the speculative config.
-    """
-
-    name: str
-    given: Mapping[str, Any]
-
-    @property
-    def config(self) -> SpeculativeConfig:
-        return SpeculativeConfig.parse(self.given)
-
-
-_PLAIN = Candidate(PLAIN, {"method": "none"})
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A method that this model cannot draft by, and why."""
-
-    method: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class MethodRow:
-    """The results of one method; figures are None where it differs from plain decoding or nothing was timed.
-
-    Args:
-      given: the speculative config.
-      comparison: speed by own plain decoding.
-      prompt_ratios: the same of every prompt, None where nothing was left to time.
-      tokens_per_step: tau, the bonus included.
-      nodes_per_step: verified nodes, the pending token included.
-      draft_seconds: proposing and observing, per step.
-      memory_bytes: by which the process grew when the method was loaded and ran for the first time, its own
-        key-value cache of the target included; None where the system does not say.
-      equality: with plain decoding, in the mode in which it is promised.
-      timed_equality: the same in the runs that were timed.
-    """
-
-    method: str
-    given: Mapping[str, Any]
-    tokens_per_second: float | None
-    comparison: Comparison | None
-    prompt_ratios: tuple[float | None, ...]
-    tokens_per_step: float
-    acceptance_rate: float | None
-    nodes_per_step: float
-    draft_seconds: float
-    memory_bytes: int | None
-    equality: Equality | None
-    timed_equality: Equality | None
-
-    @property
-    def is_timed(self) -> bool:
-        return self.comparison is not None and self.comparison.num_prompts > 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All findings of a comparison.
-
-    Args:
-      kinds: of the prompts, in their order.
-      promised: "default" or "strict": the mode in which equality was judged.
-      different: methods whose tokens are not those of plain decoding in that mode.
-      repeated_share: of plain decoding's tokens, those inside repeated 8-grams.
-      num_prompts_planned: what an interrupted run did not reach.
-    """
-
-    sampling: str
-    kinds: tuple[str, ...]
-    num_prompts_planned: int
-    runs_per_prompt: int
-    other_cpu_share: float
-    promised: str
-    repeated_share: float
-    plain: MethodRow
-    rows: tuple[MethodRow, ...]
-    different: tuple[Equality, ...]
-    refused: tuple[Refused, ...]
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.kinds)
-
-
-# -- candidates --------------------------------------------------------------------------------------------------
-
-
-def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[Candidate]:
-    """The methods that a user names: by comma, ``a+b`` and ``a>b`` as everywhere, JSON for other settings, or "all".
-
-    Args:
-      draft_model: for those that draft with a model.
-      num_draft_tokens: for all; None leaves every method its default.
-
-    Raises: ConfigError for anything that is not a method.
-    """
-    found: list[Candidate] = []
-    for part in split_outside_brackets(text):
-        single = (name for name, method in methods().items() if name != "none" and not method.combines)
-        names = [*single, *COMPOSITIONS]
-        for given in [{"method": name} for name in names] if part == ALL else [_given(part)]:
-            candidate = _completed(given, draft_model, num_draft_tokens)
-            if candidate.name not in [other.name for other in found]:
-                found.append(candidate)
-    if not found:
-        raise ConfigError(f"--methods is {text!r}; name methods with commas between them, or {ALL}")
-    return found
-
-
-def split_outside_brackets(text: str) -> list[str]:
-    """Split at commas that stand outside of braces, brackets and quotes: ``a,{"b": 1, "c": [2, 3]}`` has two parts."""
-    parts, depth, is_quoted = [""], 0, False
-    for place, sign in enumerate(text):
-        if sign == '"' and text[place - 1 : place] != "\\":
-            is_quoted = not is_quoted
-        elif not is_quoted:
-            depth += (sign in "{[") - (sign in "}]")
-        if sign == "," and depth == 0 and not is_quoted:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _given(part: str) -> dict[str, Any]:
-    if not part.startswith("{"):
-        return {"method": part}
-    try:
-        return dict(json.loads(part))
-    except ValueError as error:
-        raise ConfigError(f"--methods holds {part!r}, which is not valid JSON: {error}") from None
-
-
-def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> Candidate:
-    """The candidate with the drafter and the length that were named beside it, under the method's own name."""
-    config = SpeculativeConfig.parse(given)
-    if config.method == "none":
-        raise ConfigError("--methods holds plain decoding, which every method is compared with anyway; leave it out")
-    full = dict(given)
-    part = config.model_part
-    if draft_model is not None and part is not None and part.model is None:
-        full["model"] = draft_model
-    if num_draft_tokens is not None:
-        full.setdefault("num_speculative_tokens", num_draft_tokens)
-    spelled = str(given["method"]) if "method" in given else str(config.method)
-    others = {key: value for key, value in given.items() if key != "method"}
-    return Candidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
-
-
-# -- the comparison ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Started:
-    """An arm that has run, and what it added to the memory of the process."""
-
-    arm: EngineArm
-    memory_bytes: int | None
-
-
 @dataclass
 class Contender:
-    """A candidate on its way through the comparison.
+    """A candidate whose arm has run.
 
     Args:
+      memory_bytes: by which the process grew, as far as the system says.
       equality: with plain decoding in strict mode; None where the timed runs are the ones to be compared.
     """
 
     candidate: Candidate
-    make: DrafterFactory
-    started: Started
+    make: Callable[[], Drafter]
+    arm: EngineArm
+    memory_bytes: int | None
     equality: Equality | None = None
+
+    def row(self, trial: Trial, judged: Equality | None, timed: Equality | None) -> MethodRow:
+        """What a trial tells of it; ``judged`` and ``timed`` as in `row_of`."""
+        return row_of(trial, self.candidate, self.arm.engine.profile, self.memory_bytes, judged, timed)
 
 
 class Which:
@@ -306,7 +137,7 @@ class Which:
         return prompts
 
     def _asked_again(self, questions: Seq[Any], room: int | None) -> list[Prompt]:
-        plain, length = self._arm(_PLAIN, EmptyDrafter), self.settings.max_new_tokens
+        plain, length = self._arm(PLAIN_CANDIDATE, EmptyDrafter), self.settings.max_new_tokens
         ending = replace(self.settings.sampling, temperature=0.0, ignore_eos=False)
         prompts = asked_again(
             self._pairing.tokenizer, questions, lambda ids: plain.run(ids, length, ending).token_ids, room
@@ -321,7 +152,7 @@ class Which:
 
         Raises: ConfigError when no method applies.
         """
-        plain = self._started(_PLAIN, EmptyDrafter)
+        plain = self._started(PLAIN_CANDIDATE, EmptyDrafter)
         contenders, refused = self._contenders(candidates)
         if not contenders:
             reasons = "; ".join(f"{one.method}: {one.reason}" for one in refused)
@@ -338,7 +169,7 @@ class Which:
             on_prompt(outcome(trial))
 
         self._say("timing", 0, len(self.prompts))
-        arms = [plain.arm, *(one.started.arm for one in equal)]
+        arms = [plain.arm, *(one.arm for one in equal)]
         trial = interleave(arms, self.prompts, settings.sampling, settings.max_new_tokens, settings.repeats, note)
         return outcome(trial)
 
@@ -354,7 +185,7 @@ class Which:
             except ForetokenError as error:
                 refused.append(Refused(candidate.name, str(error)))
                 continue
-            contenders.append(Contender(candidate, make, self._started(candidate, make, before)))
+            contenders.append(self._started(candidate, make, before))
         return contenders, refused
 
     @property
@@ -379,7 +210,7 @@ class Which:
         if self._is_full_precision or not judged:
             return
         length, sampling = min(_CHECKED_TOKENS, self.settings.max_new_tokens), self.settings.sampling
-        arms = [self._arm(_PLAIN, EmptyDrafter, "strict")]
+        arms = [self._arm(PLAIN_CANDIDATE, EmptyDrafter, "strict")]
         arms += [self._arm(one.candidate, one.make, "strict") for one in judged]
         trial = Trial(self.prompts, sampling, length, {arm.name: [] for arm in arms})
         for place, prompt in enumerate(self.prompts):
@@ -402,8 +233,8 @@ class Which:
         )
         return EngineArm(candidate.name, self.target, make(), self._eos, config)
 
-    def _started(self, candidate: Candidate, make: Callable[[], Drafter], before: int | None = None) -> Started:
-        """An arm that has run once.
+    def _started(self, candidate: Candidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
+        """A candidate whose arm has run once.
 
         Args:
           before: what the process held before anything of it was loaded; what it holds now if left out.
@@ -413,11 +244,12 @@ class Which:
         arm.run(self.prompts[0].token_ids, _WARM_UP_TOKENS, self.settings.sampling)
         arm.engine.profile = StepProfile()
         after = resident_bytes()
-        return Started(arm, None if before is None or after is None else max(0, after - before))
+        grown = None if before is None or after is None else max(0, after - before)
+        return Contender(candidate, make, arm, grown)
 
     # -- figures -----------------------------------------------------------------------------------------------
 
-    def _outcome(self, trial: Trial, plain: Started, contenders: Seq[Contender], refused: Seq[Refused]) -> Outcome:
+    def _outcome(self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[Refused]) -> Outcome:
         judged = [one.candidate.name for one in contenders if one.candidate.name in trial.runs and self._is_judged(one)]
         timed = {found.arm: found for found in equality.check(trial, self.target, PLAIN, judged)}
         rows, different = [], []
@@ -427,7 +259,7 @@ class Which:
             if found is not None and not self._passes(found):
                 different.append(found)
             else:
-                rows.append(_row(trial, contender.candidate, contender.started, found, timed.get(name)))
+                rows.append(contender.row(trial, found, timed.get(name)))
         return Outcome(
             sampling=self.settings.sampling.label,
             kinds=tuple(prompt.category for prompt in trial.prompts),
@@ -436,36 +268,11 @@ class Which:
             other_cpu_share=trial.other_cpu_share,
             promised=self.promised_exactness,
             repeated_share=repeated_share(trial.outputs(PLAIN)),
-            plain=_row(trial, _PLAIN, plain, None, None),
+            plain=plain.row(trial, None, None),
             rows=tuple(rows),
             different=tuple(different),
             refused=tuple(refused),
         )
-
-
-def _row(
-    trial: Trial, candidate: Candidate, started: Started, judged: Equality | None, timed: Equality | None
-) -> MethodRow:
-    stats = SequenceStats()
-    for run in (run for runs in trial.runs[candidate.name] for run in runs):
-        stats.add(run.stats or SequenceStats())
-    profile = started.arm.engine.profile
-    speed = trial.tokens_per_second(candidate.name)
-    steps = max(1, stats.num_steps)
-    return MethodRow(
-        method=candidate.name,
-        given=candidate.given,
-        tokens_per_second=None if math.isnan(speed) else speed,
-        comparison=None if candidate.name == PLAIN else compare(trial, candidate.name, PLAIN),
-        prompt_ratios=tuple(prompt_ratios(trial, candidate.name, PLAIN)),
-        tokens_per_step=stats.tokens_per_step,
-        acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
-        nodes_per_step=1 + stats.num_draft_tokens / steps,
-        draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
-        memory_bytes=started.memory_bytes,
-        equality=judged,
-        timed_equality=timed,
-    )
 
 
 def _scaled(loaded: Loaded, scale: str) -> Loaded:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from foretoken.bench.advice import Advice, KindRow, advise, by_kind, ranked
 from foretoken.bench.equality import Equality
+from foretoken.bench.outcome import MethodRow, Outcome
 from foretoken.bench.report import NOTHING, count, figure, plain_data, show_load, show_table, table_of
-from foretoken.bench.which import MethodRow, Outcome
 
 _SHOWN_PER_KIND = 3
 

@@ -63,7 +63,7 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
     _hide_progress_of_loading()
     keep = partial(_write, options.output, results)
     if options.methods is not None:
-        from foretoken.bench.which import read_candidates
+        from foretoken.bench.candidates import read_candidates
         from foretoken.cli.which import compare_methods
 
         return compare_methods(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from foretoken.bench.suite import Settings
+    from foretoken.bench.settings import Settings
     from foretoken.bench.which import WhichSettings
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
@@ -153,7 +153,7 @@ class BenchOptions:
 
         Raises: ConfigError for text that holds no numbers.
         """
-        from foretoken.bench.suite import Settings
+        from foretoken.bench.settings import Settings
 
         settings = Settings(
             num_prompts=self.num_prompts or Settings.num_prompts,

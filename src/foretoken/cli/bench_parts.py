@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.suite import EfficiencyTable, Settings, SpeedTable, Suite
+    from foretoken.bench.settings import Settings
+    from foretoken.bench.suite import Suite
+    from foretoken.bench.tables import EfficiencyTable, SpeedTable
 
 
 def suite_of(model: str, draft_model: str | None, dtype: str, scale: str, settings: Settings) -> Suite:

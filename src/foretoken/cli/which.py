@@ -14,7 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from foretoken.bench.which import Candidate, Outcome, WhichSettings
+    from foretoken.bench.candidates import Candidate
+    from foretoken.bench.outcome import Outcome
+    from foretoken.bench.which import WhichSettings
 
 
 def compare_methods(

@@ -1,0 +1,99 @@
+"""The methods that are compared, as a user names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.config.method import methods
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.errors import ConfigError
+
+PLAIN = "plain"
+ALL = "all"
+COMPOSITIONS = ("suffix+draft_model", "ngram>token_recycling")
+"""The combinations that "all" tries besides the single methods."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way of drafting.
+
+    Args:
+      name: in tables.
+      given: what a user writes as the speculative config.
+    """
+
+    name: str
+    given: Mapping[str, Any]
+
+    @property
+    def config(self) -> SpeculativeConfig:
+        return SpeculativeConfig.parse(self.given)
+
+
+PLAIN_CANDIDATE = Candidate(PLAIN, {"method": "none"})
+
+
+def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[Candidate]:
+    """The methods that a user names: by comma, ``a+b`` and ``a>b`` as everywhere, JSON for other settings, or "all".
+
+    Args:
+      draft_model: for those that draft with a model.
+      num_draft_tokens: for all; None leaves every method its default.
+
+    Raises: ConfigError for anything that is not a method.
+    """
+    found: list[Candidate] = []
+    for part in split_outside_brackets(text):
+        single = (name for name, method in methods().items() if name != "none" and not method.combines)
+        names = [*single, *COMPOSITIONS]
+        for given in [{"method": name} for name in names] if part == ALL else [_given(part)]:
+            candidate = _completed(given, draft_model, num_draft_tokens)
+            if candidate.name not in [other.name for other in found]:
+                found.append(candidate)
+    if not found:
+        raise ConfigError(f"--methods is {text!r}; name methods with commas between them, or {ALL}")
+    return found
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """Split at commas that stand outside of braces, brackets and quotes: ``a,{"b": 1, "c": [2, 3]}`` has two parts."""
+    parts, depth, is_quoted = [""], 0, False
+    for place, sign in enumerate(text):
+        if sign == '"' and text[place - 1 : place] != "\\":
+            is_quoted = not is_quoted
+        elif not is_quoted:
+            depth += (sign in "{[") - (sign in "}]")
+        if sign == "," and depth == 0 and not is_quoted:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _given(part: str) -> dict[str, Any]:
+    if not part.startswith("{"):
+        return {"method": part}
+    try:
+        return dict(json.loads(part))
+    except ValueError as error:
+        raise ConfigError(f"--methods holds {part!r}, which is not valid JSON: {error}") from None
+
+
+def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> Candidate:
+    """The candidate with the drafter and the length that were named beside it, under the method's own name."""
+    config = SpeculativeConfig.parse(given)
+    if config.method == "none":
+        raise ConfigError("--methods holds plain decoding, which every method is compared with anyway; leave it out")
+    full = dict(given)
+    part = config.model_part
+    if draft_model is not None and part is not None and part.model is None:
+        full["model"] = draft_model
+    if num_draft_tokens is not None:
+        full.setdefault("num_speculative_tokens", num_draft_tokens)
+    spelled = str(given["method"]) if "method" in given else str(config.method)
+    others = {key: value for key, value in given.items() if key != "method"}
+    return Candidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
