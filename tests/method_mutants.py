@@ -42,11 +42,12 @@ from foretoken.model import quantize
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
 from foretoken.model.sublayers import SkippableLayers
-from foretoken.retrieval import history
+from foretoken.retrieval import suffix_tree
 from foretoken.retrieval.automaton import SuffixAutomaton
-from foretoken.retrieval.build import State
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.history import OutputHistory
+from foretoken.retrieval.resuming import State
+from foretoken.retrieval.suffix_tree import SuffixTree
 from foretoken.tree import DraftTree
 from integration import test_self_draft, test_self_draft_state, test_swift
 from mutants import (
@@ -472,13 +473,13 @@ SUFFIX = (
     # the next two leave something in the tree of the history, which is nowhere else to be seen
     Mutant(
         "the history keeps splits that nothing needs any more",
-        replaced(history, "_merge_only_child", lambda node: None),
+        replaced(suffix_tree, "_merge_only_child", lambda node: None),
         _REMEMBERED,
         keeps_tokens="suffix-shared",
     ),
     Mutant(
         "outputs that were forgotten still count",
-        skipped(OutputHistory, "_remove"),
+        skipped(SuffixTree, "remove"),
         _REMEMBERED,
         keeps_tokens="suffix-shared",
     ),

@@ -39,8 +39,8 @@ from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import PROMPTS, perturbed, toy_model
 
 VOCAB_SIZE = 64

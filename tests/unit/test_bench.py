@@ -19,6 +19,7 @@ from foretoken import zoo
 from foretoken.bench import costs, equality, measure, models, profile, report, workload
 from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
 from foretoken.bench.drafting import DraftCost
+from foretoken.bench.lineup import Lineup
 from foretoken.bench.models import Pair
 from foretoken.bench.settings import Settings
 from foretoken.bench.suite import Suite, UnequalOutputsError
@@ -331,7 +332,7 @@ def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.M
 
     monkeypatch.setattr(EngineArm, "run", lying)
     monkeypatch.setattr(
-        Suite, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
+        Lineup, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
     )
     with pytest.raises(UnequalOutputsError, match=r"ngram leaves .* at token 7"):
         suite.passages(suite.greedy)

@@ -24,9 +24,12 @@ from foretoken import zoo
 from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
-from foretoken.retrieval.build import Limits, append, build, from_tokens
+from foretoken.retrieval import corpus as corpora
+from foretoken.retrieval import resuming
+from foretoken.retrieval.build import Limits, append, build
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import Datastore, Lookup, known_end
+from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.growth import Shape
 from foretoken.retrieval.manifest import Manifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of
@@ -235,7 +238,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
     """Broken off at the n-th state or shard that is written, before or after: the result is the same, byte by byte."""
     limits = Limits(max_shard_tokens=700)
     monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
-    monkeypatch.setattr(building, "_BATCH_PIECES", 7)
+    monkeypatch.setattr(corpora, "_BATCH_PIECES", 7)
     build([corpus], tokenizer(), tmp_path / "whole", limits=limits)
     calls = 0
 
@@ -253,7 +256,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(building, "write_json", breaking(building.write_json))
+        patch.setattr(resuming, "write_json", breaking(resuming.write_json))
         patch.setattr(building, "write_suffix_array", breaking(building.write_suffix_array))
         with pytest.raises(Killed):
             build([corpus], tokenizer(), tmp_path / "out", limits=limits)

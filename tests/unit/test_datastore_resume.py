@@ -21,6 +21,7 @@ import pytest
 from foretoken.errors import DatastoreError
 from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
+from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import manifest as manifests
 from foretoken.retrieval.build import Limits, build
 from foretoken.retrieval.datastore import Datastore
@@ -54,7 +55,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Some shards, several checkpoints in each."""
     monkeypatch.setattr(building, "_CHECKPOINT_BYTES", 256)
-    monkeypatch.setattr(building, "_BATCH_PIECES", 7)
+    monkeypatch.setattr(corpora, "_BATCH_PIECES", 7)
     return write_corpus(tmp_path / "corpus.jsonl", 120)
 
 

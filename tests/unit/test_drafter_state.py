@@ -34,8 +34,8 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
 from foretoken.tree import DraftTree

@@ -172,8 +172,8 @@ def check_tree(history: OutputHistory, texts: list[list[int]]) -> None:
             assert len(child.children) != 1 or next(iter(child.children.values())).count < child.count
             visit(child, whole)
 
-    assert history._root.count == sum(map(len, texts))
-    visit(history._root, b"")
+    assert history.tree.root.count == sum(map(len, texts))
+    visit(history.tree.root, b"")
 
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=7), depth=st.sampled_from([2, 3, 6, 10]), kept=st.integers(1, 3))

@@ -24,8 +24,9 @@ from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import SamplingLaw
-from foretoken.retrieval.build import Progress, from_tokens
+from foretoken.retrieval.build import Progress
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.tree import DraftTree
 
 REST = "rest"

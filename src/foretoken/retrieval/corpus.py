@@ -6,7 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,9 @@ from foretoken.errors import CorpusError
 
 PIECE_CHARACTERS = 1 << 19
 """Longest text that is tokenised at once: what bounds the memory of reading."""
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_PIECES = 1024
 
 _MARKUP = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".tsv", ".log"}
 _CODE = {
@@ -189,6 +192,20 @@ def _document(text: str, bytes_read: int) -> Iterator[Piece]:
     for piece in pieces:
         yield Piece(piece, False, bytes_read)
     yield Piece(rest, True, bytes_read)
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """About a MiB of text at a time, so that the tokenizer may work in parallel."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def cut(text: str) -> list[str]:

@@ -19,8 +19,9 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, DatastoreError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Root, Shape, grow
-from foretoken.retrieval.history import OutputHistory, Spot
+from foretoken.retrieval.history import OutputHistory
 from foretoken.retrieval.manifest import fingerprint_of
+from foretoken.retrieval.suffix_tree import Spot
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
