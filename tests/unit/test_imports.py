@@ -1,4 +1,4 @@
-"""The rooms of the program and the direction of its imports: downwards only, and nothing in a circle."""
+"""The rooms of the program and the direction of its imports, downwards only and never in a circle; no file too long."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ LAYERS = (
 )
 """Rooms and files of the package from the ground up. A room imports from lower layers only. The methods of drafting
 are found by name (`foretoken.config.method`), so that config knows none of them."""
+
+
+MAX_LINES = 300
+LONGER = {
+    "accept/rules.py": "being split",
+    "drafters/parts/growing.py": "being split",
+    "engine/engine.py": "being split",
+    "model/lm.py": "being split",
+}
+"""Files that may have more lines, and why."""
 
 
 @cache
@@ -99,6 +109,17 @@ def test_no_file_imports_itself_in_a_circle() -> None:
 
     for module in modules():
         visit(module, ())
+
+
+def test_no_file_is_long_without_a_reason() -> None:
+    lengths = {
+        path.relative_to(SOURCE / "foretoken").as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in modules().values()
+    }
+    too_long = {name: length for name, length in lengths.items() if length > MAX_LINES and name not in LONGER}
+    assert not too_long, f"split by what they are responsible for, or say in LONGER why not: {too_long}"
+    needless = [name for name, why in LONGER.items() if why != "being split" and lengths.get(name, 0) <= MAX_LINES]
+    assert not needless, f"they are short enough now; take them out of LONGER: {needless}"
 
 
 def test_an_import_upwards_would_show() -> None:

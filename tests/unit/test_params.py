@@ -192,6 +192,15 @@ class TestSpeculativeConfig:
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.method = "ngram"  # type: ignore[misc]
 
+    def test_keys_are_attributes_and_nothing_else_of_the_options_is(self) -> None:
+        config = SpeculativeConfig(method="ngram", prompt_lookup_max=3)
+        assert (config.prompt_lookup_max, config.draft_threshold) == (3, None)
+        assert SpeculativeConfig(method="none").num_speculative_tokens == 0
+        for name in ("check", "keys", "of", "defaults_beside", "num_branches", "prompt_lookup_maximum"):
+            with pytest.raises(AttributeError, match=rf"{name}.*method 'ngram' are .*prompt_lookup_max"):
+                getattr(config, name)
+        assert pickle.loads(pickle.dumps(config)) == copy.copy(config) == config
+
     def test_what_is_kept_of_a_config_holds_no_model(self) -> None:
         model = object()
         for method in ("draft_model", "ngram+draft_model", "ngram>suffix+draft_model"):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from foretoken.config.acceptance import RULES, AcceptanceRule
@@ -15,6 +13,7 @@ from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method
 from foretoken.config.keywords import canonical, native, respelled, spelling
 from foretoken.config.method import Method, compositions, method_aliases, methods
 from foretoken.config.options import Key, Options
+from foretoken.config.written import read_text
 from foretoken.errors import ConfigError
 
 ALIASES = {
@@ -102,13 +101,14 @@ class SpeculativeConfig:
         object.__setattr__(self, "options", chosen.options.of(given))
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_"):
-            options = self.__dict__.get("options")
-            if options is not None and hasattr(options, name):
-                return getattr(options, name)
-            if name in all_keys():
-                return None
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        """A key of the method, which may fix it; None for a key of other methods. A copy in the making has none."""
+        options = self.__dict__.get("options")
+        if options is not None and name in vars(options):
+            return getattr(options, name)
+        if options is not None and name in all_keys():
+            return getattr(options, name, None)
+        known = "" if options is None else f"; the keys of method {self.method!r} are {', '.join(options.keys())}"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{known}")
 
     def __repr__(self) -> str:
         values = {"method": self.method, **_set(self.options)}
@@ -127,7 +127,7 @@ class SpeculativeConfig:
         if isinstance(value, SpeculativeConfig):
             return value
         if isinstance(value, str):
-            value = _read_text(value)
+            value = read_text(value)
         if not isinstance(value, Mapping):
             raise ConfigError(f"speculative config is {value!r}; give a JSON object, a mapping, @FILE or None")
         return cls(**{str(name): item for name, item in value.items()})
@@ -265,37 +265,3 @@ def _check_available(name: str) -> None:
 
 def _shown(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
-
-
-def _read_text(text: str) -> Any:
-    """JSON, the JSON in ``@file``, or the bare name of a method."""
-    source = "speculative config"
-    if text.startswith("@"):
-        source = text[1:]
-        try:
-            text = Path(source).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"speculative config {source!r} cannot be read: {error.strerror}; check the path"
-            ) from None
-    text = text.strip()
-    if not text:
-        raise ConfigError(f'{source} is empty; write for instance {{"method": "ngram"}}, or None for plain decoding')
-    if text[0] not in '{["0123456789':
-        _check_is_no_path(text)
-        return {"method": text}
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
-
-
-def _check_is_no_path(text: str) -> None:
-    """Say how a file or a model is given where one stands in the place of a method."""
-    if text.endswith(".json"):
-        raise ConfigError(f"speculative config {text!r} is neither a method nor JSON; to read a file, write '@{text}'")
-    if "/" in text or text.startswith("zoo:") or text.endswith(".gguf"):
-        raise ConfigError(
-            f"speculative config {text!r} is neither a method nor JSON; to draft with that model, write "
-            f'{{"method": "draft_model", "model": "{text}"}}'
-        )

@@ -1,0 +1,139 @@
+"""Runs of an engine whose invariants are checked after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM
+from foretoken.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The result of a run: tokens and finish reason per request, and the number of steps."""
+
+    outputs: dict[str, tuple[int, ...]]
+    reasons: dict[str, str | None]
+    num_steps: int
+
+
+class _Watched(Drafter):
+    """Passes everything on, and checks the contract between engine and drafter on the way."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.name = drafter.name
+        self.requires = drafter.requires
+        self._started: set[int] = set()
+        self._proposed: dict[int, DraftTree] = {}
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self.drafter.bind(target, cache)
+
+    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+        require(len(rows) == len(features), f"start got {len(rows)} rows and {len(features)} features")
+        self._started |= {row.id for row in rows}
+        self.drafter.start(rows, features)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        before = [list(row.token_ids) for row in rows]
+        trees = self.drafter.propose(rows, budgets)
+        require(len(trees) == len(rows), f"{self.name}: {len(trees)} drafts for {len(rows)} rows")
+        for row, tokens, budget, tree in zip(rows, before, budgets, trees, strict=True):
+            require(row.id in self._started, f"propose before start for row {row.id}")
+            require(row.token_ids == tokens, f"{self.name} changed the tokens of row {row.id}")
+            require(
+                tree.tokens[0] == tokens[-1],
+                f"{self.name}: the draft's root is {tree.tokens[0]}, pending is {tokens[-1]}",
+            )
+            require(
+                tree.depth <= max(budget, 0), f"{self.name} drafted {tree.depth} tokens deep, the budget is {budget}"
+            )
+            self._proposed[row.id] = tree
+        return trees
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
+            ends_well = tuple(row.token_ids[-len(result.emitted) :]) == result.emitted
+            require(ends_well, f"observe: row {row.id} does not end with what was emitted, {result.emitted}")
+            path = [result.tree.tokens[node] for node in result.path[1:]]
+            require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
+        self.drafter.observe(rows, results)
+
+    def retain(self, rows: Seq[Sequence], limit: int) -> None:
+        require({row.id for row in rows} <= self._started, "retain for rows which never started")
+        self.drafter.retain(rows, limit)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        ids = {row.id for row in rows}
+        require(ids <= self._started, f"forget for rows {sorted(ids - self._started)}, which never started")
+        self._started -= ids
+        self.drafter.forget(rows)
+
+    def check_empty(self) -> None:
+        require(not self._started, f"rows {sorted(self._started)} finished, but were never forgotten")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises: AssertionError with the message, also under ``python -O``."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def decode(
+    target: CausalLM,
+    drafter: Drafter,
+    requests: Seq[tuple[Seq[int], SamplingParams]],
+    *,
+    eos_token_ids: Seq[int] = (),
+    config: EngineConfig | None = None,
+    abort: str | None = None,
+) -> Trace:
+    """Run requests to their end, checking the invariants of engine, cache and drafter after every step.
+
+    Args:
+      requests: prompt and parameters each; request i is called ``str(i)``, its sample j ``"i.j"`` in the trace.
+      abort: a request to be aborted as soon as it has any output.
+    Raises: AssertionError when a step makes more than one target forward, or leaves a cache that does not hold
+      exactly the tokens before the pending one.
+    """
+    watched = _Watched(drafter)
+    engine = Engine(target, watched, config, eos_token_ids=eos_token_ids)
+    rows = []
+    for i, (prompt, params) in enumerate(requests):
+        rows += engine.add_request(prompt, params, str(i))
+    num_steps = 0
+    while engine.has_unfinished:
+        before = target.num_forwards
+        engine.step()
+        num_steps += 1
+        require(target.num_forwards - before == 1, f"step {num_steps} made {target.num_forwards - before} forwards")
+        check_cache_lengths(engine)
+        if any(row.request_id == abort and row.num_output_tokens and not row.is_finished for row in rows):
+            engine.abort(str(abort))
+            check_cache_lengths(engine)
+    watched.check_empty()
+    names = {row.id: f"{row.request_id}.{row.index}" for row in rows}
+    return Trace(
+        {names[row.id]: tuple(row.output_ids) for row in rows},
+        {names[row.id]: row.finish_reason for row in rows},
+        num_steps,
+    )
+
+
+def check_cache_lengths(engine: Engine) -> None:
+    """Raises: AssertionError unless the cache of every decoding row ends right before its pending token."""
+    lengths = {row.id: len(row.token_ids) - 1 for row in engine.decoding_rows}
+    cached = {row.id: engine.cache.lengths[slot] for slot, row in enumerate(engine.decoding_rows)}
+    require(cached == lengths, f"the cache holds {cached} tokens per row; want {lengths}")
+    require(
+        engine.cache.num_rows == engine.num_running,
+        f"the cache has {engine.cache.num_rows} rows, {engine.num_running} are running",
+    )
