@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from foretoken.classic.ngram_assisted import INgramStorage, NGramStorage
 from foretoken.classic.processed import ProcessedLaw, TorchNoise
 from foretoken.classic.reader import Reader
 from foretoken.classic.rounds import Draft
 from foretoken.classic.sampling.speculative_decoding import ModelProposer
-from foretoken.testing import perturbed, strengthen, toy_model
+from foretoken.testing import perturbed, toy_model
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]
 
@@ -35,19 +35,16 @@ def drafter(seed: int = 0, vocab_size: int = 64, scale: float = 0.1) -> PreTrain
 @cache
 def tiny(seed: int, vocab_size: int) -> PreTrainedModel:
     """One layer, for thousands of calls."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
+    return toy_model(
+        vocab_size,
+        seed=seed,
+        scale=0.4,
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2,
         max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
-    return strengthen(LlamaForCausalLM(config), seed, scale=0.4).to(torch.float64).eval()
 
 
 def hf_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from classic_models import PROMPT, drafter, hf_greedy, target
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from foretoken.classic import last_trace
 from foretoken.classic.adapters import adapter_of
@@ -20,7 +20,7 @@ from foretoken.classic.utils.logits_processor import MultinomialProcessor
 from foretoken.errors import PromptError
 from foretoken.loading.adapters import ADAPTERS
 from foretoken.model.lm import CausalLM
-from foretoken.testing import strengthen, toy_model
+from foretoken.testing import toy_model
 
 
 def test_a_model_is_probed_once(monkeypatch: Any) -> None:
@@ -53,21 +53,19 @@ def test_adapters_go_with_their_models() -> None:
     assert len(ADAPTERS) == before - 1
 
 
-def packable_model() -> LlamaForCausalLM:
+def packable_model() -> PreTrainedModel:
     """Large enough in float32 for packed weights."""
-    config = LlamaConfig(
-        vocab_size=512,
+    return toy_model(
+        512,
+        seed=1,
+        dtype=torch.float32,
+        scale=0.1,
         hidden_size=256,
         intermediate_size=1024,  # 256 x 1024 is the smallest weight that is packed
         num_hidden_layers=1,
-        num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
-    return strengthen(LlamaForCausalLM(config), 1, scale=0.1).eval()
 
 
 def test_weights_that_were_written_are_seen() -> None:

@@ -49,7 +49,7 @@ class Profile:
 
 
 class _Stopwatch:
-    """Adds up the time inside one function."""
+    """Adds up the time inside one function while a loop runs; `foretoken.engine.costs` times forwards on their own."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

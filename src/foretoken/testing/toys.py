@@ -10,24 +10,34 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from foretoken.tree import DraftTree
 
 
-def toy_model(vocab_size: int = 64, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def toy_model(
+    vocab_size: int = 64,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    scale: float = 0.25,
+    **sizes: int,
+) -> PreTrainedModel:
     """A two-layer Llama with strong random weights, built in milliseconds.
+
+    Args:
+      scale: standard deviation of its matrices, as of `strengthen`.
+      sizes: fields of `LlamaConfig` that are to differ.
 
     Randomness: ``seed``.
     """
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        vocab_size=vocab_size, bos_token_id=None, eos_token_id=None, pad_token_id=None, **{**shape, **sizes}
     )
-    return strengthen(LlamaForCausalLM(config), seed).to(dtype).eval()
+    return strengthen(LlamaForCausalLM(config), seed, scale).to(dtype).eval()
 
 
 def strengthen(model: PreTrainedModel, seed: int = 0, scale: float = 0.25) -> PreTrainedModel:
