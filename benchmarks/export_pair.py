@@ -58,7 +58,7 @@ def export(
     pair = load_pair(model, None, "float32")
     settings = Settings(num_prompts=num_prompts, max_new_tokens=max_new_tokens)
     small = Suite(pair, "none", settings)  # the same function, at a fraction of the cost where it is inflated
-    arm = small.engine_arm("ngram", {"method": "ngram"})  # what plain decoding says, sooner
+    arm = small.lineup.engine_arm("ngram", {"method": "ngram"})  # what plain decoding says, sooner
     groups = {"all kinds": small.prompts(context), "asked again": small.copying_prompts()}
     ending = replace(small.greedy, ignore_eos=False)  # what other engines do with an ignored end differs
     records: list[dict[str, Any]] = []
