@@ -26,6 +26,7 @@ from foretoken.drafters.lookup.ngram import NGramDrafter, SuffixIndex
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.parts import composite
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.calibration import Calibration
 from foretoken.drafters.parts.composite import CompositeDrafter
@@ -511,9 +512,19 @@ def _oldest_first(add_text: Any) -> Any:
     return wrong
 
 
-def _of_other_tokens(features: Features) -> Features:
-    """Candidates one place further on, the last ones at the first."""
-    return features if features.top_ids is None else replace(features, top_ids=features.top_ids.roll(1, 0))
+class OfOtherNodes(Features):
+    """Candidates one place further on, the last ones at the first; so for choices, the other way round."""
+
+    def __init__(self, features: Features) -> None:
+        self._features = features
+
+    def top_ids(self, k: int, nodes: Sequence[int]) -> Any:
+        return self._features.top_ids(k, nodes).roll(1, 0)
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        choices = self._features.choices
+        return (*choices[-1:], *choices[:-1])
 
 
 _ROWS = test_token_recycling.test_rows_are_the_targets_candidates_along_prompt_and_tree
@@ -547,7 +558,7 @@ TOKEN_RECYCLING = (
     ),
     Mutant(
         "every node has the candidates of the node before it",
-        told(TokenRecyclingDrafter, lambda result: replace(result, features=_of_other_tokens(result.features))),
+        told(TokenRecyclingDrafter, lambda result: replace(result, features=OfOtherNodes(result.features))),
         _ROWS,
         keeps_tokens="token-recycling",
     ),
@@ -561,8 +572,8 @@ TOKEN_RECYCLING = (
         "candidates of the prompt stand behind other tokens",
         with_arguments(
             TokenRecyclingDrafter,
-            "start",
-            lambda call: {"features": [_of_other_tokens(features) for features in call.features]},
+            "read",
+            lambda call: {"chunks": [replace(chunk, features=OfOtherNodes(chunk.features)) for chunk in call.chunks]},
         ),
         test_drafter_state.test_candidates_of_the_prompt_stand_behind_their_tokens,
         keeps_tokens="token-recycling",
@@ -745,23 +756,12 @@ Trees = Sequence[DraftTree]
 Scores = Sequence[Sequence[float]]
 
 
-def _as_if_asked(verb: str, **changes: Any) -> Apply:
-    """Parts are served as if their requirements were others."""
+def _read_by_all(read: Any) -> Any:
+    def wrong(composed: CompositeDrafter, rows: Sequence[Any], chunks: Sequence[Any]) -> None:
+        for part in composed.parts:
+            part.read(rows, chunks)
 
-    def make(original: Any) -> Any:
-        def wrong(composed: CompositeDrafter, *args: Any) -> Any:
-            asked = [part.requires for part in composed.parts]
-            try:
-                for part in composed.parts:
-                    part.requires = replace(part.requires, **changes)
-                return original(composed, *args)
-            finally:
-                for part, requires in zip(composed.parts, asked, strict=True):
-                    part.requires = requires
-
-        return wrong
-
-    return wrapped(CompositeDrafter, verb, make)
+    return wrong
 
 
 def _told_of_everything(observe: Any) -> Any:
@@ -772,13 +772,6 @@ def _told_of_everything(observe: Any) -> Any:
             part.observe(rows, results)
 
     return wrong
-
-
-def _choices_of_others(result: StepResult) -> StepResult:
-    choices = result.features.choices
-    if choices is None:
-        return result
-    return replace(result, features=replace(result.features, choices=(*choices[-1:], *choices[:-1])))
 
 
 def _of_the_last_part(call: Call) -> dict[str, Any]:
@@ -808,7 +801,7 @@ def _without_parents(scores: tuple[float, ...], call: Call) -> tuple[float, ...]
 
 _TOLD = test_composition.test_every_part_is_told_about_its_own_nodes
 _BEST = test_composition.test_a_merged_tree_holds_the_best_paths_of_all
-_PARTS = test_composition.test_parts_learn_of_the_prompt_what_they_asked_for_and_are_told_what_to_retain
+_PARTS = test_composition.test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep
 _BELIEVES = test_drafter_state.test_a_composition_learns_whom_to_believe
 COMPOSITION = (
     Mutant(
@@ -825,13 +818,13 @@ COMPOSITION = (
     ),
     Mutant(
         "parts get the choices of other nodes",
-        told(CompositeDrafter, _choices_of_others),
+        told(CompositeDrafter, lambda result: replace(result, features=OfOtherNodes(result.features))),
         _TOLD,
         keeps_tokens="union",
     ),
     Mutant(
         "a part that asked for accepted tokens gets features of its own nodes",
-        _as_if_asked("observe", all_nodes=True),
+        with_result(composite, "own_result", lambda result, call: replace(result, text_features=None)),
         test_drafter_state.test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it,
         keeps_tokens="union",
     ),
@@ -853,8 +846,7 @@ COMPOSITION = (
         _BEST,
         keeps_tokens="union",
     ),
-    Mutant("a part gets more candidates than it asked for", _as_if_asked("start", top_k=99), _PARTS),
-    Mutant("a part gets candidates of a prompt unasked", _as_if_asked("start", prompt_top_k=True), _PARTS),
+    Mutant("a part reads a prompt unasked", wrapped(CompositeDrafter, "read", _read_by_all), _PARTS),
     Mutant("nobody learns what a part is worth", skipped(Calibration, "observe"), _BELIEVES, keeps_tokens="union"),
     Mutant(
         "a composition keeps rows that have ended",

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from foretoken.accept.rules import Verdict
-from foretoken.drafters.parts import growing
+from foretoken.drafters.parts.rows import Place
 from foretoken.engine import accepting as accept
-from foretoken.engine.engine import Engine
+from foretoken.engine import engine as engine_module
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.masks import Masks
 from foretoken.tree import DraftTree
 from mutants import Call, with_arguments
 
@@ -123,25 +124,25 @@ def _at(mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 def _patch_visible(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     """Change the mask (B, N, T); the second argument holds every node's own column (B, N)."""
-    visible = CausalLM._visible
+    visible = Masks.visible
 
-    def wrong(self: CausalLM, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+    def wrong(self: Masks, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
         return change(visible(self, nodes, starts, columns), starts + torch.arange(nodes.width))
 
-    patch.setattr(CausalLM, "_visible", wrong)
+    patch.setattr(Masks, "visible", wrong)
 
 
 def counts_the_window_in_columns(patch: pytest.MonkeyPatch) -> None:
-    in_window = CausalLM._in_window
+    in_window = Masks.in_window
 
-    def wrong(self: CausalLM, nodes: Nodes, starts: Any, positions: Any, columns: int) -> torch.Tensor:
+    def wrong(self: Masks, nodes: Nodes, starts: Any, positions: Any, columns: int) -> torch.Tensor:
         return in_window(self, nodes, starts, starts + torch.arange(nodes.width), columns)
 
-    patch.setattr(CausalLM, "_in_window", wrong)
+    patch.setattr(Masks, "in_window", wrong)
 
 
 def forgets_the_window(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CausalLM, "_in_window", lambda *_: torch.tensor(True))
+    patch.setattr(Masks, "in_window", lambda *_: torch.tensor(True))
 
 
 def widens_the_window(patch: pytest.MonkeyPatch) -> None:
@@ -153,16 +154,13 @@ def narrows_the_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_window(patch: pytest.MonkeyPatch, extra: int) -> None:
-    in_window = CausalLM._in_window
+    in_window = Masks.in_window
 
-    def wrong(self: CausalLM, *args: Any) -> torch.Tensor:
-        right, self._window = self._window, self._window + extra  # type: ignore[operator]
-        try:
-            return in_window(self, *args)
-        finally:
-            self._window = right
+    def wrong(self: Masks, *args: Any) -> torch.Tensor:
+        assert self.window is not None
+        return in_window(dataclasses.replace(self, window=self.window + extra), *args)
 
-    patch.setattr(CausalLM, "_in_window", wrong)
+    patch.setattr(Masks, "in_window", wrong)
 
 
 # -- the law and the loop --------------------------------------------------------------------------------------------
@@ -225,18 +223,18 @@ def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
 
 def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
     """Only the last token of a step is looked at."""
-    emit = Engine._emit
+    emit = engine_module.emit
 
-    def wrong(self: Engine, run: Any, tree: DraftTree, verdict: Verdict, logits: Any) -> Any:
+    def wrong(run: Any, tree: DraftTree, verdict: Verdict, logits: Any, config: Any) -> Any:
         check = run.checker.check
         remaining = itertools.count(len(verdict.path), -1)
         run.checker.check = lambda token: check(token) if next(remaining) == 1 else None
         try:
-            return emit(self, run, tree, verdict, logits)
+            return emit(run, tree, verdict, logits, config)
         finally:
             run.checker.check = check
 
-    patch.setattr(Engine, "_emit", wrong)
+    patch.setattr(engine_module, "emit", wrong)
 
 
 def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:
@@ -278,5 +276,5 @@ def keeps_the_first_columns(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_kept(patch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
-    fed_along = growing.Draft.fed_along
-    patch.setattr(growing.Draft, "fed_along", lambda self, tokens: change(fed_along(self, tokens)))
+    fed_along = Place.fed_along
+    patch.setattr(Place, "fed_along", lambda self, draft, tokens: change(fed_along(self, draft, tokens)))

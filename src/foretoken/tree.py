@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(slots=True)
+class DraftPlan:
+    """The plan of a length policy for one draft.
+
+    Args:
+      gamma: the length it wanted.
+      entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
+    """
+
+    gamma: int
+    entropy: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class DraftTree:
     """Proposed continuations of one sequence, checked by the target in one forward pass.
@@ -30,6 +43,7 @@ class DraftTree:
       scores: N estimates in 0..1 of the chance that a node is accepted, or None.
       source: name of the drafter.
       sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
+      plan: of the length policy that the drafter has, if any.
 
     Raises: TreeError when the arrays do not describe such a tree.
     """
@@ -40,6 +54,7 @@ class DraftTree:
     scores: tuple[float, ...] | None = None
     source: str = ""
     sources: tuple[str, ...] | None = None
+    plan: DraftPlan | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.parents):
@@ -169,6 +184,10 @@ class DraftTree:
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Draft tokens from below the root to ``node``; empty for the root."""
         return tuple(self.tokens[i] for i in self.path(node)[1:])
+
+    def planned(self, plan: DraftPlan | None) -> DraftTree:
+        """This draft with what a length policy had planned for it."""
+        return self if plan is None else replace(self, plan=plan)
 
     @property
     def leaves(self) -> tuple[int, ...]:

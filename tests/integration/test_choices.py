@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
+import torch
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Drafter, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.model.lm import CausalLM
@@ -20,10 +21,10 @@ class Probing(Drafter):
     """Drafts fixed trees and keeps what it is told."""
 
     name = "probing"
-    requires = Requirements(choices=True, top_k=3, all_nodes=True)
+    requires = Requirements(choices=True)
 
     def __init__(self) -> None:
-        self.seen: list[tuple[list[int], StepResult]] = []
+        self.seen: list[tuple[list[int], StepResult, torch.Tensor]] = []
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
         paths = [[5, 6], [7], [5, 8]]
@@ -31,7 +32,8 @@ class Probing(Drafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            self.seen.append((row.token_ids[: len(row.token_ids) - len(result.emitted)], result))
+            before = row.token_ids[: len(row.token_ids) - len(result.emitted)]
+            self.seen.append((before, result, result.features.top_ids(3, range(len(result.tree)))))
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3}])
@@ -43,16 +45,14 @@ def test_choices_are_what_plain_decoding_would_emit_after_every_node(params: dic
     requests = [([1, 2, 3], sampling), ([4, 5], sampling)]
     decode(target, drafter, requests, config=EngineConfig(acceptance=acceptance))
     assert len(drafter.seen) > 4
-    for tokens, result in drafter.seen:
-        features: Features = result.features
-        assert features.choices is not None
-        assert features.top_ids is not None
-        assert len(features.choices) == len(result.tree) == len(features.top_ids)
+    for tokens, result, top_ids in drafter.seen:
+        choices = result.features.choices
+        assert len(choices) == len(result.tree) == len(top_ids)
         for node in range(len(result.tree)):
             text = [*tokens, *result.tree.path_tokens(node)]
-            assert features.choices[node] == next_token(target, text, tokens, sampling, requests)
+            assert choices[node] == next_token(target, text, tokens, sampling, requests)
             if sampling.is_greedy:
-                assert features.choices[node] == int(features.top_ids[node, 0])
+                assert choices[node] == int(top_ids[node, 0])
 
 
 def next_token(

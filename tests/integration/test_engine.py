@@ -101,14 +101,15 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
         (engine, "_propose"),
-        (engine, "_verify"),
         (engine_module, "accept_rows"),
-        (engine, "_emit"),
+        (engine_module, "emit"),
         (Emitted, "logprobs"),
         (engine, "_observe"),
         (engine, "_enter"),
         (engine, "_retire"),
-        (engine, "_prefill"),
+        (engine._prefill, "step"),
+        (engine._forwards, "read"),
+        (engine._forwards, "verify"),
         (engine.cache, "commit"),
         (engine.cache, "open"),
         (engine.cache, "reserve"),
@@ -119,6 +120,7 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
         (engine._batch, "enter"),
         (engine._batch, "remove"),
         (engine.drafter, "start"),
+        (engine.drafter, "fork"),
         (engine.drafter, "propose"),
         (engine.drafter, "observe"),
         (engine.drafter, "forget"),
@@ -126,7 +128,9 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
     inner = getattr(engine.drafter, "_cache", None)
     if inner is not None:
         found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
-        found += [(engine.drafter, name) for name in ("_feed", "_enter", "_align", "_first_logits", "_extend")]
+        found += [(engine.drafter, name) for name in ("_feed", "open", "expand")]
+        found += [(engine.drafter._rows, name) for name in ("enter", "fork", "align", "remove")]
+        found += [(engine.drafter.growth, name) for name in ("begin", "grow", "_extend", "tree")]
     return found
 
 
@@ -262,7 +266,7 @@ def test_aborts_in_any_state_harm_nobody(kind: str) -> None:
             assert is_whole or row.finish_reason == "abort"
             assert tuple(row.output_ids) == (tokens if is_whole else tokens[: row.num_output_tokens])
     if isinstance(drafter, DraftModelDrafter):
-        assert drafter._cache.num_rows == len(drafter._order) == len(drafter._drafts) == 0
+        assert drafter._cache.num_rows == len(drafter._rows) == len(drafter._drafts) == 0
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])

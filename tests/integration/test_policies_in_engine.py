@@ -128,7 +128,7 @@ class Peeking(DraftModelDrafter):
 def test_looking_at_the_drawn_token_is_found_out() -> None:
     """Fewer tokens are dropped where the policy stops early itself; so this one does not."""
     drafter = early("egag", "standard", Peeking)
-    drafter.policy = Fixed(3)
+    drafter.growth.policy = Fixed(3)
     assert p_value_of(drafter, "standard", 1500) < 1e-9
 
 
@@ -215,4 +215,3 @@ def test_every_step_leaves_a_trace(policy: str) -> None:
         looks = policy.startswith(("egag", "adaedl"))
         drafting = [step for step in row.trace if step.drafted]
         assert all((step.entropy is not None) == looks for step in drafting)
-        assert row.plan is None

@@ -24,7 +24,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.model.cache.prefixes import PrefixStore, shared_length
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
+from foretoken.model.lm import CausalLM, Nodes, Wanted
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -181,20 +181,120 @@ def test_rows_that_ended_in_an_error_leave_nothing() -> None:
     assert len(store) == 0
 
 
-def test_drafters_that_need_features_of_the_whole_prompt_get_them() -> None:
-    class NeedsHidden(EmptyDrafter):
-        requires = Requirements(last_hidden=True)
-        seen: list[int]
+class ReadsHidden(EmptyDrafter):
+    """Holds the last hidden state of every committed token, and nothing else."""
 
-        def start(self, rows: Any, features: Any) -> None:
-            self.seen = [len(feature.last_hidden) for feature in features]
+    requires = Requirements(last_hidden=True, layer_inputs=(1,))
 
-    drafter = NeedsHidden()
+    def __init__(self) -> None:
+        self.states: dict[int, list[torch.Tensor]] = {}
+        self.num_read: dict[int, list[int]] = {}
+
+    def read(self, rows: Any, chunks: Any) -> None:
+        for row, chunk in zip(rows, chunks, strict=True):
+            self._add(row, chunk.features, chunk.num_tokens)
+            self.num_read.setdefault(row.id, []).append(chunk.num_tokens)
+
+    def start(self, rows: Any) -> None:
+        for row in rows:
+            assert len(self.states[row.id]) == row.num_prompt_tokens - 1
+
+    def fork(self, row: Any, copies: Any) -> None:
+        for copy in copies:
+            self.states[copy.id] = list(self.states[row.id])
+
+    def observe(self, rows: Any, results: Any) -> None:
+        for row, result in zip(rows, results, strict=True):
+            self._add(row, result.committed, len(result.emitted))
+
+    def _add(self, row: Any, features: Any, count: int) -> None:
+        both = features.last_hidden(range(count)), features.layer_input(1, range(count))
+        self.states.setdefault(row.id, []).extend(torch.cat(both, dim=-1).clone())
+
+
+class RemembersHidden(ReadsHidden):
+    """Keeps them for prompts that begin alike."""
+
+    def keep(self, row: Any) -> object:
+        return list(self.states[row.id])
+
+    def recall(self, row: Any, memory: Any, num_tokens: int) -> int:
+        self.states[row.id] = memory[:num_tokens]
+        return len(self.states[row.id])
+
+
+def hidden_states(tokens: list[int]) -> torch.Tensor:
+    """By the model itself: what the output embedding and the second layer read."""
+    output = target().shadow(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    return torch.cat([output.hidden_states[-1][0], output.hidden_states[1][0]], dim=-1)
+
+
+@pytest.mark.parametrize("chunk", [3, 256])
+def test_a_drafter_that_keeps_its_features_is_shown_new_text_only(chunk: int) -> None:
+    drafter = RemembersHidden()
+    going_on = Engine(target(), drafter, EngineConfig(prefill_chunk_size=chunk), prefixes=PrefixStore(2))
+    history = PROMPTS[0]
+    for turn in range(3):
+        row = answer(going_on, history, replace(SAMPLED, n=1))
+        known = row.num_cached_tokens
+        assert (known > 0) == (turn > 0)
+        assert sum(drafter.num_read[row.id]) == len(history) - 1 - known
+        states = torch.stack(drafter.states[row.id])
+        assert torch.allclose(states, hidden_states(row.token_ids)[: len(states)])
+        assert len(states) >= len(row.token_ids) - 2  # the last step of a row is observed by nobody
+        history = (*row.token_ids, *TURN)
+
+
+def test_a_drafter_that_keeps_nothing_is_shown_the_whole_prompt() -> None:
+    drafter = ReadsHidden()
     going_on = Engine(target(), drafter, prefixes=PrefixStore(1))
     row = answer(going_on, PROMPTS[0])
     again = answer(going_on, (*row.token_ids, *TURN))
     assert again.num_cached_tokens == 0
-    assert drafter.seen == [len(row.token_ids) + len(TURN) - 1]
+    assert drafter.num_read[again.id] == [len(row.token_ids) + len(TURN) - 1]
+
+
+def test_samples_of_a_prompt_share_its_features() -> None:
+    drafter = ReadsHidden()
+    engine = Engine(target(), drafter)
+    rows = engine.add_request(PROMPTS[0], replace(SAMPLED, n=3))
+    for _ in engine.run():
+        pass
+    assert len(drafter.num_read) == 1
+    for row in rows:
+        states = torch.stack(drafter.states[row.id])
+        assert torch.allclose(states, hidden_states(row.token_ids)[: len(states)])
+
+
+def test_hidden_states_of_a_prompt_cost_no_logits() -> None:
+    """The output embedding runs over one token of a prompt, the fewest that models allow, and all nodes of a draft."""
+    engine = Engine(target(), ReadsHidden(), EngineConfig(prefill_chunk_size=4))
+    widths: list[int] = []
+    engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=3))
+    engine.step()  # finds out first where hidden states can be had
+    head = target().shadow.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    try:
+        for _ in engine.run():
+            pass
+    finally:
+        handle.remove()
+    assert widths == [1] * len(widths)
+    assert len(widths) == 2 + 3
+
+
+def test_where_the_output_embedding_reads_something_else_that_is_what_features_are() -> None:
+    """A model that scales what its decoder returns: hidden states are taken in front of the output embedding."""
+    model = toy_model(VOCAB_SIZE)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    scaled = CausalLM(model, execution="eager")
+    wanted, nodes = Wanted(last_hidden=True), Nodes.from_chains([PROMPTS[0]])
+    output = scaled.forward_with(wanted, nodes, scaled.new_cache(1), keep=slice(0, 0))
+    plain = target().forward_with(wanted, nodes, target().new_cache(1), keep=slice(0, 0))
+    assert output.logits.shape[1] == plain.logits.shape[1] == 0
+    assert output.last_hidden is not None
+    assert plain.last_hidden is not None
+    assert torch.allclose(output.last_hidden, 2 * plain.last_hidden)
 
 
 def test_strict_mode_is_refused() -> None:

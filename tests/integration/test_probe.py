@@ -21,6 +21,7 @@ from foretoken.model import lm as model_module
 from foretoken.model.execution.execution import Execution
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
+from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
 from foretoken.model.probe import Check
 from foretoken.model.prober import Prober
@@ -250,7 +251,7 @@ def test_a_fault_of_one_layer_type_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config))
     model = strengthen(model).to(torch.bfloat16).eval()
     assert_right(load(model))
-    monkeypatch.setattr(CausalLM, "_in_window", lambda *_: torch.tensor(True))
+    monkeypatch.setattr(Masks, "in_window", lambda *_: torch.tensor(True))
     with pytest.raises(ProbeError):
         load(model)
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +27,12 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.calibration import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
+from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, perturbed, toy_model
 from foretoken.tree import DraftTree
@@ -46,6 +48,11 @@ class Fixedly(Drafter):
         self.requires = requires or Requirements()
         self._paths = paths
         self.told: list[StepResult] = []
+        self.learned: list[list[int]] = []
+        self.by_node: list[tuple[tuple[int, ...], list[int]]] = []
+        self.has_read: list[tuple[int, torch.Tensor]] = []
+        self.recalled: list[tuple[object, int]] = []
+        self.reach = 99
         self.num_asked = 0
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
@@ -53,14 +60,25 @@ class Fixedly(Drafter):
         trees = [DraftTree.from_paths(row.pending, self._paths, source=self.name) for row in rows]
         return [tree.cut(budget) for tree, budget in zip(trees, budgets, strict=True)]
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        self.started_with = list(features)
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        self.recalled.append((memory, num_tokens))
+        return min(num_tokens, self.reach)
 
-    def retain(self, rows: Seq[Sequence], limit: int) -> None:
-        self.retained = [row.id for row in rows]
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self.has_read += [(chunk.start, chunk.features.top_ids(2, range(chunk.num_tokens))) for chunk in chunks]
+
+    def keep(self, row: Sequence) -> object:
+        return f"{self.name} of row {row.id}"
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         self.told += results
+        self.learned += [result.committed.top_ids(1, range(len(result.emitted)))[:, 0].tolist() for result in results]
+        if self.requires.choices:
+            nodes = [range(len(result.tree)) for result in results]
+            self.by_node += [
+                (result.features.choices, result.features.top_ids(2, own)[:, 0].tolist())
+                for result, own in zip(results, nodes, strict=True)
+            ]
 
 
 # -- merging -------------------------------------------------------------------------------------------------------
@@ -132,10 +150,10 @@ def test_calibration_moves_from_what_is_stated_to_what_happens() -> None:
 def test_every_part_is_told_about_its_own_nodes() -> None:
     target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
     plain = decode(target, EmptyDrafter(), [([1, 2, 3], replace(GREEDY, max_tokens=3))]).outputs["0.0"]
-    requires = Requirements(choices=True, top_k=2, all_nodes=True)
+    requires = Requirements(choices=True)
     right = Fixedly("right", [plain[:1]], requires)
     wrong = Fixedly("wrong", [[(plain[0] + 1) % VOCAB_SIZE], [plain[0], (plain[1] + 1) % VOCAB_SIZE]], requires)
-    path_only = Fixedly("path", [plain[:2]], Requirements(top_k=1))
+    path_only = Fixedly("path", [plain[:2]])
     engine = Engine(target, UnionDrafter([right, wrong, path_only], max_nodes=16))
     engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=6))
     engine.step()
@@ -149,43 +167,45 @@ def test_every_part_is_told_about_its_own_nodes() -> None:
     ]
     assert [result.path for result in told] == [(0, 1), (0, 2), (0, 1, 2)]
     assert all(result.emitted == plain for result in told)
-    for result in told[:2]:
-        assert result.features.choices is not None
-        assert result.features.top_ids is not None
-        assert len(result.features.choices) == len(result.features.top_ids) == len(result.tree)
-        assert [int(ids[0]) for ids in result.features.top_ids] == list(result.features.choices)
-        assert result.features.choices[0] == plain[0]
-    assert told[2].features.choices is None
-    assert told[2].features.top_ids is not None
-    assert told[2].features.top_ids[:, 0].tolist() == list(plain)
+    for part in (right, wrong):
+        choices, best = part.by_node[0]
+        assert len(choices) == len(part.told[0].tree)
+        assert best == list(choices)
+        assert choices[0] == plain[0]
+    assert right.learned[0] == wrong.learned[0] == path_only.learned[0] == list(plain)
 
 
 def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
     asking = [
         Requirements(last_hidden=True),
-        Requirements(layer_inputs=(1,), top_k=2),
-        Requirements(layer_inputs=(0,), top_k=3, prompt_top_k=True, choices=True, all_nodes=True),
+        Requirements(layer_inputs=(1,)),
+        Requirements(layer_inputs=(0,), prompt_logits=True, choices=True),
     ]
     together = UnionDrafter([Fixedly(str(i), [[1]], requires) for i, requires in enumerate(asking)]).requires
     for name in (field.name for field in fields(Requirements)):
         assert getattr(together, name), name
-    assert (together.layer_inputs, together.top_k) == ((0, 1), 3)
+    assert together.layer_inputs == (0, 1)
 
 
-def test_parts_learn_of_the_prompt_what_they_asked_for_and_are_told_what_to_retain() -> None:
+def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None:
     target = CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-    curious = Fixedly("curious", [[1]], Requirements(top_k=2, prompt_top_k=True))
-    plain = Fixedly("plain", [[2]], Requirements(top_k=3))
-    union = UnionDrafter([curious, plain])
-    engine = Engine(target, union)
+    curious = Fixedly("curious", [[1]], Requirements(prompt_logits=True))
+    plain = Fixedly("plain", [[2]])
+    engine = Engine(target, UnionDrafter([curious, plain]), prefixes=PrefixStore(1))
     (row,) = engine.add_request([1, 2, 3], replace(GREEDY, max_tokens=2))
     engine.step()
-    (found,) = curious.started_with
-    assert found.top_ids is not None
-    assert found.top_ids.shape == (2, 2)
-    assert plain.started_with[0].top_ids is None
-    union.retain([row], 1)
-    assert curious.retained == plain.retained == [row.id]
+    ((start, best),) = curious.has_read
+    assert (start, best.shape) == (0, (2, 2))
+    assert plain.has_read == []
+    for _ in engine.run():
+        pass
+    curious.reach = 3
+    engine.add_request([*row.token_ids, 5, 6], replace(GREEDY, max_tokens=2))
+    engine.step()
+    known = len(row.token_ids) - 1
+    assert curious.recalled == [(f"curious of row {row.id}", length) for length in (known, 3)]
+    assert plain.recalled == [(f"plain of row {row.id}", length) for length in (known, 3)]
+    assert [start for start, _ in curious.has_read] == [0, 3]
 
 
 def test_a_dear_drafter_is_not_asked_where_a_cheap_one_knows_enough() -> None:

@@ -29,7 +29,7 @@ from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.engine.drafter import Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
@@ -113,9 +113,17 @@ class OneByOne(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.name, self.requires = drafter, drafter.name, drafter.requires
 
-    def start(self, rows: Sequence[Row], features: Sequence[Features]) -> None:
-        for row, found in zip(rows, features, strict=True):
-            self.drafter.start([row], [found])
+    def read(self, rows: Sequence[Row], chunks: Sequence[PromptChunk]) -> None:
+        for row, chunk in zip(rows, chunks, strict=True):
+            self.drafter.read([row], [chunk])
+
+    def start(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.drafter.start([row])
+
+    def fork(self, row: Row, copies: Sequence[Row]) -> None:
+        for copy in copies:
+            self.drafter.fork(row, [copy])
 
     def propose(self, rows: Sequence[Row], budgets: Sequence[int]) -> list[DraftTree]:
         return [self.drafter.propose([row], [budget])[0] for row, budget in zip(rows, budgets, strict=True)]
@@ -145,13 +153,25 @@ def test_nothing_is_left_of_rows_that_have_ended(method: str) -> None:
     while engine.has_unfinished:
         engine.step()
     for part in (drafter, *getattr(drafter, "parts", ())):
-        owners = [part, *(getattr(part, name, None) for name in ("policy", "length_policy"))]
+        growth = getattr(part, "growth", None)
+        owners = [part, getattr(part, "length_policy", None), getattr(part, "_rows", None), growth]
+        owners += [growth.policy] if growth else []
         left = {name: value for one in owners if one for name, value in vars(one).items() if isinstance(value, dict)}
         assert left
         assert not any(left.values()), left
 
 
 # -- as new as the text --------------------------------------------------------------------------------------------
+
+
+class Ranked(Features):
+    """What the target ranked high after every token."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self._rows = torch.tensor(rows)
+
+    def top_ids(self, k: int, nodes: Sequence[int]) -> torch.Tensor:
+        return self._rows[list(nodes), :k]
 
 
 def row_of(row_id: int, tokens: Sequence[int], num_output_tokens: int = 0) -> Any:
@@ -171,13 +191,13 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) -> None:
     drafter = DRAFTERS[method]()
     row = row_of(0, PROMPTS[0])
-    drafter.start([row], [Features()])
+    drafter.start([row])
     for emitted in ((8, 3, 1), (4,), (1, 5, 9, 2), (6, 8), (3,)):
         tree = proposal(drafter, row)
         row.token_ids += emitted
         drafter.observe([row], [StepResult(tree, (0,), emitted)])
         fresh, whole = DRAFTERS[method](), row_of(1, row.token_ids)
-        fresh.start([whole], [Features()])
+        fresh.start([whole])
         grown, given = proposal(drafter, row), proposal(fresh, whole)
         assert (grown.tokens, grown.parents, grown.scores) == (given.tokens, given.parents, given.scores)
     assert len(proposal(drafter, row)) > 1
@@ -194,7 +214,7 @@ def test_rest_reads_what_followed_the_end_of_the_text() -> None:
 def test_rest_merges_the_datastore_with_the_text() -> None:
     drafter = RestDrafter(datastore(), 1)
     row = row_of(0, [5, 6, 50, 5, 6])
-    drafter.start([row], [Features()])
+    drafter.start([row])
     assert paths(proposal(drafter, row)) == {(8,), (50,)}
 
 
@@ -202,7 +222,7 @@ def test_lookahead_proposes_what_followed_the_pending_token() -> None:
     drafter, row = LookaheadDrafter(3, window_size=1), row_of(0, [7, 1, 2, 3, 4, 1])
     row.law, row.params = SimpleNamespace(eos_token_ids=()), SimpleNamespace(stop_token_ids=None)
     row.seed, row.pending = 3, 1
-    drafter.start([row], [Features()])
+    drafter.start([row])
     assert (2, 3, 4) in paths(proposal(drafter, row))
 
 
@@ -223,7 +243,7 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
     for start in (10, 20):
         history.add(range(start, start + 4))
     drafter, row = SuffixDrafter(history=history), row_of(0, [1, 10, 11])
-    drafter.start([row], [Features()])
+    drafter.start([row])
     tree = proposal(drafter, row)
     assert tree.tokens[1] == 12
     drafter.observe([row], [StepResult(tree, (0, 1), (12, 5))])
@@ -243,7 +263,9 @@ def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
 def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
     """The text's own successors first, then what the target ranked high in the same place."""
     drafter, row = TokenRecyclingDrafter(9, 3, num_candidates=3, max_nodes=4), row_of(0, [4, 5, 6])
-    drafter.start([row], [Features(top_ids=torch.tensor([[1, 2, 3], [3, 1, 7]]))])
+    drafter.read([row], [PromptChunk(0, 1, Ranked([[1, 2, 3]]))])
+    drafter.read([row], [PromptChunk(1, 1, Ranked([[3, 1, 7]]))])
+    drafter.start([row])
     assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
 
 
@@ -275,9 +297,11 @@ class Fixedly(Drafter):
     def __init__(self, name: str, guess: Callable[[Any], int], requires: Requirements | None = None) -> None:
         self.name, self._guess, self.requires = name, guess, requires or Requirements()
         self.told: list[StepResult] = []
+        self.learned: list[torch.Tensor] = []
 
     def observe(self, rows: Sequence[Any], results: Sequence[StepResult]) -> None:
         self.told += results
+        self.learned += [result.committed.top_ids(1, range(len(result.emitted)))[:, 0] for result in results]
 
     def propose(self, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
         pairs = zip(rows, budgets, strict=True)
@@ -304,15 +328,12 @@ def test_a_composition_learns_whom_to_believe() -> None:
 def test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it() -> None:
     """Unless it asks for its own nodes: one token was accepted here, and this part drafted another."""
     text = run(NGramDrafter(0), [REQUESTS[0]])[0].token_ids
-    nodes = Requirements(top_k=1, all_nodes=True)
-    right = Fixedly("right", lambda row: text[len(row.token_ids)], nodes)
-    wrong = Fixedly("wrong", lambda row: text[len(row.token_ids)] ^ 1, Requirements(top_k=1))
+    right = Fixedly("right", lambda row: text[len(row.token_ids)])
+    wrong = Fixedly("wrong", lambda row: text[len(row.token_ids)] ^ 1)
     run(UnionDrafter([right, wrong]), [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=3))])
     first = len(REQUESTS[0][0])
     for part in (right, wrong):
-        found = part.told[0].features.top_ids
-        assert found is not None
-        assert found[:, 0].tolist() == text[first : first + 2]
+        assert part.learned[0].tolist() == text[first : first + 2]
     assert (wrong.told[0].path, right.told[0].path) == ((0,), (0, 1))
 
 

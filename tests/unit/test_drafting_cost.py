@@ -13,7 +13,7 @@ import pytest
 from foretoken.bench.drafting import CONFIGS, Text, draft_cost, draft_costs, opened
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
-from foretoken.engine.drafter import Drafter, Features
+from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.manifest import Manifest
@@ -63,7 +63,7 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
     """
     text = Text(VOCAB_SIZE)
     row, ahead = text.row(context, NUM_STEPS), text.tokens(context + NUM_STEPS * 65)
-    drafter.start([row], [Features()])
+    drafter.start([row])
     drafter.propose([row], [20])  # what is built at the first step is not of every step
     row.token_ids = Watched(row.token_ids)
     num_lines = 0

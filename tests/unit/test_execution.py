@@ -31,7 +31,7 @@ from foretoken.model.execution.compiled import MAX_NODES
 from foretoken.model.execution.execution import apply_execution, choose_execution, cpu_has_bfloat16, shadow
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear, packed_dtype
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.lm import CausalLM, Nodes, Wanted
 from foretoken.tree import DraftTree
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
@@ -465,11 +465,10 @@ class TestCompiled:
         assert compiled is not None
         compiled.cache_dir = tmp_path
         want_cache, cache = chains(eager, [9, 5]), chains(lm, [9, 5])  # the first forward allocates
-        with eager.capture(last_hidden=True) as want_record, lm.capture(last_hidden=True) as record:
-            nodes = Nodes.from_chains([[7, 8], [9, 10]])
-            want, got = eager.forward(nodes, want_cache), lm.forward(nodes, cache)
-        assert relative_error(got, want) < 2e-5
-        assert relative_error(record.features.last_hidden, want_record.features.last_hidden) < 2e-5
+        nodes, wanted = Nodes.from_chains([[7, 8], [9, 10]]), Wanted(last_hidden=True)
+        want, got = eager.forward_with(wanted, nodes, want_cache), lm.forward_with(wanted, nodes, cache)
+        assert relative_error(got.logits, want.logits) < 2e-5
+        assert relative_error(got.last_hidden, want.last_hidden) < 2e-5
         wide = Nodes.from_chains([[7] * (MAX_NODES + 1)])
         lm.forward(wide, chains(lm, [4]))
         assert compiled.num_graphs == 0

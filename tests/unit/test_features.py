@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.engine.drafter import Requirements
-from foretoken.engine.features import gather, largest_ids
+from foretoken.engine.features import ForwardFeatures, largest_ids
+from foretoken.errors import ConfigError
+from foretoken.model.capture import Output
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -25,10 +26,30 @@ def test_the_largest_are_found_block_by_block(vocab_size: int, dtype: torch.dtyp
 
 
 def test_features_are_those_of_the_nodes_that_are_asked_for() -> None:
-    logits = torch.randn(1, 5, 5000, generator=torch.Generator().manual_seed(1))
-    requires = Requirements(top_k=4)
-    expected = logits[0].topk(4).indices
-    for nodes in ([0, 1, 2, 3, 4], [0, 2], [4, 1, 0, 2, 3], [3]):
-        found = gather(requires, None, logits, 0, nodes).top_ids
-        assert found is not None
-        assert torch.equal(found, expected[nodes])
+    generator = torch.Generator().manual_seed(1)
+    logits, hidden = torch.randn(2, 5, 5000, generator=generator), torch.randn(2, 5, 8, generator=generator)
+    choices = [(1, 2, 3, 4, 5), (6, 7, 8, 9, 10)]
+    forward = ForwardFeatures(Output(logits, hidden, {3: hidden + 1}), choices)
+    for row in (0, 1):
+        features, expected = forward.of(row), logits[row].topk(4).indices
+        for nodes in ([0, 1, 2, 3, 4], [0, 2], [4, 1, 0, 2, 3], [3], [0, 1]):
+            assert torch.equal(features.top_ids(4, nodes), expected[nodes])
+            assert torch.equal(features.last_hidden(nodes), hidden[row, nodes])
+            assert torch.equal(features.layer_input(3, nodes), hidden[row, nodes] + 1)
+            places = features.at([4, 2, 0])
+            assert torch.equal(places.last_hidden([0, 2]), hidden[row, [4, 0]])
+            assert torch.equal(places.top_ids(4, [1]), expected[[2]])
+        assert features.choices == choices[row]
+        assert features.at([4, 2]).choices == (choices[row][4], choices[row][2])
+
+
+def test_what_was_not_wanted_is_refused_by_its_name() -> None:
+    of_prompt = ForwardFeatures(Output(torch.zeros(1, 0, 9))).of(0)
+    for ask, name in (
+        (lambda: of_prompt.last_hidden([0]), "last_hidden"),
+        (lambda: of_prompt.layer_input(1, [0]), "layer_inputs"),
+        (lambda: of_prompt.top_ids(2, [0]), "prompt_logits"),
+        (lambda: of_prompt.choices, "choices"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            ask()

@@ -30,7 +30,6 @@ from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.drafters.lengths.entropy import FIRST_REFERENCE, RunningReference, calibrated_share, entropy
 from foretoken.drafters.lengths.options import LENGTH_POLICIES, policies_for
 from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.engine.stats import DraftPlan
 from foretoken.errors import ConfigError
 
 VOCAB_SIZE = 1000
@@ -42,7 +41,6 @@ class Row:
 
     id: int
     is_greedy: bool = True
-    plan: DraftPlan | None = None
     token_ids: list[int] = field(default_factory=lambda: [1, 2])
 
     @property
@@ -193,10 +191,11 @@ def test_egag_as_published_is_the_formula_of_the_first_law(nats: float, longest:
     law = law_of_entropy(nats)
     expected, _ = EgagLength(1, longest).length(normalised_entropy(law.exp()))
     others = [law_of_entropy(6.5)] * longest  # later laws play no part
-    watched = row()
-    assert drafted(Egag(longest, "paper"), watched, [law, *others]) == (expected, expected)
-    assert watched.plan.gamma == expected
-    assert watched.plan.entropy == pytest.approx(normalised_entropy(law.exp()))
+    policy, watched = Egag(longest, "paper"), row()
+    assert drafted(policy, watched, [law, *others]) == (expected, expected)
+    plan = policy.take_plan(watched)
+    assert plan.gamma == expected
+    assert plan.entropy == pytest.approx(normalised_entropy(law.exp()))
 
 
 def test_egag_as_published_hardly_moves() -> None:
@@ -293,8 +292,10 @@ def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
 def test_what_was_planned_is_noted(case: str) -> None:
     policy, watched = make_policy(case.partition("-")[0], 6, **CASES[case]), row()
     length, _ = drafted(policy, watched, [law_of_entropy(0.3), *[law_of_entropy(5.0)] * 5])
-    assert watched.plan.gamma == length
-    assert (watched.plan.entropy is not None) == (policy.looks_at == LAW)
+    plan = policy.take_plan(watched)
+    assert plan.gamma == length
+    assert policy.take_plan(watched) is None
+    assert (plan.entropy is not None) == (policy.looks_at == LAW)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if LENGTH_POLICIES[name].looks_at != NOTHING])
@@ -410,14 +411,12 @@ def test_what_does_not_fit_is_refused(keys: dict[str, Any], message: str) -> Non
 
 def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
     """1 is followed by 2 and 3 alike (share 0.4 each of 5 with the unknown), everything else by one token."""
-    from foretoken.engine.drafter import Features
-
     text = [1, 2, 7, 1, 3, 7, 1, 2, 7, 1, 3, 7, 1]
     proposals = {}
     for threshold in (0.3, 0.5):
         drafter = NasdDrafter(4, ngram_size=2, filler_top_k=0, length_policy=Confidence(4, threshold))
         watched: Any = Row(1, token_ids=list(text))
-        drafter.start([watched], [Features()])
+        drafter.start([watched])
         proposals[threshold] = drafter.propose([watched], [9])[0].tokens[1:]
         assert drafter.length_policy.looks_at == CONFIDENCE
     assert proposals == {0.3: (3, 7, 1, 3), 0.5: (3,)}

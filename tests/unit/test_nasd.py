@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ from foretoken.engine.drafter import Features, Requirements, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
-NOTHING = Features()
-
 
 @dataclass
 class Row:
@@ -28,13 +26,30 @@ class Row:
     token_ids: list[int]
 
 
+class Ranked(Features):
+    """The target's best tokens by place; nothing for places after the last."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self._rows = rows
+
+    def top_ids(self, k: int, nodes: Any) -> torch.Tensor:
+        return torch.tensor([self._rows[node][:k] for node in nodes if node < len(self._rows)])
+
+
 def ranked(*rows: list[int]) -> Features:
-    return Features(top_ids=torch.tensor(rows))
+    return Ranked(list(rows))
+
+
+NOTHING = ranked()
 
 
 def started(drafter: NasdDrafter, tokens: list[int], features: Features = NOTHING, id: int = 1) -> Any:
-    row: Any = Row(id, list(tokens))
-    drafter.start([row], [features])
+    """A row whose text after the first token came in one step, with what the target ranked high in its places."""
+    row: Any = Row(id, tokens[:1])
+    drafter.start([row])
+    if tokens[1:]:
+        row.token_ids += tokens[1:]
+        drafter.observe([row], [StepResult(DraftTree.root(tokens[0]), (0,), tuple(tokens[1:]), text_features=features)])
     return row
 
 
@@ -46,7 +61,7 @@ def proposal(tokens: list[int], features: Features = NOTHING, budget: int = 9, *
 def observed(drafter: NasdDrafter, row: Any, tree: DraftTree, emitted: list[int], features: Features = NOTHING) -> None:
     row.token_ids.extend(emitted)
     path = tuple(range(len(emitted)))
-    drafter.observe([row], [StepResult(tree, path, tuple(emitted), features)])
+    drafter.observe([row], [StepResult(tree, path, tuple(emitted), text_features=features)])
 
 
 # --- the reference: count everything anew ----------------------------------------------------------
@@ -92,7 +107,7 @@ def test_chain_equals_plain_counting(
     tokens: list[int], runners_up: list[list[int]], ngram_size: int, length: int, with_fillers: bool
 ) -> None:
     places = runners_up[: len(tokens) - 1] if with_fillers else []
-    features = ranked(*places) if places else Features()
+    features = ranked(*places) if places else NOTHING
     tree = proposal(tokens, features, num_speculative_tokens=length, ngram_size=ngram_size, filler_top_k=2)
     assert tree.is_chain
     assert tree.tokens == naive_chain(tokens, places, length, ngram_size - 1)
@@ -105,14 +120,14 @@ def test_a_text_that_grew_equals_a_text_that_was_given(
     """Every place counts once, whether it came with the prompt or in a step, and so do its runners-up."""
     drafter = NasdDrafter(num_branches=branches)
     places = len(tokens) - 1
-    row = started(drafter, tokens, ranked(*runners_up[:places]) if places else Features())
+    row = started(drafter, tokens, ranked(*runners_up[:places]) if places else NOTHING)
     for emitted in blocks:
         tree = drafter.propose([row], [5])[0]
         places = len(row.token_ids) - 1
         observed(drafter, row, tree, emitted, ranked(*runners_up[places : places + len(emitted)]))
     grown = drafter.propose([row], [5])[0]
     places = len(row.token_ids) - 1
-    features = ranked(*runners_up[:places]) if places else Features()
+    features = ranked(*runners_up[:places]) if places else NOTHING
     given_at_once = proposal(row.token_ids, features, num_branches=branches)
     assert (grown.tokens, grown.parents, grown.scores) == (
         given_at_once.tokens,
@@ -239,8 +254,17 @@ def test_no_budget_is_the_empty_draft() -> None:
 
 
 def test_asks_for_as_many_as_it_learns() -> None:
-    assert NasdDrafter(filler_top_k=3).requires == Requirements(top_k=3)
-    assert not NasdDrafter(filler_top_k=0).requires
+    class Asked(Ranked):
+        wanted: ClassVar[list[int]] = []
+
+        def top_ids(self, k: int, nodes: Any) -> torch.Tensor:
+            self.wanted.append(k)
+            return super().top_ids(k, nodes)
+
+    for k in (3, 0):
+        started(NasdDrafter(filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
+    assert Asked.wanted == [3]
+    assert NasdDrafter().requires == Requirements()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lookup.ngram import NGramDrafter, continuation
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Features, Requirements, StepResult
+from foretoken.engine.drafter import Requirements, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
@@ -31,7 +31,7 @@ class Row:
 
 def started(drafter: NGramDrafter, tokens: list[int], id: int = 1) -> Any:
     row: Any = Row(id, list(tokens))
-    drafter.start([row], [Features()])
+    drafter.start([row])
     return row
 
 
@@ -211,7 +211,7 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
 
     drafter = NGramDrafter(num_speculative_tokens=5, num_candidates=4)
     row: Any = Row(1, Counting([7] * 20_000))
-    drafter.start([row], [Features()])
+    drafter.start([row])
     row.token_ids.read = 0
     for _ in range(10):
         tree = drafter.propose([row], [5])[0]
@@ -242,7 +242,7 @@ def test_needs_nothing_of_the_target() -> None:
 def test_empty_drafter_proposes_roots() -> None:
     rows: list[Any] = [Row(1, [4, 5]), Row(2, [6])]
     drafter = EmptyDrafter()
-    drafter.start(rows, [Features(), Features()])
+    drafter.start(rows)
     trees = drafter.propose(rows, [3, 0])
     assert [(tree.tokens, tree.parents, tree.source) for tree in trees] == [
         ((5,), (-1,), "none"),

@@ -309,7 +309,8 @@ def test_the_block_rule_is_refused() -> None:
 
 
 def test_more_candidates_than_tokens_are_not_kept() -> None:
-    assert TokenRecyclingDrafter(3, num_candidates=8).requires.top_k == 3
+    decode(small := CausalLM(toy_model(3)), drafter := TokenRecyclingDrafter(3, num_candidates=8), [((1, 2), GREEDY)])
+    assert drafter._start.num_candidates == small.vocab_size == 3
 
 
 def test_a_model_of_the_zoo_brings_the_candidates_of_its_vocabulary() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from foretoken.accept.rules import Verdict, match
+from foretoken.accept.rules import match
 from foretoken.bench.measure import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -115,13 +115,13 @@ def draft_cost(
     nodes: list[int] = []
     with no_garbage_collection():
         begin = time.perf_counter_ns()
-        drafter.start([row], [Features()])
+        drafter.start([row])
         start = time.perf_counter_ns() - begin
         for _ in range(num_steps):
             begin = time.perf_counter_ns()
             (tree,) = drafter.propose([row], [Budget(_LONGEST - 1)])
             proposed.append(time.perf_counter_ns() - begin)
-            result = text.verified(row, tree, drafter, ahead)
+            result = text.verified(row, tree, ahead)
             begin = time.perf_counter_ns()
             drafter.observe([row], [result])
             observed.append(time.perf_counter_ns() - begin)
@@ -176,26 +176,15 @@ class Text:
             max_length=context + num_steps * _LONGEST,
         )
 
-    def verified(self, row: Sequence, tree: DraftTree, drafter: Drafter, ahead: Seq[int]) -> StepResult:
-        """The outcome of a draft for a target that continues the text, with the features that the drafter asks for."""
+    def verified(self, row: Sequence, tree: DraftTree, ahead: Seq[int]) -> StepResult:
+        """The outcome of a draft for a target that continues the text, with features that are drawn at random."""
         done = len(row.token_ids)
         future = [ahead[done + depth] for depth in tree.depths]
         verdict = match(tree, future.__getitem__)
         emitted = (*(tree.tokens[node] for node in verdict.path[1:]), verdict.next_token)
         row.extend(emitted)
         row.num_steps += 1
-        return StepResult(tree, verdict.path, emitted, self._features(drafter, tree, verdict, future))
-
-    def _features(self, drafter: Drafter, tree: DraftTree, verdict: Verdict, future: Seq[int]) -> Features:
-        requires, draw = drafter.requires, self._draw
-        choices = top = None
-        if requires.choices:
-            choices = tuple(one if draw.random() < _AGREEMENT else draw.randrange(self.vocab_size) for one in future)
-        if requires.top_k:
-            count = len(tree) if requires.all_nodes else len(verdict.path)
-            ranked = min(_NUM_RANKED, self.vocab_size)
-            top = torch.stack([torch.randperm(ranked)[: requires.top_k] for _ in range(count)])
-        return Features(top_ids=top, choices=choices)
+        return StepResult(tree, verdict.path, emitted, _Drawn(future, self.vocab_size, self._draw))
 
     def documents(self, num_tokens: int) -> Iterable[Seq[int]]:
         """Documents of ``num_tokens`` in all, separators included: frequent phrases and rare ones, a quarter noise."""
@@ -208,6 +197,26 @@ class Text:
             document: list[int] = ids.ravel()[: num_tokens - 1].tolist()
             num_tokens -= len(document) + 1
             yield document
+
+
+class _Drawn(Features):
+    """Features of a target that agrees with the text as often as targets do, drawn beforehand: only drafters are timed.
+
+    Args:
+      future: the text after every node.
+    """
+
+    def __init__(self, future: Seq[int], vocab_size: int, draw: random.Random) -> None:
+        ranked = min(_NUM_RANKED, vocab_size)
+        self._top = torch.stack([torch.randperm(ranked) for _ in future])
+        self._choices = tuple(one if draw.random() < _AGREEMENT else draw.randrange(vocab_size) for one in future)
+
+    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+        return self._top[list(nodes), :k]
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return self._choices
 
 
 @contextmanager

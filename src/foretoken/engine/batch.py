@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from foretoken.engine.drafter import Features
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.model.cache.ragged import KVCache
@@ -24,7 +23,6 @@ class Run:
     row: Sequence
     checker: StopChecker
     forks: list[Run] = field(default_factory=list)
-    features: list[Features] = field(default_factory=list)
     num_prefilled: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
@@ -56,6 +54,11 @@ class Batch:
     def __len__(self) -> int:
         """Number of rows in the cache."""
         return len(self._runs)
+
+    @property
+    def running(self) -> list[Run]:
+        """All that are in the cache."""
+        return list(self._runs)
 
     @property
     def decoding(self) -> list[Run]:

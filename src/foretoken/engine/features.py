@@ -1,48 +1,70 @@
-"""Give drafters the features they asked for, one row of them per committed token."""
+"""What a forward of the target has computed, as drafters see it: gathered and ranked when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.engine.drafter import Features, Requirements
-from foretoken.model.lm import CausalLM
+from foretoken.engine.drafter import Features
 
-
-def recording(target: CausalLM, requires: Requirements) -> AbstractContextManager[Any]:
-    """Record during a forward what the drafter needs from inside the model; nothing when it needs nothing."""
-    if requires.last_hidden or requires.layer_inputs:
-        return target.capture(last_hidden=requires.last_hidden, layer_inputs=requires.layer_inputs)
-    return nullcontext()
-
+if TYPE_CHECKING:
+    from foretoken.engine.accepting import Choices
+    from foretoken.model.capture import Output
 
 _BLOCK = 128
 
 
-def gather(
-    requires: Requirements,
-    record: Any,
-    logits: torch.Tensor,
-    row: int,
-    nodes: Sequence[int],
-    choices: tuple[int, ...] | None = None,
-) -> Features:
-    """Features of some nodes of one row, in this order; ``choices`` are passed on."""
-    if not requires or not nodes:
-        return Features()
-    if not (requires.last_hidden or requires.layer_inputs or requires.top_k):
-        return Features(choices=choices)
-    index = torch.tensor(list(nodes), device=logits.device)
-    hidden = record.last_hidden[row].index_select(0, index) if requires.last_hidden else None
-    layers = {i: record.layer_inputs[i][row].index_select(0, index) for i in requires.layer_inputs}
-    top_ids = None
-    if requires.top_k and logits.shape[1]:
-        is_all = len(index) == logits.shape[1] and list(nodes) == list(range(len(index)))
-        top_ids = largest_ids(logits[row] if is_all else logits[row].index_select(0, index), requires.top_k)
-    return Features(hidden, layers, top_ids, choices)
+class ForwardFeatures:
+    """Features of all rows of one forward.
+
+    Args:
+      output: of the forward.
+      choices: of all nodes, where the drafter wants them: made before anything is emitted, for they depend on the text.
+    """
+
+    def __init__(self, output: Output, choices: Choices | None = None) -> None:
+        self.output = output
+        self.choices = choices
+
+    def of(self, row: int) -> Features:
+        """Those of one row."""
+        return RowFeatures(self, row)
+
+
+class RowFeatures(Features):
+    """Features of the nodes of one row."""
+
+    def __init__(self, forward: ForwardFeatures, row: int) -> None:
+        self._forward = forward
+        self._row = row
+
+    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+        states = self._forward.output.last_hidden
+        return super().last_hidden(nodes) if states is None else _selected(states[self._row], nodes)
+
+    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+        states = self._forward.output.layer_inputs.get(layer)
+        return super().layer_input(layer, nodes) if states is None else _selected(states[self._row], nodes)
+
+    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+        logits = self._forward.output.logits
+        if not logits.shape[1]:  # a prompt of which no logits were wanted
+            return super().top_ids(k, nodes)
+        return largest_ids(_selected(logits[self._row], nodes), k)
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        choices = self._forward.choices
+        return super().choices if choices is None else choices[self._row]
+
+
+def _selected(values: torch.Tensor, nodes: Seq[int]) -> torch.Tensor:
+    """Rows of (N, ...), without a copy where these are the first ones."""
+    if list(nodes) == list(range(len(nodes))):
+        return values[: len(nodes)]
+    return values.index_select(0, torch.tensor(list(nodes), device=values.device))
 
 
 def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -62,17 +84,3 @@ def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     places = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
     places = torch.cat([places, torch.arange(whole, num_scores).expand(num_rows, -1)], dim=1)
     return places.gather(1, scores.gather(1, places).topk(k, dim=-1).indices)
-
-
-def concatenate(parts: Sequence[Features]) -> Features:
-    """Features of consecutive chunks as one."""
-    if not parts:
-        return Features()
-    first = parts[0]
-    return Features(
-        None
-        if first.last_hidden is None
-        else torch.cat([part.last_hidden for part in parts if part.last_hidden is not None]),
-        {i: torch.cat([part.layer_inputs[i] for part in parts]) for i in first.layer_inputs},
-        None if first.top_ids is None else torch.cat([part.top_ids for part in parts if part.top_ids is not None]),
-    )

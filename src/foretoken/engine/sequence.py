@@ -6,13 +6,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foretoken.engine.stats import DraftPlan, SequenceStats, StepTrace
+from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
     from foretoken.engine.stopping import Detokenizer
     from foretoken.law.sampling import SamplingLaw
+    from foretoken.tree import DraftTree
 
 
 @dataclass(eq=False)
@@ -33,7 +34,6 @@ class Sequence:
       max_length: prompt and output together never exceed it.
       text: of the output, taken in no further than somebody has needed it; None where no text is wanted.
       num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
-      plan: what the length policy planned for the running step.
       trace: one entry per step.
     """
 
@@ -52,7 +52,6 @@ class Sequence:
     stop_reason: int | str | None = None
     text: Detokenizer | None = None
     num_cached_tokens: int = 0
-    plan: DraftPlan | None = None
     trace: list[StepTrace] = field(default_factory=list)
 
     @property
@@ -76,12 +75,14 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def record(self, num_nodes: int, depth: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one verify step, before its tokens are appended."""
-        plan, self.plan = self.plan, None
+    def record(self, tree: DraftTree, accepted: Seq[int], num_emitted: int) -> None:
+        """Count one verify step, before its tokens are appended; ``accepted`` are drafted nodes."""
+        plan = tree.plan
         entropy, gamma = (plan.entropy, plan.gamma) if plan else (None, None)
-        self.trace.append(StepTrace(self.index, len(self.token_ids), entropy, gamma, depth, num_accepted))
-        self.stats.record(num_nodes, num_accepted, num_emitted)
+        self.trace.append(StepTrace(self.index, len(self.token_ids), entropy, gamma, tree.depth, len(accepted)))
+        self.stats.record(tree.num_draft_tokens, len(accepted), num_emitted)
+        if tree.num_draft_tokens:
+            self.stats.credit(tree, accepted)
 
     def extend(self, tokens: Seq[int]) -> None:
         """Append emitted tokens and carry the law's history along."""

@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 
 
-@dataclass(slots=True)
-class DraftPlan:
-    """The plan of a length policy for one step of one row.
-
-    Args:
-      gamma: the length it wanted.
-      entropy: of the drafter's law of the first drafted token, by log V, 0..1; None where the policy does not look.
-    """
-
-    gamma: int
-    entropy: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """Plan, draft and acceptance of one step in one row.
@@ -36,7 +23,7 @@ class StepTrace:
     Args:
       sample: which of the request's samples.
       position: index of the first token that the step emitted, prompt included.
-      entropy, gamma: see `DraftPlan`; gamma is None where nothing was planned.
+      entropy, gamma: see `foretoken.tree.DraftPlan`; gamma is None where nothing was planned.
       drafted: depth of the draft that was verified.
       accepted: how many of one path of it were kept.
     """

@@ -3,52 +3,41 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from foretoken.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
+from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache
+from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.packing import MIN_ELEMENTS
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
+from foretoken.model.masks import SLIDING, Masks
 from foretoken.model.nodes import Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.reduced import reduced
 from foretoken.model.state import ModelState
+from foretoken.model.support import check_supported, exact_context_length, fit_vocabulary, layer_types
 from foretoken.model.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
-__all__ = ["Captured", "CausalLM", "Nodes", "check_supported", "fit_vocabulary", "layer_types"]
+__all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_vocabulary", "layer_types"]
 
 logger = logging.getLogger("foretoken")
 
-Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
-FULL, SLIDING = "full_attention", "sliding_attention"
 MAX_LEARNT = 16
 """Structures of one model, of which what was measured is remembered."""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """Features of one forward, (B, N, H) each, as far as they were asked for."""
-
-    last_hidden: torch.Tensor | None = None
-    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,9 +101,8 @@ class CausalLM:
         self._check_autocast()
         self._layer_types = layer_types(self.config)
         self._window: int | None = getattr(self.config, "sliding_window", None)
-        self._masks_needed = set(self._layer_types) - {FULL}
         self._shadow = shadow(model).eval()
-        self._hooks = _FeatureHooks(self._shadow, self.num_layers)
+        self._recorder = Recorder(self._shadow, self.num_layers)
         self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
@@ -138,9 +126,10 @@ class CausalLM:
 
     def _run_by(self, execution: Execution) -> None:
         self.execution = execution
-        self._is_eager_attention = self._shadow.config._attn_implementation == "eager"
+        is_eager = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
-        self._additive_mask = self._is_eager_attention or execution.uses_grouped_attention
+        is_additive = is_eager or execution.uses_grouped_attention
+        self._masks = Masks(self._layer_types, self._window, self.dtype, self.device, is_additive, is_eager)
 
     def _judge(self, probe: Probe | None) -> None:
         self.probe = probe
@@ -205,7 +194,7 @@ class CausalLM:
         other._owner = _nobody
         other.name = f"{self.name} ({name})"
         other._shadow = shadow(self._shadow)
-        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other._recorder = Recorder(other._shadow, self.num_layers)
         other.execution = self.execution.over(other._shadow)
         edit(other, other._shadow)
         other.num_forwards = 0
@@ -228,8 +217,9 @@ class CausalLM:
         count = max(num_layers, *(index + 1 for index in kinds))
 
         def cut(other: CausalLM, _: PreTrainedModel) -> None:
-            del other._hooks.layers[count:]
+            del other._recorder.layers[count:]
             other.num_layers, other._layer_types = count, self._layer_types[:count]
+            other._masks = replace(self._masks, layer_types=other._layer_types)
 
         return self if count >= self.num_layers else self.variant("first layers", cut)
 
@@ -241,7 +231,7 @@ class CausalLM:
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The decoder layers of the shadow, in order."""
-        return list(self._hooks.layers)
+        return list(self._recorder.layers)
 
     @torch.inference_mode()
     def forward(
@@ -284,7 +274,7 @@ class CausalLM:
             output = self.execution.run(
                 input_ids=nodes.tokens.to(self.device),
                 position_ids=positions[:, nodes.num_fed :],
-                attention_mask=self._mask(nodes, starts, positions, columns, view_length is not None),
+                attention_mask=self._masks.of(nodes, starts, positions, columns, view_length is not None),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=_logits_to_keep(kept, width, self.device),
@@ -292,14 +282,31 @@ class CausalLM:
         logits: torch.Tensor = output.logits
         return logits[:, : len(kept)]
 
-    @contextmanager
-    def capture(self, *, last_hidden: bool = False, layer_inputs: Sequence[int] = ()) -> Iterator[_Capture]:
-        """Record features of the forwards inside the block; read ``.features`` after each.
+    @torch.inference_mode()
+    def forward_with(
+        self, wanted: Wanted, nodes: Nodes, cache: KVCache, *, keep: slice | None = None, **options: Any
+    ) -> Output:
+        """`forward`, with features beside the logits: of all nodes, whether their logits are kept or not.
 
-        ``last_hidden`` covers the kept columns only.
+        Args:
+          wanted: which features; without any, this is `forward`.
+          nodes, cache, keep, options: as for `forward`.
+        Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
+        Exactness: the logits are those of `forward`. Compiled execution runs this forward eagerly.
         """
-        with self._hooks.recording(last_hidden, tuple(layer_inputs)) as record:
-            yield record
+        if not wanted:
+            return Output(self.forward(nodes, cache, keep=keep, **options))
+        if wanted.last_hidden and self._recorder.needs_logits is None:
+            count, one = self.num_forwards, Nodes.from_chains([[0, 0]])
+            self._recorder.settle(lambda: self.forward(one, self.new_cache(1, capacity=2)))
+            self.num_forwards = count
+        if wanted.last_hidden and self._recorder.needs_logits:
+            with self._recorder.recording(wanted):
+                logits = self.forward(nodes, cache, **options)
+            return self._recorder.output(logits if keep is None else logits[:, keep])
+        with self._recorder.recording(wanted):
+            logits = self.forward(nodes, cache, keep=keep, **options)
+        return self._recorder.output(logits)
 
     def _check_autocast(self) -> None:
         """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
@@ -308,57 +315,6 @@ class CausalLM:
                 "torch.autocast is on, and foretoken computes in the dtype of the model; leave the context, or load "
                 "the model in that dtype"
             )
-
-    # -- masks -------------------------------------------------------------------------------------------------
-
-    def _mask(
-        self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool
-    ) -> Mask:
-        """4-D mask (B, 1, N, T), one per layer type where the model has several."""
-        if nodes.is_one_token and not self._masks_needed and not self._is_eager_attention and not fixed_shape:
-            return None  # a single token sees every column of the view
-        full = self._visible(nodes, starts, columns)
-        masks = {FULL: full}
-        if self._masks_needed:
-            masks[SLIDING] = full & self._in_window(nodes, starts, positions, columns)
-        used = {kind: self._as_mask(masks[kind]) for kind in dict.fromkeys(self._layer_types)}
-        return used if len(used) > 1 else next(iter(used.values()))
-
-    def _visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
-        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
-        num_rows, width = nodes.tokens.shape
-        column = torch.arange(columns, device=self.device)
-        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
-        if nodes.ancestors is None:
-            visible = column <= own[:, :, None]
-        else:
-            visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
-            places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
-            visible.scatter_(2, places, nodes.ancestors.to(self.device))
-        if min(nodes.counts) < width:
-            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
-            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
-            visible = torch.where(is_real, visible, column == own[:, :, None])
-        return visible
-
-    def _in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
-        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
-        num_rows = len(nodes.counts)
-        column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
-        column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
-        distance = positions[:, nodes.num_fed :, None] - column_positions[:, None, :]
-        return distance < (self._window or 0)
-
-    def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
-        """(B, S + N): the columns of the fed and the new nodes of every row."""
-        return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
-
-    def _as_mask(self, visible: torch.Tensor) -> torch.Tensor:
-        visible = visible[:, None]  # (B, 1, N, T)
-        if not self._additive_mask:
-            return visible
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
 
     # -- probe -------------------------------------------------------------------------------------------------
 
@@ -384,7 +340,7 @@ class CausalLM:
         if self.window is not None:
             other._window = min(self.window, window)
         other._shadow = reduced(self._shadow, self.layers, layers, dtype, other.window)
-        other._hooks = _FeatureHooks(other._shadow, self.num_layers)
+        other._recorder = Recorder(other._shadow, self.num_layers)
         other.dtype = dtype or self.dtype
         other._run_by(Execution(other._shadow, "eager"))
         return other
@@ -393,80 +349,6 @@ class CausalLM:
         """Run attention as packed execution does."""
         self.execution.uses_grouped_attention = use_grouped_sdpa(self._shadow)
         self._run_by(self.execution)
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
-    name = type(model).__name__
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
-    for path, module in model.named_modules():
-        if getattr(module, "merged", False) is True and getattr(module, "disable_adapters", False) is True:
-            raise UnsupportedModelError(
-                f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
-                "in the forward; call unmerge_adapter() before the adapters are disabled."
-            )
-    parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        raise UnsupportedStateError(
-            f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
-            "rolled back after a rejected draft."
-        )
-    text_config = config.get_text_config(decoder=True)
-    for index, layer in enumerate(DynamicCache(config=text_config).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UnsupportedStateError(
-                f"layer {index} of {name} keeps {type(layer).__name__} state, which cannot be rolled back exactly "
-                "after a rejected draft. Models with attention layers only are supported."
-            )
-    unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
-    if unknown:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(unknown)}, whose masks foretoken does not know."
-        )
-    if "position_ids" not in parameters:
-        raise UnsupportedModelError(
-            f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
-            "given their positions. Use a model with rotary or learned absolute positions."
-        )
-
-
-def exact_context_length(config: Any) -> int | None:
-    """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
-
-    Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
-    that border, or a long row in the batch, would change tokens before it: such models end at the border.
-    """
-    length: int | None = getattr(config, "max_position_embeddings", None)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
-    borders = [
-        rope["original_max_position_embeddings"]
-        for rope in (ropes, *nested)
-        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
-    ]
-    return min([length or borders[0], *borders]) if borders else length
-
-
-def layer_types(config: Any) -> tuple[str, ...]:
-    """Attention type of every layer, as `transformers` derives it from a text config."""
-    listed = getattr(config, "layer_types", None)
-    if listed is not None:
-        return tuple(listed)
-    kind = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
-    return (kind,) * int(config.num_hidden_layers)
-
-
-def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits (..., V) of a drafter over a target's vocabulary: padding tokens are cut off or impossible."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
 def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
@@ -478,59 +360,3 @@ def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torc
     if kept.stop == width and kept.step == 1:
         return len(kept)
     return torch.tensor(list(kept), device=device)
-
-
-# -- features ----------------------------------------------------------------------------------------------------
-
-
-class _Capture:
-    """Holds what the hooks saw in the latest forward."""
-
-    def __init__(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> None:
-        self.wants_last_hidden = last_hidden
-        self.wants_layers = layer_inputs
-        self.last_hidden: torch.Tensor | None = None
-        self.layer_inputs: dict[int, torch.Tensor] = {}
-
-    @property
-    def features(self) -> Captured:
-        return Captured(self.last_hidden, dict(self.layer_inputs))
-
-
-class _FeatureHooks:
-    """Forward pre-hooks on a shadow: the output embedding and chosen decoder layers."""
-
-    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
-        self._head = model.get_output_embeddings()
-        self.layers = _decoder_layers(model, num_layers)
-
-    @contextmanager
-    def recording(self, last_hidden: bool, layer_inputs: tuple[int, ...]) -> Iterator[_Capture]:
-        record = _Capture(last_hidden, layer_inputs)
-        handles = []
-
-        def keep_hidden(_module: Any, args: Any) -> None:
-            record.last_hidden = args[0]
-
-        def keep_layer(index: int) -> Any:
-            def hook(_module: Any, args: Any, kwargs: Any) -> None:
-                record.layer_inputs[index] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
-
-        if last_hidden:
-            handles.append(self._head.register_forward_pre_hook(keep_hidden))
-        for index in layer_inputs:
-            handles.append(self.layers[index].register_forward_pre_hook(keep_layer(index), with_kwargs=True))
-        try:
-            yield record
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")

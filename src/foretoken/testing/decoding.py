@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
+from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.model.cache.ragged import KVCache
@@ -32,15 +32,41 @@ class _Watched(Drafter):
         self.name = drafter.name
         self.requires = drafter.requires
         self._started: set[int] = set()
+        self._num_read: dict[int, int] = {}
         self._proposed: dict[int, DraftTree] = {}
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.drafter.bind(target, cache)
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        require(len(rows) == len(features), f"start got {len(rows)} rows and {len(features)} features")
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        num_recalled = self.drafter.recall(row, memory, num_tokens)
+        require(0 <= num_recalled <= num_tokens, f"{self.name} recalls {num_recalled} tokens of {num_tokens}")
+        self._num_read[row.id] = num_recalled
+        return num_recalled
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        require(self.requires.reads_prompts, f"{self.name} reads prompts and wants nothing of them")
+        for row, chunk in zip(rows, chunks, strict=True):
+            known = self._num_read.get(row.id, 0)
+            require(chunk.start == known, f"read: row {row.id} goes on at {chunk.start}, but {known} tokens are read")
+            self._num_read[row.id] = known + chunk.num_tokens
+        self.drafter.read(rows, chunks)
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            known, wanted = self._num_read.pop(row.id, 0), row.num_prompt_tokens - 1
+            require(
+                not self.requires.reads_prompts or known == wanted,
+                f"start: {known} tokens of the prompt of row {row.id} were read, not {wanted}",
+            )
         self._started |= {row.id for row in rows}
-        self.drafter.start(rows, features)
+        self.drafter.start(rows)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        require(row.id in self._started, f"fork of row {row.id}, which never started")
+        require(all(copy.token_ids == row.token_ids for copy in copies), "fork: the copies have other tokens")
+        self._started |= {copy.id for copy in copies}
+        self.drafter.fork(row, copies)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         before = [list(row.token_ids) for row in rows]
@@ -67,18 +93,18 @@ class _Watched(Drafter):
             require(path == list(result.emitted[: len(path)]), "observe: the accepted path is not what was emitted")
         self.drafter.observe(rows, results)
 
-    def retain(self, rows: Seq[Sequence], limit: int) -> None:
-        require({row.id for row in rows} <= self._started, "retain for rows which never started")
-        self.drafter.retain(rows, limit)
+    def keep(self, row: Sequence) -> object:
+        return self.drafter.keep(row)
 
     def forget(self, rows: Seq[Sequence]) -> None:
-        ids = {row.id for row in rows}
-        require(ids <= self._started, f"forget for rows {sorted(ids - self._started)}, which never started")
-        self._started -= ids
+        for row in rows:
+            self._num_read.pop(row.id, None)
+        self._started -= {row.id for row in rows}
         self.drafter.forget(rows)
 
     def check_empty(self) -> None:
-        require(not self._started, f"rows {sorted(self._started)} finished, but were never forgotten")
+        left = sorted(self._started | self._num_read.keys())
+        require(not left, f"rows {left} finished, but were never forgotten")
 
 
 def require(holds: bool, message: str) -> None:

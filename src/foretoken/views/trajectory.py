@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
-from foretoken.engine.drafter import Budget, Drafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ForetokenError, PromptError
@@ -231,7 +231,7 @@ class BlockRecorder(Drafter):
         self._size = size
         self._initial_guess = initial_guess
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         self._guesses = Guesses(rows[0], self._initial_guess)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
@@ -247,7 +247,6 @@ class BlockRecorder(Drafter):
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for result in results:  # none in the last step
             choices = result.features.choices
-            assert choices is not None
             block = self.blocks[-1]
             settled = block.iterates[-1][: len(block) - len(choices)] if block.iterates else ()
             self.blocks[-1] = replace(block, iterates=(*block.iterates, (*settled, *choices)))

@@ -13,7 +13,8 @@ from foretoken.config.options import one_of, option
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.guesses import PromptTokens
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
+from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.engine.drafter import Budget, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -34,7 +35,7 @@ class JacobiOptions(LengthOptions, DraftOptions):
 INITIAL_GUESSES = ("repeat", "prompt")
 
 
-class JacobiDrafter(ContextDrafter):
+class JacobiDrafter(PlannedDrafter):
     """A chain of guesses, each replaced in every step by what the target says after the guesses before it.
 
     Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
@@ -68,7 +69,7 @@ class JacobiDrafter(ContextDrafter):
         self._initial_guess = initial_guess
         self._guesses_of: dict[int, Guesses] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._guesses_of[row.id] = Guesses(row, self._initial_guess)
 
@@ -78,7 +79,7 @@ class JacobiDrafter(ContextDrafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            self._guesses_of[row.id].refresh(result.features.choices or (), len(result.emitted))
+            self._guesses_of[row.id].refresh(result.features.choices, len(result.emitted))
             self.length_policy.end(row, result.tree.depth, result.num_accepted)
 
     def forget(self, rows: Seq[Sequence]) -> None:

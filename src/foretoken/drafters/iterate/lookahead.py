@@ -13,7 +13,7 @@ from foretoken.config.options import flag, option, whole
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.ngram_pool import NgramPool
 from foretoken.drafters.parts.trie import Trie
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -92,7 +92,7 @@ class LookaheadDrafter(ContextDrafter):
         self._window_of: dict[int, Window] = {}
         self._pool_of: dict[int, NgramPool] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
             tokens = PromptTokens(row)
@@ -109,7 +109,6 @@ class LookaheadDrafter(ContextDrafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            assert result.features.choices is not None
             for ngram in self._window_of[row.id].advance(result.tree, result.features.choices):
                 self._pool_of[row.id].add(ngram[0], ngram[1:])
             self._learn(row, len(result.emitted))

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, note, plan, required, within
+from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, required, within
 from foretoken.drafters.lengths.confidence import Confidence
 from foretoken.drafters.lengths.entropy import entropy
 from foretoken.errors import ConfigError
@@ -154,21 +154,22 @@ class AdaEDL(LengthPolicy):
         self._state_of: dict[int, ThresholdState] = {}
 
     def begin(self, row: Sequence) -> int:
-        return plan(row, self.num_tokens)
+        return self.plan(row, self.num_tokens)
 
     def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
         law = required(self, draft_log_probs)
         nats = entropy(law)
-        note(row, self.num_tokens, nats / math.log(len(law)) if len(law) > 1 else 0.0)
+        self.note(row, self.num_tokens, nats / math.log(len(law)) if len(law) > 1 else 0.0)
         if depth == 0 or 1.0 - math.sqrt(self.entropy_scale * nats) >= self._state(row).threshold:
             return True
-        note(row, depth)
+        self.note(row, depth)
         return False
 
     def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
         self.rule.update(self._state(row), num_drafted, num_accepted, self.num_tokens)
 
     def forget(self, row: Sequence) -> None:
+        super().forget(row)
         self._state_of.pop(row.id, None)
 
     def _state(self, row: Sequence) -> ThresholdState:

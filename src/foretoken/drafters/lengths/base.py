@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.lengths.options import CONFIDENCE, LAW, NOTHING
-from foretoken.engine.stats import DraftPlan
 from foretoken.errors import ConfigError
+from foretoken.tree import DraftPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.engine.sequence import Sequence
 
-__all__ = ["CONFIDENCE", "LAW", "NOTHING", "LengthPolicy", "checked_length", "note", "plan", "required", "within"]
+__all__ = ["CONFIDENCE", "LAW", "NOTHING", "LengthPolicy", "checked_length", "required", "within"]
 
 
 class LengthPolicy(ABC):
@@ -25,7 +26,7 @@ class LengthPolicy(ABC):
     first one, which is always looked at) and ``keep_drafting`` before it is drawn; and ``end`` with the outcome. State
     belongs to a row (by ``row.id``) and lives until ``forget``.
 
-    A policy notes in ``row.plan`` what it planned; the engine makes the trace of it.
+    A policy notes what it plans; the drafter puts the plan into its draft, and the engine makes the trace of it.
 
     Exactness: a stopping time. ``go_on`` may look at everything before the forward, ``keep_drafting`` at the law of the
     token that would be drawn next too, neither at that token; a token that was drawn stays.
@@ -34,6 +35,27 @@ class LengthPolicy(ABC):
     name: str
     looks_at: str = NOTHING
     """The input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law."""
+
+    @cached_property
+    def _plans(self) -> dict[int, DraftPlan]:
+        """By row, of the step that is being drafted."""
+        return {}
+
+    def plan(self, row: Sequence, gamma: int) -> int:
+        """Note the longest draft of a step that begins, and return it."""
+        self._plans[row.id] = DraftPlan(gamma)
+        return gamma
+
+    def note(self, row: Sequence, gamma: int, entropy: float | None = None) -> None:
+        """Note what is planned so far; the first entropy of a step stays."""
+        plan = self._plans.setdefault(row.id, DraftPlan(gamma))
+        plan.gamma = gamma
+        if plan.entropy is None:
+            plan.entropy = entropy
+
+    def take_plan(self, row: Sequence) -> DraftPlan | None:
+        """What was planned for the draft that has just been made; once."""
+        return self._plans.pop(row.id, None)
 
     @abstractmethod
     def begin(self, row: Sequence) -> int:
@@ -62,6 +84,7 @@ class LengthPolicy(ABC):
 
     def forget(self, row: Sequence) -> None:
         """Drop the state of a row that has finished."""
+        self._plans.pop(row.id, None)
 
     def length(
         self, row: Sequence, budget: int, log_shares: Callable[[int], Tensor | None] = lambda depth: None
@@ -81,21 +104,6 @@ class LengthPolicy(ABC):
                 break
             depth += 1
         return depth
-
-
-def plan(row: Sequence, gamma: int) -> int:
-    """Open the step's entry in the trace of the row with the longest draft, and return it."""
-    row.plan = DraftPlan(gamma)
-    return gamma
-
-
-def note(row: Sequence, gamma: int, entropy: float | None = None) -> None:
-    """Record in the trace of the row what is planned so far; the first entropy of a step stays."""
-    if row.plan is None:
-        row.plan = DraftPlan(gamma)
-    row.plan.gamma = gamma
-    if row.plan.entropy is None:
-        row.plan.entropy = entropy
 
 
 def required(policy: LengthPolicy, draft_log_probs: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.lengths.base import CONFIDENCE, LengthPolicy, checked_length, note, plan, required, within
+from foretoken.drafters.lengths.base import CONFIDENCE, LengthPolicy, checked_length, required, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Confidence(LengthPolicy):
         self._confidence_of: dict[int, float] = {}
 
     def begin(self, row: Sequence) -> int:
-        return plan(row, self.num_tokens)
+        return self.plan(row, self.num_tokens)
 
     def keep_drafting(self, row: Sequence, depth: int, draft_log_probs: Tensor | None) -> bool:
         self._confidence_of[row.id] = confidence(required(self, draft_log_probs))
@@ -45,7 +45,7 @@ class Confidence(LengthPolicy):
     def go_on(self, row: Sequence, depth: int) -> bool:
         if self._confidence_of[row.id] >= self.threshold_of(row):
             return True
-        note(row, depth)
+        self.note(row, depth)
         return False
 
     def threshold_of(self, row: Sequence) -> float:
@@ -53,6 +53,7 @@ class Confidence(LengthPolicy):
         return self.threshold
 
     def forget(self, row: Sequence) -> None:
+        super().forget(row)
         self._confidence_of.pop(row.id, None)
 
 

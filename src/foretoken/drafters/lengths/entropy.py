@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, note, plan, required, within
+from foretoken.drafters.lengths.base import LAW, LengthPolicy, checked_length, required, within
 from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -111,7 +111,7 @@ class Egag(LengthPolicy):
         self._state_of: dict[int, _State] = {}
 
     def begin(self, row: Sequence) -> int:
-        return plan(row, self.num_tokens)
+        return self.plan(row, self.num_tokens)
 
     def wants_log_probs(self, depth: int) -> bool:
         return self.is_calibrated or depth == 0
@@ -132,7 +132,7 @@ class Egag(LengthPolicy):
         if math.isnan(share):
             share = 1.0
         state.gamma, state.ema = self.formula.length(share, state.ema)
-        note(row, max(state.gamma, depth), shown)  # what was drafted before stays
+        self.note(row, max(state.gamma, depth), shown)  # what was drafted before stays
         return depth < state.gamma
 
     def _calibrated(self, state: _State, nats: float) -> float:
@@ -143,6 +143,7 @@ class Egag(LengthPolicy):
         return calibrated_share(nats, reference, self.num_tokens)
 
     def forget(self, row: Sequence) -> None:
+        super().forget(row)
         self._state_of.pop(row.id, None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.drafters.lengths.base import LengthPolicy, checked_length, plan
+from foretoken.drafters.lengths.base import LengthPolicy, checked_length
 from foretoken.engine.sequence import Sequence
 
 
@@ -19,7 +19,7 @@ class Fixed(LengthPolicy):
         self.num_tokens = checked_length(num_tokens)
 
     def begin(self, row: Sequence) -> int:
-        return plan(row, self.num_tokens)
+        return self.plan(row, self.num_tokens)
 
 
 MAX_LENGTH = 32
@@ -45,7 +45,7 @@ class Heuristic(LengthPolicy):
         self._length_of: dict[int, int] = {}
 
     def begin(self, row: Sequence) -> int:
-        return plan(row, self._length_of.get(row.id, self.num_tokens))
+        return self.plan(row, self._length_of.get(row.id, self.num_tokens))
 
     def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
         length = self._length_of.get(row.id, self.num_tokens)
@@ -55,4 +55,5 @@ class Heuristic(LengthPolicy):
             self._length_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
 
     def forget(self, row: Sequence) -> None:
+        super().forget(row)
         self._length_of.pop(row.id, None)

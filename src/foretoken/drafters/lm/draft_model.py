@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
-from foretoken.drafters.parts.growing import Draft, GrowingDrafter
+from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.engine.drafter import Features, StepResult
+from foretoken.drafters.parts.rows import CachedRows, feed
+from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -21,12 +24,13 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
-    from foretoken.model.cache import prefixes
+    from foretoken.drafters.parts.draft import Draft
+    from foretoken.model.cache.ragged import RowStates
     from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
-    prefixes = Lazy("foretoken.model.cache.prefixes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,26 @@ class DraftModelOptions(GrowthOptions, ModelOptions):
 PREFILL_CHUNK = 512
 
 
-class DraftModelDrafter(GrowingDrafter):
+@dataclass(frozen=True)
+class Memory:
+    """The beginning of a text in a drafter's cache, in copies of its own.
+
+    Args:
+      version: of the model that wrote it; see `CausalLM.num_changes`.
+      length: columns.
+    """
+
+    model: CausalLM
+    version: int
+    states: RowStates
+    length: int
+
+    def is_from(self, model: CausalLM) -> bool:
+        """Whether this model wrote it, as it is now."""
+        return self.model is model and self.version == model.num_changes
+
+
+class DraftModelDrafter(Drafter):
     """Drafts with a causal language model that shares the target's tokenizer.
 
     Source: speculative sampling, Leviathan et al. 2022 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318);
@@ -50,10 +73,11 @@ class DraftModelDrafter(GrowingDrafter):
     Args:
       model: the drafter; its vocabulary may be padded differently from the target's.
       num_speculative_tokens: K, depth of the draft, where no policy is given.
-      num_branches, sample_method, acceptance, max_nodes, policy: see `GrowingDrafter`.
+      policy: decides how deep to draft.
+      growth: further arguments of `Growth`.
 
     Exactness: lossless for any drafter.
-    Randomness: keyed, see ``acceptance``; none when greedy.
+    Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     """
 
     name = "draft_model"
@@ -64,115 +88,73 @@ class DraftModelDrafter(GrowingDrafter):
         *,
         target_vocab_size: int,
         num_speculative_tokens: int = 4,
-        num_branches: int = 1,
-        sample_method: str = "probabilistic",
-        acceptance: str = "match",
-        max_nodes: int | None = None,
         policy: LengthPolicy | None = None,
+        **growth: Any,
     ) -> None:
-        super().__init__(
-            target_vocab_size=target_vocab_size,
-            policy=policy or Fixed(num_speculative_tokens),
-            num_branches=num_branches if model.supports_trees else min(1, num_branches),
-            sample_method=sample_method,
-            acceptance=acceptance,
-            max_nodes=max_nodes,
+        self.growth = Growth(
+            target_vocab_size=target_vocab_size, policy=policy or Fixed(num_speculative_tokens), **growth
         )
+        self.growth.takes_trees = model.supports_trees
         self.model = model
         self._cache = model.new_cache()
-        self._order: list[int] = []  # row ids in cache order
-        self._prefixes: prefixes.PrefixStore | None = None
+        self._rows = CachedRows(self._cache)
+        self._drafts: dict[int, Draft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        """Feed the prompts, all but the last token; samples of one prompt share the work."""
-        first_slot = self._cache.num_rows
-        slot_of: dict[tuple[int, ...], int] = {}
-        forks = []
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Load what an earlier row has left; what is missing of the prompt is fed at the start."""
+        if isinstance(memory, Memory) and memory.is_from(self.model) and self._fits(row):
+            place = self._rows.enter(row.id)
+            place.trunk = min(memory.length, num_tokens)
+            self._cache.load(place.slot, memory.states, place.trunk)
+        return num_tokens
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        """Feed the prompts, all but the last token."""
+        texts = {}
         for row in rows:
-            prompt = tuple(row.token_ids[:-1])
-            if prompt in slot_of:
-                forks.append((row, slot_of[prompt]))
-            else:
-                slot_of[prompt] = self._enter(row, self._cache.add_rows())
-        self._feed(first_slot, [self._unknown(prompt, slot) for prompt, slot in slot_of.items()])
-        for row, slot in forks:
-            self._enter(row, self._cache.fork(slot))
+            place = self._rows.enter(row.id)
+            texts[place.slot] = row.token_ids[place.trunk : -1] if self._fits(row) else []
+        self._feed(texts)
         for row in rows:
-            draft = self._drafts[row.id]
-            draft.trunk = self._cache.lengths[draft.slot]
+            place = self._rows[row.id]
+            place.trunk = self._cache.lengths[place.slot]
 
-    def _unknown(self, prompt: tuple[int, ...], slot: int) -> tuple[int, ...]:
-        """The tokens of a prompt still to be fed: none beyond the drafter's context, none kept from an earlier row."""
-        if self._reach(len(prompt) + 1) <= 0:
-            return ()
-        known = self._prefixes.load(prompt, self._cache, slot) if self._prefixes is not None else 0
-        return prompt[known:]
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        for copy in copies:
+            self._rows.fork(row.id, copy.id)
 
-    def retain(self, rows: Seq[Sequence], limit: int) -> None:
-        if self._prefixes is None:
-            self._prefixes = prefixes.PrefixStore(limit)
-        for row in rows:
-            draft = self._drafts[row.id]
-            self._prefixes.keep(row.token_ids, self._cache, draft.slot, draft.trunk)
-
-    def _enter(self, row: Sequence, slot: int) -> int:
-        self._order.append(row.id)
-        self._drafts[row.id] = Draft(slot)
-        return slot
-
-    def _feed(self, first_slot: int, texts: Seq[Seq[int]]) -> None:
-        """Run texts through the drafter, chunk by chunk, all rows at once."""
-        for start in range(0, max(map(len, texts)), PREFILL_CHUNK):
-            chunks = [text[start : start + PREFILL_CHUNK] for text in texts]
-            self.model.forward(self._chains(chunks), self._cache, first_row=first_slot, keep=slice(0, 0))
-            self._cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
+    def keep(self, row: Sequence) -> Memory | None:
+        if row.id not in self._rows:
+            return None
+        place = self._rows[row.id]
+        states = self._cache.export(place.slot, place.trunk)
+        return Memory(self.model, self.model.num_changes, states, place.trunk)
 
     def forget(self, rows: Seq[Sequence]) -> None:
+        self.growth.forget(rows)
+        self._rows.remove(row.id for row in rows)
         for row in rows:
-            self.policy.forget(row)
-        if self._drafts.keys() <= {row.id for row in rows}:  # no need to move anything, nor to trust the order
-            self._drafts, self._order = {}, []
-            self._cache.clear()
-            return
-        for row in rows:
-            draft = self._drafts.pop(row.id, None)
-            if draft is None:
-                continue
-            self._cache.remove(draft.slot)
-            last = self._order.pop()
-            if last != row.id:
-                self._order[draft.slot] = last
-                self._drafts[last].slot = draft.slot
+            self._drafts.pop(row.id, None)
 
-    def _align(self, rows: Seq[Sequence]) -> None:
-        """Bring the rows to the front of the cache, in order. Moves nothing as long as the engine keeps its order."""
-        for place, row in enumerate(rows):
-            draft = self._drafts[row.id]
-            other = self._order[place]
-            if other != row.id:
-                self._cache.swap(draft.slot, place)
-                self._order[draft.slot], self._order[place] = other, row.id
-                self._drafts[other].slot, draft.slot = draft.slot, place
+    def _fits(self, row: Sequence) -> bool:
+        """Whether the drafter's context has room for the text and a draft."""
+        return self._reach(row) > 0
 
-    def _first_logits(self, rows: Seq[Sequence], drafts: Seq[Draft]) -> torch.Tensor:
-        """Feed what the cache has not seen of every sequence."""
-        self._align(rows)
-        self._cache.rollback([draft.trunk for draft in drafts])
-        for row, draft in zip(rows, drafts, strict=True):
-            if len(row.token_ids) - draft.trunk > PREFILL_CHUNK:
-                self._feed(draft.slot, [row.token_ids[draft.trunk : -1]])
-                draft.trunk = self._cache.lengths[draft.slot]
-        chains = [row.token_ids[draft.trunk :] for row, draft in zip(rows, drafts, strict=True)]
-        counts = [len(chain) for chain in chains]
-        first = min(counts) - 1
-        logits = self.model.forward(self._chains(chains), self._cache, keep=slice(first, max(counts)))
-        self._cache.commit([range(count) for count in counts])
-        for draft, count in zip(drafts, counts, strict=True):
-            draft.trunk += count
-        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
-        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+    def _reach(self, row: Sequence) -> int:
+        """How many tokens can be drafted: the last is never fed; 0 or less for none."""
+        context = self.model.context_length
+        return sys.maxsize if context is None else context - len(row.token_ids) + 1
+
+    def _feed(self, texts: Mapping[int, Seq[int]]) -> None:
+        """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
+        for slots in _neighbours(slot for slot, text in texts.items() if text):
+            several = [texts[slot] for slot in slots]
+            for start in range(0, max(map(len, several)), PREFILL_CHUNK):
+                chunks = [text[start : start + PREFILL_CHUNK] for text in several]
+                self.model.forward(self._chains(chunks), self._cache, first_row=slots[0], keep=slice(0, 0))
+                self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
     def _chains(self, chains: Seq[Seq[int]]) -> lm.Nodes:
         """Rows of tokens; the drafter's last token stands for those of a larger vocabulary that it does not know."""
@@ -180,18 +162,61 @@ class DraftModelDrafter(GrowingDrafter):
         nodes.tokens.clamp_(max=self.model.vocab_size - 1)
         return nodes
 
-    # -- observe -----------------------------------------------------------------------------------------------
+    # -- propose -----------------------------------------------------------------------------------------------
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [self.growth.begin(row, budget, self._reach(row)) for row, budget in zip(rows, budgets, strict=True)]
+        self._drafts.update((draft.row.id, draft) for draft in drafts)
+        growing = [draft for draft in drafts if draft.cap > 0]
+        if growing:
+            self.growth.grow(growing, self)
+        return [self.growth.tree(draft, self.name) for draft in drafts]
+
+    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Feed what the cache has not seen of every text."""
+        places = self._rows.align([draft.row.id for draft in drafts])
+        self._cache.rollback([place.trunk for place in places])
+        for draft, place in zip(drafts, places, strict=True):
+            tokens = draft.row.token_ids
+            if len(tokens) - place.trunk > PREFILL_CHUNK:
+                self._feed({place.slot: tokens[place.trunk : -1]})
+                place.trunk = self._cache.lengths[place.slot]
+        chains = [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
+        counts = [len(chain) for chain in chains]
+        first = min(counts) - 1
+        logits = self.model.forward(self._chains(chains), self._cache, keep=slice(first, max(counts)))
+        self._cache.commit([range(count) for count in counts])
+        for place, count in zip(places, counts, strict=True):
+            place.trunk += count
+        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
+        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+
+    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Feed the frontier of every draft."""
+        places = [self._rows[draft.row.id] for draft in drafts]
+        return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
         for row, result in zip(rows, results, strict=True):
-            draft = self._drafts[row.id]
-            kept = draft.fed_along(result.tree.tokens[node] for node in result.path[1:])
-            self._cache.rollback([draft.trunk], draft.slot)
-            self._cache.commit([kept], draft.slot)
-            draft.trunk += len(kept)
-            draft.offset_of = {}
-            self.policy.end(row, result.tree.depth, result.num_accepted)
+            place = self._rows[row.id]
+            kept = place.fed_along(self._drafts[row.id], (result.tree.tokens[node] for node in result.path[1:]))
+            self._cache.rollback([place.trunk], place.slot)
+            self._cache.commit([kept], place.slot)
+            place.trunk += len(kept)
+            place.offset_of = {}
+            self.growth.end(row, result)
+
+
+def _neighbours(slots: Iterable[int]) -> list[list[int]]:
+    """Runs of consecutive slots: 1 2 4 makes [1, 2], [4]."""
+    runs: list[list[int]] = []
+    for slot in sorted(slots):
+        if runs and runs[-1][-1] == slot - 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
 
 
 def build(options: DraftModelOptions, materials: Materials) -> DraftModelDrafter:

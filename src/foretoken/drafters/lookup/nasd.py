@@ -15,7 +15,8 @@ from foretoken.config.options import option, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
+from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.engine.drafter import Budget, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -47,7 +48,7 @@ class NasdOptions(LengthOptions, BranchOptions):
 RUNNER_UP_WEIGHT = 0.25  # of a token that the target ranked high but did not choose; a chosen one weighs 1
 
 
-class NasdDrafter(ContextDrafter):
+class NasdDrafter(PlannedDrafter):
     """Drafts the most frequent successor of the last tokens, again and again, by counts of the row's text.
 
     Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou
@@ -83,16 +84,16 @@ class NasdDrafter(ContextDrafter):
                 raise ConfigError(f"{name} is {value}; want {least} or more")
         if num_branches < 1:
             raise ConfigError(f"num_branches is {num_branches}; want 1 (a chain) or more")
-        self.requires = Requirements(top_k=filler_top_k)
+        self._filler_top_k = filler_top_k
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
         self._ngram_size = ngram_size
         self._num_branches = num_branches
         self._storage_of: dict[int, NGramStorage] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        for row, prompt_features in zip(rows, features, strict=True):
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
             storage = self._storage_of[row.id] = NGramStorage(self._ngram_size, self._num_branches)
-            storage.extend(row.token_ids, _runners_up(prompt_features), first=1)
+            storage.extend(row.token_ids, [], first=1)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         storage = self._storage_of[row.id]
@@ -101,9 +102,17 @@ class NasdDrafter(ContextDrafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            first = len(row.token_ids) - len(result.emitted)
-            self._storage_of[row.id].extend(row.token_ids, _runners_up(result.features), first)
+            num_emitted = len(result.emitted)
+            first = len(row.token_ids) - num_emitted
+            self._storage_of[row.id].extend(row.token_ids, self._runners_up(result.committed, num_emitted), first)
             self.length_policy.end(row, result.tree.depth, result.num_accepted)
+
+    def _runners_up(self, features: Features, num_tokens: int) -> list[list[int]]:
+        """The target's best tokens per place, best first; none where they are not learned."""
+        if not self._filler_top_k:
+            return []
+        ranked: list[list[int]] = features.top_ids(self._filler_top_k, range(num_tokens)).tolist()
+        return ranked
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
@@ -224,14 +233,6 @@ class Successors:
     def ranked(self) -> list[tuple[int, float]]:
         """The heaviest tokens with their shares of all that was seen here and one unknown observation."""
         return [(token, self._weight_of[token] / (self._total + 1.0)) for token in self._best]
-
-
-def _runners_up(features: Features) -> list[list[int]]:
-    """The target's best tokens per place, best first; nothing where it was not asked."""
-    if features.top_ids is None:
-        return []
-    ranked: list[list[int]] = features.top_ids.tolist()
-    return ranked
 
 
 def build(options: NasdOptions, materials: Materials) -> NasdDrafter:

@@ -13,7 +13,8 @@ from foretoken.config.method import Method
 from foretoken.config.options import option, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
+from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -60,7 +61,7 @@ class NGramOptions(LengthOptions, DraftOptions):
 _MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
 
 
-class NGramDrafter(ContextDrafter):
+class NGramDrafter(PlannedDrafter):
     """Copies from the row's own text, prompt and output, after the longest suffix that has occurred before.
 
     Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in
@@ -108,7 +109,7 @@ class NGramDrafter(ContextDrafter):
         self._max_nodes = max_nodes
         self._index_of: dict[int, SuffixIndex] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._index_of[row.id] = SuffixIndex(self._orders)
             self._index_of[row.id].extend(row.token_ids)

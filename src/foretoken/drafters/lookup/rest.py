@@ -11,7 +11,8 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, option, text, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
+from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -53,7 +54,7 @@ _OWN_FLOOR = 0.02
 """Tokens of the row's own text less likely than this are not proposed; the datastore always has something."""
 
 
-class RestDrafter(ContextDrafter):
+class RestDrafter(PlannedDrafter):
     """Drafts the most frequent continuations of the longest end of the text that the datastore knows.
 
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: docs/methods/rest.md.
@@ -99,7 +100,7 @@ class RestDrafter(ContextDrafter):
         self._dynamic = dynamic_index
         self._text_of: dict[int, SuffixAutomaton] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         if self._dynamic:
             for row in rows:
                 self._text_of[row.id] = SuffixAutomaton(min_match=self.lookup.match_min, floor=_OWN_FLOOR)

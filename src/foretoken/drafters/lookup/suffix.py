@@ -14,7 +14,8 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option, text, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, StepResult
+from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, DatastoreError
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -55,7 +56,7 @@ class SuffixOptions(LengthOptions, BranchOptions):
             raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
 
 
-class SuffixDrafter(ContextDrafter):
+class SuffixDrafter(PlannedDrafter):
     """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
@@ -119,7 +120,7 @@ class SuffixDrafter(ContextDrafter):
         self._text_of: dict[int, SuffixAutomaton] = {}
         self._spot_of: dict[int, Spot] = {}
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
+    def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             text = self._text_of[row.id] = SuffixAutomaton(
                 self._max_tree_depth, escape=self._escape, min_match=self._min_match, floor=self._min_prob

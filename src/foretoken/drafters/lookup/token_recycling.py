@@ -14,7 +14,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, one_of, option, text, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import best_shape
-from foretoken.engine.drafter import Budget, ContextDrafter, Features, Requirements, StepResult
+from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.tree import DraftTree
@@ -102,7 +102,8 @@ class TokenRecyclingDrafter(ContextDrafter):
         if initial_state not in INITIAL_STATES:
             raise ConfigError(f"initial_state is {initial_state!r}; choose one of {', '.join(INITIAL_STATES)}")
         num_candidates = min(num_candidates, vocab_size)
-        self.requires = Requirements(top_k=num_candidates, prompt_top_k=initial_state != "empty", all_nodes=True)
+        self.requires = Requirements(prompt_logits=initial_state != "empty")
+        self._num_candidates = num_candidates
         self._shape = best_shape(max_nodes, num_speculative_tokens, num_candidates)
         self._shared = shared
         self._learns_vocabulary = initial_state == "vocabulary"
@@ -123,24 +124,35 @@ class TokenRecyclingDrafter(ContextDrafter):
             if self._state_file is not None:
                 self._start.save(self._state_file)
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        for row, prompt in zip(rows, features, strict=True):
-            matrix = self._matrix_of[row.id] = self._matrix()
-            if self.requires.prompt_top_k:
-                if prompt.top_ids is not None:
-                    known = row.token_ids[-1 - len(prompt.top_ids) : -1]
-                    matrix.update(known, prompt.top_ids.cpu().numpy())
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Candidates of the tokens that are read are enough."""
+        return num_tokens
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        for row, chunk in zip(rows, chunks, strict=True):
+            tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+            top_ids = chunk.features.top_ids(self._num_candidates, range(chunk.num_tokens))
+            self._known(row).update(tokens, top_ids.cpu().numpy())
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for row in rows:
+            matrix = self._known(row)
+            if self.requires.prompt_logits:
                 matrix.add_text(row.token_ids)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        for copy in copies:
+            matrix = self._matrix_of[row.id]
+            self._matrix_of[copy.id] = matrix if self._shared else matrix.copy()
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         return self._shape.filled(row.pending, budget, self._matrix_of[row.id], self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            top_ids = result.features.top_ids
-            assert top_ids is not None
             order = last_of_all(len(result.tree), result.path)
             tokens = [result.tree.tokens[node] for node in order]
+            top_ids = result.features.top_ids(self._num_candidates, range(len(result.tree)))
             self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy()[order])
             self._is_unsaved = True
 
@@ -173,6 +185,12 @@ class TokenRecyclingDrafter(ContextDrafter):
         if not os.access(file.parent, os.W_OK):
             raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
         return None
+
+    def _known(self, row: Sequence) -> AdjacencyMatrix:
+        """The matrix of a row, a new one where it has none."""
+        if row.id not in self._matrix_of:
+            self._matrix_of[row.id] = self._matrix()
+        return self._matrix_of[row.id]
 
     def _matrix(self) -> AdjacencyMatrix:
         """The one that a new request works with."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foretoken.config.drafting import BranchOptions, node_limit
-from foretoken.config.options import one_of, option
+from foretoken.config.options import flag, one_of, option, whole
 from foretoken.drafters.lengths import policy_of
 from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
@@ -18,6 +18,12 @@ class GrowthOptions(LengthOptions, BranchOptions):
 
     looks: ClassVar[frozenset[str]] = ANY_LOOK
     max_draft_nodes: int | None = node_limit()
+    draft_beam_width: int | None = option(
+        whole(1), help="nodes of a level that get children; by default num_draft_branches"
+    )
+    draft_rerank: bool = option(
+        flag(), False, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+    )
     draft_sample_method: str = option(
         one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}),
         "probabilistic",
@@ -25,11 +31,16 @@ class GrowthOptions(LengthOptions, BranchOptions):
     )
 
     def growth(self, target_vocab_size: int) -> dict[str, Any]:
-        """Arguments of `foretoken.drafters.parts.growing.GrowingDrafter`."""
-        depth = depth_within(self.num_speculative_tokens, self.max_draft_nodes, self.num_draft_branches)
+        """Arguments of `foretoken.drafters.parts.growth.Growth`."""
+        depth = self.num_speculative_tokens
+        if not self.draft_rerank:
+            depth = depth_within(depth, self.max_draft_nodes, self.draft_beam_width or self.num_draft_branches)
         return {
             "target_vocab_size": target_vocab_size,
             "num_branches": self.num_draft_branches,
+            "beam_width": self.draft_beam_width,
+            "reranks": self.draft_rerank,
+            "max_nodes": self.max_draft_nodes if self.draft_rerank else None,
             "sample_method": self.draft_sample_method,
             "acceptance": self.rejection_sample_method,
             "policy": policy_of(self, depth),

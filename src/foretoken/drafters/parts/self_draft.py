@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from foretoken.drafters.parts.growing import Draft, GrowingDrafter
-from foretoken.engine.drafter import Budget, Features, StepResult
+from foretoken.drafters.parts.growth import Growth
+from foretoken.drafters.parts.rows import Place, feed
+from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -15,67 +17,83 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.model.lm as lm
+    from foretoken.drafters.parts.draft import Draft
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
 else:
     lm = Lazy("foretoken.model.lm")
 
 
-class SelfDrafter(GrowingDrafter):
+class SelfDrafter(Drafter):
     """Drafts with a variant of the target that shares its tensors and its cache: no second prefill, no second cache.
 
     What the variant writes after the committed columns is forgotten before the verification, which writes the same
     columns again in every layer.
 
-    Args: see `GrowingDrafter`.
+    Args:
+      growth: arguments of `Growth`.
 
     Exactness: lossless for any variant; the target, its modules and its committed cache are never changed.
-    Randomness: as of `GrowingDrafter`.
+    Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._wanted_branches = self.num_branches
+    model: CausalLM
+    _cache: KVCache
+
+    def __init__(self, **growth: Any) -> None:
+        self.growth = Growth(**growth)
         self._target: CausalLM | None = None
+        self._places: list[Place] = []  # of the rows of the cache, while a draft grows
 
     @abstractmethod
     def _variant(self, target: CausalLM) -> CausalLM:
         """The cheaper form of the target."""
 
+    def _before_drafting(self, rows: Seq[Sequence]) -> None:
+        """Called before every round of drafts; a variant that learns while it drafts does so here."""
+
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache
         if target is not self._target:
             self._target, self.model = target, self._variant(target)
-        self.num_branches = self._wanted_branches if target.supports_trees else 1
+        self.growth.takes_trees = target.supports_trees
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        """Nothing to feed: the target has read the prompt."""
-
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[Any]:
-        lengths = self._cache.lengths[: len(rows)]
-        self._drafts = {row.id: Draft(slot, trunk=lengths[slot]) for slot, row in enumerate(rows)}
-        try:
-            return super().propose(rows, budgets)
-        finally:
-            self._cache.rollback(lengths)
-
-    def _rows_to_feed(self, rows: Seq[Sequence], drafts: Seq[Draft]) -> list[Sequence]:
-        """All rows up to the last that drafts: they lie in the cache as they do for the target."""
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        self._before_drafting(rows)
+        reach = self._reach
+        drafts = [self.growth.begin(row, budget, reach(row)) for row, budget in zip(rows, budgets, strict=True)]
         last = max((slot for slot, draft in enumerate(drafts) if draft.cap > 0), default=-1)
-        return list(rows[: last + 1])
+        if last >= 0:
+            lengths = self._cache.lengths[: len(rows)]
+            self._places = [Place(slot, length) for slot, length in enumerate(lengths)]
+            try:
+                self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
+            finally:
+                self._cache.rollback(lengths)
+        return [self.growth.tree(draft, self.name) for draft in drafts]
 
-    def _first_logits(self, rows: Seq[Sequence], drafts: Seq[Draft]) -> torch.Tensor:
-        logits = self.model.forward(lm.Nodes.from_chains([[row.pending] for row in rows]), self._cache)
-        self._cache.commit([range(1)] * len(rows))
-        for draft in drafts:
-            draft.trunk += 1
+    def _reach(self, row: Sequence) -> int:
+        """How many tokens can be drafted: the last is never fed; 0 or less for none."""
+        context = self.model.context_length
+        return sys.maxsize if context is None else context - len(row.token_ids) + 1
+
+    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Feed the pending tokens."""
+        logits = self.model.forward(lm.Nodes.from_chains([[draft.row.pending] for draft in drafts]), self._cache)
+        self._cache.commit([range(1)] * len(drafts))
+        for place in self._places[: len(drafts)]:
+            place.trunk += 1
         return logits
+
+    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Feed the frontier of every draft."""
+        places = self._places[: len(drafts)]
+        return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            self.policy.end(row, result.tree.depth, result.num_accepted)
+            self.growth.end(row, result)
 
     def forget(self, rows: Seq[Sequence]) -> None:
-        for row in rows:
-            self.policy.forget(row)
-            self._drafts.pop(row.id, None)
+        self.growth.forget(rows)

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
-    from foretoken.engine.drafter import Budget
     from foretoken.engine.sequence import Sequence
     from foretoken.law import sampling
     from foretoken.model import sublayers
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
-    from foretoken.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
@@ -112,8 +110,8 @@ class LayerSkipDrafter(SelfDrafter):
         return skipping(target, self.layer_set)
 
 
-class SwiftDrafter(LayerSkipDrafter):
-    """`LayerSkipDrafter` that improves its set while it drafts, without data and without a search beforehand.
+class SwiftDrafter(SelfDrafter):
+    """Drafts as `LayerSkipDrafter` does, with a set that improves meanwhile, without data or a search beforehand.
 
     As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
     of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
@@ -133,10 +131,13 @@ class SwiftDrafter(LayerSkipDrafter):
     Exactness, randomness: as of `SelfDrafter`; the search draws from ``seed``.
     """
 
+    name = "layer_skip"
+
     def __init__(
         self, start: LayerSet | None = None, *, num_scored: int = NUM_SCORED, seed: int = 0, **options: Any
     ) -> None:
-        super().__init__(start or LayerSet(), **options)
+        super().__init__(**options)
+        self.layer_set = start or LayerSet()
         self._start = start
         self._num_scored = num_scored
         self._seed = seed
@@ -159,10 +160,9 @@ class SwiftDrafter(LayerSkipDrafter):
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+    def _before_drafting(self, rows: Seq[Sequence]) -> None:
         if self.search is not None and not self.search.is_over:
             self._try_one(self.search, rows)
-        return super().propose(rows, budgets)
 
     def _try_one(self, search: SwiftSearch, rows: Seq[Sequence]) -> None:
         """Score a candidate on one of the rows that have generated enough, in turn."""
@@ -192,7 +192,9 @@ class SwiftDrafter(LayerSkipDrafter):
         fed, true = row.token_ids[first:-1], row.token_ids[first + 1 :]
         self.num_scoring_passes += 1
         with cache.kept(slot, first, cache.lengths[slot]):
-            logits = self._fit(self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0])
+            logits = lm.fit_vocabulary(
+                self.model.forward(lm.Nodes.from_chains([fed]), cache, first_row=slot)[0], row.law.vocab_size
+            )
         if row.law.is_greedy:
             found = sampling.argmax(logits)
         else:
@@ -202,7 +204,7 @@ class SwiftDrafter(LayerSkipDrafter):
         return num_right / len(true)
 
 
-def build(options: LayerSkipOptions, materials: Materials) -> LayerSkipDrafter:
+def build(options: LayerSkipOptions, materials: Materials) -> SelfDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds."""
     target = materials.target
     for layer in target.layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foretoken.errors import ConfigError
@@ -11,10 +11,11 @@ from foretoken.model.cache.ragged import KVCache, RowStates
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The beginning of a text and its keys and values, in copies of their own."""
+    """The beginning of a text and its keys and values, in copies of their own, and what a drafter knew of it."""
 
     token_ids: tuple[int, ...]
     states: RowStates
+    memory: object = None
 
 
 class PrefixStore:
@@ -50,8 +51,19 @@ class PrefixStore:
         pairs = [pair for prefix in self._kept for pair in prefix.states if pair is not None]
         return sum(states.numel() * states.element_size() for pair in pairs for states in pair)
 
-    def keep(self, token_ids: Sequence[int], cache: KVCache, row: int, length: int) -> None:
-        """Copy the first ``length`` columns of a row, which hold the first tokens of this text."""
+    def keep(
+        self,
+        token_ids: Sequence[int],
+        cache: KVCache,
+        row: int,
+        length: int,
+        remember: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Copy the first ``length`` columns of a row, which hold the first tokens of this text.
+
+        Args:
+          remember: makes what is to be handed out together with them; called only where they are not known yet.
+        """
         tokens = tuple(token_ids[:length])
         if not tokens:
             return
@@ -61,10 +73,20 @@ class PrefixStore:
                 return
         self._kept = [prefix for prefix in self._kept if tokens[: len(prefix.token_ids)] != prefix.token_ids]
         del self._kept[: len(self._kept) - self.limit + 1]
-        self._kept.append(Prefix(tokens, cache.export(row, length)))
+        self._kept.append(Prefix(tokens, cache.export(row, length), remember()))
 
-    def load(self, token_ids: Sequence[int], cache: KVCache, row: int) -> int:
-        """Fill an empty row with the longest known beginning of this text; the number of its tokens."""
+    def load(
+        self,
+        token_ids: Sequence[int],
+        cache: KVCache,
+        row: int,
+        recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
+    ) -> int:
+        """Fill an empty row with the longest known beginning of this text; the number of its tokens.
+
+        Args:
+          recall: is given what was to be remembered and the number of tokens, and says how many of them are wanted.
+        """
         tokens = tuple(token_ids)
         best, longest = None, 0
         for prefix in self._kept:
@@ -73,6 +95,7 @@ class PrefixStore:
                 best, longest = prefix, shared
         if best is not None:
             self._touch(best)
+            longest = recall(best.memory, longest)
             cache.load(row, best.states, longest)
         return longest
 

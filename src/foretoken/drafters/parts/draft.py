@@ -1,0 +1,91 @@
+"""A draft while it grows: a tree whose nodes are added level by level."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foretoken.lazy import Lazy
+from foretoken.tree import DraftPlan, DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    from foretoken.engine.sequence import Sequence
+else:
+    torch = Lazy("torch")
+
+
+@dataclass(eq=False)
+class Draft:
+    """The tree of one row in the making.
+
+    Args:
+      row: whose text goes on; node 0 is its pending token.
+      cap: levels below the root at most; 0 for no draft.
+      max_nodes: root included.
+      num_branches: siblings per node at most.
+      beam_width: nodes of a level that are expanded at most.
+
+    Attributes:
+      tokens, parents, depths: of the nodes.
+      scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
+      laws: by node, the law (V,) that its children were drawn from, where the acceptance rule needs it.
+      frontier: nodes that are to be expanded next, the best one first.
+    """
+
+    row: Sequence
+    cap: int
+    max_nodes: int = sys.maxsize
+    num_branches: int = 1
+    beam_width: int = 1
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    laws: dict[int, torch.Tensor] = field(default_factory=dict)
+    frontier: list[int] = field(default_factory=lambda: [0])
+
+    def __post_init__(self) -> None:
+        self.tokens = [self.row.pending]
+
+    @property
+    def room(self) -> int:
+        """How many more nodes there may be."""
+        return self.max_nodes - len(self.tokens)
+
+    def add(self, parent: int, token: int, score: float = 0.0) -> int:
+        """Add a child; ``score`` is its own, at most 0."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.scores.append(self.scores[parent] + score)
+        return len(self.tokens) - 1
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from below the root to ``node``."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        return tuple(self.tokens[i] for i in self.path(node))
+
+    def best(self, max_nodes: int) -> list[int]:
+        """The nodes with the highest scores, root included, ascending; of equal ones those that came first.
+
+        A node's score is never above its parent's, and parents come first: what is chosen is a tree.
+        """
+        others = sorted(range(1, len(self.tokens)), key=lambda node: (-self.scores[node], node))
+        return [0, *sorted(others[: max_nodes - 1])]
+
+    def tree(self, source: str, plan: DraftPlan | None = None) -> DraftTree:
+        """All of it, as the engine takes it."""
+        probs = None
+        if self.laws:
+            blank = torch.zeros_like(next(iter(self.laws.values())))
+            probs = torch.stack([self.laws.get(node, blank) for node in range(max(self.laws) + 1)])
+        return DraftTree(tuple(self.tokens), tuple(self.parents), probs=probs, source=source, plan=plan)

@@ -1,0 +1,255 @@
+"""Grows drafts level by level with whatever can say what follows a node: a smaller model, the target itself, a head."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from foretoken.config.acceptance import RULES
+from foretoken.drafters.lengths import LengthPolicy
+from foretoken.drafters.parts.draft import Draft
+from foretoken.engine.drafter import Budget, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
+from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.model.lm as lm
+    from foretoken.law import noise, sampling
+else:
+    lm = Lazy("foretoken.model.lm")
+    noise = Lazy("foretoken.law.noise")
+    sampling = Lazy("foretoken.law.sampling")
+
+
+class Expander(Protocol):
+    """Says what follows the nodes of growing drafts. State per node is its own: nodes keep their numbers."""
+
+    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Logits (B, 1, V) after the pending token of every row."""
+        ...
+
+    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+        """Logits (B, F, V) after the nodes of every frontier, in its order; rows with a smaller one are padded."""
+        ...
+
+
+class Growth:
+    """How drafts grow: which nodes get children, which of these stay, and which of these are expanded in turn.
+
+    A drafter has one and lends it an `Expander`. Every level costs one call of it, for all rows together.
+
+    Args:
+      target_vocab_size: what the drafter's logits are cut or padded to.
+      policy: decides before every level whether to go on.
+      num_branches: siblings per node; 1 drafts chains.
+      beam_width: nodes that are expanded per level; ``num_branches`` by default.
+      reranks: let all children stay while the draft grows, and choose the best ``max_nodes`` of them all in the end;
+        otherwise only the nodes that are expanded stay.
+      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its argmax.
+      acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
+        a stream of their own, the tree carries their law, and only first draws are expanded.
+      max_nodes: limit of a draft, root included; None for what depth and branches amount to.
+
+    Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
+    path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858).
+    Raises: ConfigError when a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_vocab_size: int,
+        policy: LengthPolicy,
+        num_branches: int = 1,
+        beam_width: int | None = None,
+        reranks: bool = False,
+        sample_method: str = "probabilistic",
+        acceptance: str = "match",
+        max_nodes: int | None = None,
+    ) -> None:
+        for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        if reranks and max_nodes is None:
+            raise ConfigError("draft_rerank chooses the best nodes of a draft; give max_draft_nodes, how many")
+        if reranks and not RULES[acceptance].shares_noise:
+            raise ConfigError(
+                f"rejection_sample_method={acceptance!r} needs every node that was drawn, and draft_rerank drops the "
+                "unlikely ones; use 'match'"
+            )
+        self.policy = policy
+        self.takes_trees = True
+        self._num_branches = num_branches
+        self._beam_width = beam_width or num_branches
+        self._reranks = reranks
+        self._max_nodes = max_nodes or sys.maxsize
+        self._is_greedy = sample_method == "greedy"
+        self._shares_noise = RULES[acceptance].shares_noise
+        self._vocab_size = target_vocab_size
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft ever branches."""
+        return not self.takes_trees or self._num_branches == self._beam_width == 1
+
+    # -- the life of a draft -----------------------------------------------------------------------------------
+
+    def begin(self, row: Sequence, budget: Budget, reach: int = sys.maxsize) -> Draft:
+        """An empty draft for one row, as deep as policy, budget and the drafter's own ``reach`` allow."""
+        allowed = Budget.of(budget)
+        return Draft(
+            row,
+            cap=min(self.policy.begin(row), allowed.depth, reach),
+            max_nodes=allowed.max_nodes(self._max_nodes),
+            num_branches=allowed.width(self._num_branches) if self.takes_trees else 1,
+            beam_width=allowed.width(self._beam_width) if self.takes_trees else 1,
+        )
+
+    def grow(self, drafts: Seq[Draft], expander: Expander) -> None:
+        """Grow drafts to their end. Those with a cap of 0 stay as they are, but the expander is shown them."""
+        self._extend(drafts, expander.open(drafts), 0)
+        for level in range(1, max(draft.cap for draft in drafts)):
+            for draft in drafts:
+                if not (self._is_open(draft, level) and self.policy.go_on(draft.row, level)):
+                    draft.frontier = []
+            if not any(draft.frontier for draft in drafts):
+                break
+            self._extend(drafts, expander.expand(drafts), level)
+
+    def tree(self, draft: Draft, source: str) -> DraftTree:
+        """The draft that is proposed."""
+        tree = draft.tree(source, self.policy.take_plan(draft.row))
+        return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
+
+    def end(self, row: Sequence, result: StepResult) -> None:
+        """Take in the outcome of a step."""
+        self.policy.end(row, result.tree.depth, result.num_accepted)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        """Drop the state of rows that have finished."""
+        for row in rows:
+            self.policy.forget(row)
+
+    # -- one level ---------------------------------------------------------------------------------------------
+
+    def _is_open(self, draft: Draft, level: int) -> bool:
+        return bool(draft.frontier) and level < draft.cap and (self._reranks or draft.room > 0)
+
+    def _extend(self, drafts: Seq[Draft], logits: torch.Tensor, level: int) -> None:
+        """Add the children of the frontier, and make the next frontier of them."""
+        growing = self._growing(drafts, logits, level)
+        picks = [_Pick(drafts[i], node, i, j) for i in growing for j, node in enumerate(drafts[i].frontier)]
+        for draft in drafts:
+            draft.frontier = []
+        for is_sampled in (False, True):
+            group = [pick for pick in picks if self._is_sampled(pick.draft.row) == is_sampled]
+            if group:
+                rows = self._fit(_picked(logits, group))
+                if is_sampled:
+                    self._add_sampled(group, rows)
+                elif self.drafts_chains:
+                    self._add_only_children(group, rows)
+                else:
+                    self._add_best(group, rows)
+
+    def _growing(self, drafts: Seq[Draft], logits: torch.Tensor, level: int) -> list[int]:
+        """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
+        growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
+        laws: Seq[torch.Tensor | None] = [None] * len(growing)
+        if growing and self.policy.wants_log_probs(level):
+            paths = [drafts[i].path_tokens(drafts[i].frontier[0]) for i in growing]
+            laws = list(sampling.log_probs(self._fit(logits[growing, 0]), [drafts[i].row.law for i in growing], paths))
+        return [i for i, law in zip(growing, laws, strict=True) if self.policy.keep_drafting(drafts[i].row, level, law)]
+
+    def _is_sampled(self, row: Sequence) -> bool:
+        """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
+        return not (self._shares_noise or self._is_greedy or row.law.is_greedy)
+
+    def _add_best(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """Children by the target's own noise, or the likeliest; the best nodes of every row are expanded next."""
+        candidates: dict[int, list[tuple[float, _Pick, int, float]]] = {}
+        for pick, children in zip(picks, self._children(picks, logits), strict=True):
+            for token, score in children[: pick.draft.num_branches]:
+                total = pick.draft.scores[pick.node] + score
+                candidates.setdefault(pick.row_index, []).append((total, pick, token, score))
+        for of_row in candidates.values():
+            draft = of_row[0][1].draft
+            of_row.sort(key=lambda candidate: -candidate[0])
+            staying = of_row if self._reranks else of_row[: min(draft.beam_width, draft.room)]
+            nodes = [draft.add(pick.node, token, score) for _, pick, token, score in staying]
+            draft.frontier = nodes[: draft.beam_width]
+
+    def _children(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[list[tuple[int, float]]]:
+        """(token, score) of the children of every picked node, best first."""
+        laws, paths, positions = _context(picks)
+        if self._is_greedy:
+            best = sampling.log_probs(logits, laws, paths).topk(min(self._num_branches, logits.shape[-1]), dim=-1)
+            tokens, scores = best.indices, (best.values - best.values[:, :1]).double()
+        else:
+            tokens, scores = sampling.choose_siblings(logits, laws, paths, positions, self._num_branches)
+        if self._reranks:  # among nodes of all depths, so by how likely they are and not by how near to the best
+            scores = sampling.log_probs(logits, laws, paths).gather(1, tokens.clamp(min=0)).double()
+        return [
+            [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
+            for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _add_only_children(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """One child per node: by the target's own noise, or the likeliest."""
+        laws, paths, positions = _context(picks)
+        if self._is_greedy:
+            tokens = sampling.argmax(sampling.log_probs(logits, laws, paths))
+        else:
+            tokens = sampling.choose(logits, laws, paths, positions)
+        for pick, token in zip(picks, tokens.tolist(), strict=True):
+            if token >= 0:
+                pick.draft.frontier.append(pick.draft.add(pick.node, token))
+
+    def _add_sampled(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
+        """Draw children from the drafter's own law, without replacement, from a stream that the target never uses.
+
+        None of them may be dropped for its value, so all stay and the first draw is the one that is expanded.
+        """
+        owners, paths, _ = _context(picks)
+        laws = sampling.log_probs(logits, owners, paths)
+        for pick, path, law in zip(picks, paths, laws, strict=True):
+            draft, row = pick.draft, pick.draft.row
+            own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
+            probs = law.exp()
+            tokens = own.draft(len(path), probs, min(draft.num_branches, draft.room))
+            draft.frontier = [draft.add(pick.node, token) for token in tokens][:1]
+            draft.laws[pick.node] = probs
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
+        return lm.fit_vocabulary(logits, self._vocab_size)
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """A frontier node that is about to get children, and where its logits lie: row and column."""
+
+    draft: Draft
+    node: int
+    row_index: int
+    column: int
+
+
+def _picked(logits: torch.Tensor, picks: Seq[_Pick]) -> torch.Tensor:
+    """Logits (M, V) of the picked nodes, without a copy where these are all."""
+    if len(picks) == logits.shape[0] * logits.shape[1]:
+        return logits.flatten(0, 1)
+    return logits[[pick.row_index for pick in picks], [pick.column for pick in picks]]
+
+
+def _context(picks: Seq[_Pick]) -> tuple[list[sampling.SamplingLaw], list[tuple[int, ...]], list[int]]:
+    """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
+    paths = [pick.draft.path_tokens(pick.node) for pick in picks]
+    positions = [len(pick.draft.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
+    return [pick.draft.row.law for pick in picks], paths, positions

@@ -1,0 +1,147 @@
+"""The rows of a cache that belongs to a drafter: which row lies where, and how far it is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.model.lm as lm
+    from foretoken.drafters.parts.draft import Draft
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    lm = Lazy("foretoken.model.lm")
+
+
+@dataclass(eq=False)
+class Place:
+    """Where one row lies in a cache.
+
+    The first ``trunk`` tokens of its text are there. Nodes of a draft that were fed lie after them: node i in column
+    ``trunk + offset_of[i]``.
+    """
+
+    slot: int
+    trunk: int = 0
+    offset_of: dict[int, int] = field(default_factory=dict)
+
+    def fed_along(self, draft: Draft, tokens: Iterable[int]) -> list[int]:
+        """Columns, counted from the trunk, of the fed nodes along a path of tokens from the root."""
+        children = {pair: node for node, pair in enumerate(zip(draft.parents, draft.tokens, strict=True)) if node}
+        node, offsets = 0, []
+        for token in tokens:
+            node = children.get((node, token), -1)
+            if node not in self.offset_of:
+                break
+            offsets.append(self.offset_of[node])
+        return offsets
+
+
+class CachedRows:
+    """Rows of a drafter's own cache. They lie in an order of their own until the engine's is asked for."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._order: list[int] = []  # row ids by slot
+        self._places: dict[int, Place] = {}
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._places
+
+    def __getitem__(self, row_id: int) -> Place:
+        return self._places[row_id]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def enter(self, row_id: int) -> Place:
+        """The place of a row, a new one at the end where it has none."""
+        if row_id not in self._places:
+            self._places[row_id] = Place(self.cache.add_rows())
+            self._order.append(row_id)
+        return self._places[row_id]
+
+    def fork(self, row_id: int, copy_id: int) -> None:
+        """Give another row what this one holds."""
+        source = self._places[row_id]
+        self._places[copy_id] = Place(self.cache.fork(source.slot), source.trunk)
+        self._order.append(copy_id)
+
+    def remove(self, row_ids: Iterable[int]) -> None:
+        """Drop rows, as far as they are there."""
+        leaving = set(row_ids)
+        if self._places.keys() <= leaving:  # no need to move anything, nor to trust the order
+            self._places, self._order = {}, []
+            self.cache.clear()
+            return
+        for row_id in leaving & self._places.keys():
+            slot = self._places.pop(row_id).slot
+            self.cache.remove(slot)
+            last = self._order.pop()
+            if last != row_id:
+                self._order[slot] = last
+                self._places[last].slot = slot
+
+    def align(self, row_ids: Seq[int]) -> list[Place]:
+        """Bring rows to the front of the cache, in this order. Moves nothing as long as the engine keeps its order."""
+        for slot, row_id in enumerate(row_ids):
+            place, other = self._places[row_id], self._order[slot]
+            if other != row_id:
+                self.cache.swap(place.slot, slot)
+                self._order[place.slot], self._order[slot] = other, row_id
+                self._places[other].slot, place.slot = place.slot, slot
+        return [self._places[row_id] for row_id in row_ids]
+
+
+def feed(model: CausalLM, cache: KVCache, drafts: Seq[Draft], places: Seq[Place], *, are_chains: bool) -> torch.Tensor:
+    """Run the frontier of every draft through a model, behind what was fed before; logits (B, F, V).
+
+    Draft i lies in row i of the cache. Rows with a smaller frontier are padded.
+    """
+    width = max(1, *(len(draft.frontier) for draft in drafts))
+    num_fed = cache.lengths[places[0].slot] - places[0].trunk
+    for draft, place in zip(drafts, places, strict=True):
+        place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
+    fed = [[draft.tokens[node] for node in draft.frontier] for draft in drafts]
+    tokens = known_tokens(model, [row + [0] * (width - len(row)) for row in fed])
+    counts = tuple(map(len, fed))
+    if are_chains:
+        nodes = lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)
+    else:
+        nodes = lm.Nodes(tokens, *_shape(drafts, places, num_fed, width), num_fed=num_fed)
+    logits = model.forward(nodes, cache)
+    cache.commit([range(width)] * len(drafts))
+    return logits
+
+
+def known_tokens(model: CausalLM, rows: Seq[Seq[int]]) -> torch.Tensor:
+    """Rows of equal length as int64; the last token of a drafter stands for those that it does not know."""
+    last = model.vocab_size - 1
+    return torch.tensor([[min(token, last) for token in row] for row in rows])
+
+
+def _shape(
+    drafts: Seq[Draft], places: Seq[Place], num_fed: int, width: int
+) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
+    """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
+
+    Padding has depth -1, the position of the pending token: the next one may lie outside of the context.
+    """
+    depths = torch.full((len(drafts), num_fed + width), -1, dtype=torch.long)
+    ancestors = torch.zeros((len(drafts), width, num_fed + width), dtype=torch.bool)
+    for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
+        for node, offset in place.offset_of.items():
+            depths[i, offset] = draft.depths[node] - 1  # the pending token is part of the trunk by now
+        for j, node in enumerate(draft.frontier):
+            ancestors[i, j, [place.offset_of[above] for above in draft.path(node)]] = True
+        for j in range(len(draft.frontier), width):
+            ancestors[i, j, num_fed + j] = True
+    return depths, tuple(len(draft.frontier) for draft in drafts), ancestors

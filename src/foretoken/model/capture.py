@@ -1,0 +1,123 @@
+"""Features of a forward: what it computed on the way to its logits, as part of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from foretoken.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Features that a forward is to return.
+
+    Args:
+      last_hidden: what the output embedding reads, after the final norm.
+      layer_inputs: indices of decoder layers whose inputs are wanted.
+    """
+
+    last_hidden: bool = False
+    layer_inputs: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.last_hidden or bool(self.layer_inputs)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a forward over B rows of N nodes.
+
+    Args:
+      logits: (B, kept, V) of the nodes whose logits were wanted.
+      last_hidden: (B, N, H) of all nodes, whether their logits were wanted or not; None unless asked for.
+      layer_inputs: (B, N, H) by layer, of those that were asked for.
+    """
+
+    logits: torch.Tensor
+    last_hidden: torch.Tensor | None = None
+    layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Recorder:
+    """Sees what passes through a shadow: the output of its decoder and the inputs of its layers.
+
+    The last hidden states are taken where the decoder returns them, so that prompts cost no logits. Where the output
+    embedding reads something else (scaled states, for instance), they are taken in front of it instead, and forwards
+    that want them compute all logits; `settle` finds out which.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        self._model = model
+        self.layers = _decoder_layers(model, num_layers)
+        self.needs_logits: bool | None = None
+        self._returned: torch.Tensor | None = None
+        self._read: torch.Tensor | None = None
+        self._layer_inputs: dict[int, torch.Tensor] = {}
+
+    def settle(self, forward: Callable[[], object]) -> None:
+        """Learn from a forward that keeps all logits whether hidden states can be had without them."""
+        with self._seeing([self._see_decoder(), self._see_head()]):
+            forward()
+        returned, read = self._returned, self._read
+        is_same = returned is not None and read is not None and torch.equal(returned, read)
+        self.needs_logits = not is_same
+
+    @contextmanager
+    def recording(self, wanted: Wanted) -> Iterator[None]:
+        """Record the forward inside; `output` then has it."""
+        handles = [self._see_layer(index) for index in wanted.layer_inputs]
+        if wanted.last_hidden:
+            handles.append(self._see_head() if self.needs_logits else self._see_decoder())
+        with self._seeing(handles):
+            yield
+
+    def output(self, logits: torch.Tensor) -> Output:
+        """What was recorded last, beside the logits."""
+        hidden = self._read if self.needs_logits else self._returned
+        return Output(logits, hidden, self._layer_inputs)
+
+    @contextmanager
+    def _seeing(self, handles: list[RemovableHandle]) -> Iterator[None]:
+        self._returned, self._read, self._layer_inputs = None, None, {}
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _see_decoder(self) -> RemovableHandle:
+        def hook(_module: Any, _args: Any, output: Any) -> None:
+            self._returned = output[0]
+
+        handle: RemovableHandle = self._model.base_model.register_forward_hook(hook)
+        return handle
+
+    def _see_head(self) -> RemovableHandle:
+        def hook(_module: Any, args: Any) -> None:
+            self._read = args[0]
+
+        handle: RemovableHandle = self._model.get_output_embeddings().register_forward_pre_hook(hook)
+        return handle
+
+    def _see_layer(self, index: int) -> RemovableHandle:
+        def hook(_module: Any, args: Any, kwargs: Any) -> None:
+            self._layer_inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+        handle: RemovableHandle = self.layers[index].register_forward_pre_hook(hook, with_kwargs=True)
+        return handle
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> Any:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder layers.")

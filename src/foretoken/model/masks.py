@@ -1,0 +1,89 @@
+"""Which cache columns every node may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from foretoken.model.nodes import Nodes
+
+Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass
+class Masks:
+    """Makes the 4-D masks of one model.
+
+    Args:
+      layer_types: kind of attention of every layer.
+      window: positions that a sliding layer looks back, its own included.
+      dtype: of additive masks.
+      device: of all masks.
+      is_additive: 0 and the lowest number instead of True and False.
+      always: make one also for a single token, which sees every column anyway.
+    """
+
+    layer_types: tuple[str, ...]
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+    is_additive: bool = False
+    always: bool = False
+
+    def of(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool) -> Mask:
+        """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
+
+        Args:
+          starts: (B, 1), columns before the root of every row.
+          positions: (B, S + N) of the fed and the new nodes.
+          columns: T.
+          fixed_shape: T is more than what the rows need.
+        """
+        slides = SLIDING in self.layer_types
+        if nodes.is_one_token and not (slides or self.always or fixed_shape):
+            return None
+        full = self.visible(nodes, starts, columns)
+        masks = {FULL: full}
+        if slides:
+            masks[SLIDING] = full & self.in_window(nodes, starts, positions, columns)
+        used = {kind: self._formatted(masks[kind]) for kind in dict.fromkeys(self.layer_types)}
+        return used if len(used) > 1 else next(iter(used.values()))
+
+    def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): committed columns, ancestors and the node itself. Padding sees itself only."""
+        num_rows, width = nodes.tokens.shape
+        column = torch.arange(columns, device=self.device)
+        own = starts + nodes.num_fed + torch.arange(width, device=self.device)  # (B, N) column of every node
+        if nodes.ancestors is None:
+            visible = column <= own[:, :, None]
+        else:
+            visible = (column < starts[:, :, None]).expand(num_rows, width, columns).clone()
+            places = self._tree_columns(nodes, starts)[:, None, :].expand_as(nodes.ancestors)
+            visible.scatter_(2, places, nodes.ancestors.to(self.device))
+        if min(nodes.counts) < width:
+            counts = torch.tensor(nodes.counts, device=self.device)[:, None, None]
+            is_real = torch.arange(width, device=self.device)[None, :, None] < counts
+            visible = torch.where(is_real, visible, column == own[:, :, None])
+        return visible
+
+    def in_window(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int) -> torch.Tensor:
+        """Bool (B, N, T): the position of the column lies less than a window behind that of the node."""
+        num_rows = len(nodes.counts)
+        column_positions = torch.arange(columns, device=self.device).expand(num_rows, columns).clone()
+        column_positions.scatter_(1, self._tree_columns(nodes, starts), positions)
+        distance = positions[:, nodes.num_fed :, None] - column_positions[:, None, :]
+        return distance < (self.window or 0)
+
+    def _tree_columns(self, nodes: Nodes, starts: torch.Tensor) -> torch.Tensor:
+        """(B, S + N): the columns of the fed and the new nodes of every row."""
+        return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
+
+    def _formatted(self, visible: torch.Tensor) -> torch.Tensor:
+        visible = visible[:, None]  # (B, 1, N, T)
+        if not self.is_additive:
+            return visible
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)

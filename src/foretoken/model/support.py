@@ -1,0 +1,89 @@
+"""Which models can be decoded exactly, and what their configs say about positions, layers and vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from foretoken.errors import UnsupportedModelError, UnsupportedStateError
+from foretoken.model.masks import FULL, SLIDING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
+    name = type(model).__name__
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")
+    for path, module in model.named_modules():
+        if getattr(module, "merged", False) is True and getattr(module, "disable_adapters", False) is True:
+            raise UnsupportedModelError(
+                f"{path} of {name} has adapters that are both merged and disabled, and takes them out of its weights "
+                "in the forward; call unmerge_adapter() before the adapters are disabled."
+            )
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise UnsupportedStateError(
+            f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
+            "rolled back after a rejected draft."
+        )
+    text_config = config.get_text_config(decoder=True)
+    for index, layer in enumerate(DynamicCache(config=text_config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise UnsupportedStateError(
+                f"layer {index} of {name} keeps {type(layer).__name__} state, which cannot be rolled back exactly "
+                "after a rejected draft. Models with attention layers only are supported."
+            )
+    unknown = sorted(set(layer_types(text_config)) - {FULL, SLIDING})
+    if unknown:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(unknown)}, whose masks foretoken does not know."
+        )
+    if "position_ids" not in parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
+            "given their positions. Use a model with rotary or learned absolute positions."
+        )
+
+
+def exact_context_length(config: Any) -> int | None:
+    """Positions up to which a text's logits do not depend on what else runs; None where the config states no limit.
+
+    Longrope changes all frequencies once any position of a forward passes the original context, so a draft across
+    that border, or a long row in the batch, would change tokens before it: such models end at the border.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)]
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in (ropes, *nested)
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings")
+    ]
+    return min([length or borders[0], *borders]) if borders else length
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """Attention type of every layer, as `transformers` derives it from a text config."""
+    listed = getattr(config, "layer_types", None)
+    if listed is not None:
+        return tuple(listed)
+    kind = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
+    return (kind,) * int(config.num_hidden_layers)
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits (..., V) of a drafter over a target's vocabulary: padding tokens are cut off or impossible."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
