@@ -764,6 +764,11 @@ def _read_by_all(read: Any) -> Any:
     return wrong
 
 
+def _of_its_own_nodes(result: StepResult, call: Call) -> StepResult:
+    """Features of the text are those of the part's own accepted nodes, of the root where there are too few."""
+    return replace(result, text_features=result.features.at([*result.path, *[0] * len(result.emitted)]))
+
+
 def _told_of_everything(observe: Any) -> Any:
     """The merged tree goes to every part as if all of it were its own."""
 
@@ -812,7 +817,10 @@ COMPOSITION = (
     ),
     Mutant(
         "parts are told that nothing was accepted",
-        told(CompositeDrafter, lambda result: replace(result, path=result.path[:1])),
+        told(
+            CompositeDrafter,
+            lambda result: replace(result, path=result.path[:1], text_features=result.committed),
+        ),
         _TOLD,
         keeps_tokens="union",
     ),
@@ -824,7 +832,7 @@ COMPOSITION = (
     ),
     Mutant(
         "a part that asked for accepted tokens gets features of its own nodes",
-        with_result(composite, "own_result", lambda result, call: replace(result, text_features=None)),
+        with_result(composite, "own_result", _of_its_own_nodes),
         test_drafter_state.test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it,
         keeps_tokens="union",
     ),

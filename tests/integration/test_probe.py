@@ -329,14 +329,14 @@ def test_a_bias_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_fault_of_half_precision_alone_names_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """The structure is right in float32; what is wrong is how the mask is written in the dtype of the model."""
-    as_mask = CausalLM._as_mask
+    as_mask = Masks.formatted
 
     def wrong(self: CausalLM, visible: torch.Tensor) -> torch.Tensor:
         is_wrong = self.dtype == torch.bfloat16
         visible = visible & (torch.arange(visible.shape[-1]) > 3) if is_wrong else visible
         return as_mask(self, visible)
 
-    monkeypatch.setattr(CausalLM, "_as_mask", wrong)
+    monkeypatch.setattr(Masks, "formatted", wrong)
     with pytest.raises(ProbeError, match=r"in bfloat16 .*although its code handles .* in float32.*dtype=\"float32\""):
         load(build("llama", torch.bfloat16))
     assert_right(load(build("llama", torch.float32)))

@@ -263,8 +263,7 @@ def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
 def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
     """The text's own successors first, then what the target ranked high in the same place."""
     drafter, row = TokenRecyclingDrafter(9, 3, num_candidates=3, max_nodes=4), row_of(0, [4, 5, 6])
-    drafter.read([row], [PromptChunk(0, 1, Ranked([[1, 2, 3]]))])
-    drafter.read([row], [PromptChunk(1, 1, Ranked([[3, 1, 7]]))])
+    drafter.read([row], [PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]]))])
     drafter.start([row])
     assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
 

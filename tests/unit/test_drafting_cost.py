@@ -78,7 +78,7 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
         sys.settrace(count)
         (tree,) = drafter.propose([row], [20])
         sys.settrace(before)
-        result = text.verified(row, tree, drafter, ahead)
+        result = text.verified(row, tree, ahead)
         sys.settrace(count)
         drafter.observe([row], [result])
         sys.settrace(before)

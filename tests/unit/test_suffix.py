@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.drafter import Features, StepResult
+from foretoken.engine.drafter import StepResult
 from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Candidate, Root, Shape, grow
@@ -275,7 +275,7 @@ def row(row_id: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Any:
 
 
 def drafted(drafter: SuffixDrafter, one: Any) -> tuple[int, ...]:
-    drafter.start([one], [Features()])
+    drafter.start([one])
     (tree,) = drafter.propose([one], [8])
     drafter.observe([one], [StepResult(tree, (0,), (one.token_ids[-1],))])
     return tree.tokens[1:]
@@ -318,7 +318,7 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
     for factor, depth in ((0.5, 1), (1.0, 2), (3.0, 6)):
         drafter = SuffixDrafter(max_spec_factor=factor, min_token_prob=0.0)
         one = row(0, text)
-        drafter.start([one], [Features()])
+        drafter.start([one])
         assert drafter.propose([one], [20])[0].depth == depth
 
 

@@ -49,7 +49,7 @@ class Masks:
         masks = {FULL: full}
         if slides:
             masks[SLIDING] = full & self.in_window(nodes, starts, positions, columns)
-        used = {kind: self._formatted(masks[kind]) for kind in dict.fromkeys(self.layer_types)}
+        used = {kind: self.formatted(masks[kind]) for kind in dict.fromkeys(self.layer_types)}
         return used if len(used) > 1 else next(iter(used.values()))
 
     def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
@@ -81,7 +81,8 @@ class Masks:
         """(B, S + N): the columns of the fed and the new nodes of every row."""
         return starts + torch.arange(nodes.num_fed + nodes.width, device=self.device)
 
-    def _formatted(self, visible: torch.Tensor) -> torch.Tensor:
+    def formatted(self, visible: torch.Tensor) -> torch.Tensor:
+        """A mask (B, 1, N, T) as attention takes it."""
         visible = visible[:, None]  # (B, 1, N, T)
         if not self.is_additive:
             return visible

@@ -76,13 +76,8 @@ class Growth:
         for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")
-        if reranks and max_nodes is None:
-            raise ConfigError("draft_rerank chooses the best nodes of a draft; give max_draft_nodes, how many")
-        if reranks and not RULES[acceptance].shares_noise:
-            raise ConfigError(
-                f"rejection_sample_method={acceptance!r} needs every node that was drawn, and draft_rerank drops the "
-                "unlikely ones; use 'match'"
-            )
+        if reranks and (max_nodes is None or not RULES[acceptance].shares_noise):
+            raise ConfigError("reranking drops nodes for their scores: it takes max_nodes, and acceptance='match'")
         self.policy = policy
         self.takes_trees = True
         self._num_branches = num_branches

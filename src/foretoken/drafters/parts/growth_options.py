@@ -10,6 +10,7 @@ from foretoken.config.options import flag, one_of, option, whole
 from foretoken.drafters.lengths import policy_of
 from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
+from foretoken.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,20 @@ class GrowthOptions(LengthOptions, BranchOptions):
         "probabilistic",
         "greedy takes the argmax of the drafter, probabilistic draws from its law",
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.draft_rerank and self.max_draft_nodes is None:
+            raise ConfigError("draft_rerank chooses the best nodes of a draft; give max_draft_nodes, how many")
+        if self.draft_rerank and not self.rule.shares_noise:
+            raise ConfigError(
+                f"rejection_sample_method={self.rule.name!r} needs every node that was drawn, and draft_rerank drops "
+                "the unlikely ones; use 'match'"
+            )
+
+    @property
+    def num_branches(self) -> int:
+        return max(self.num_draft_branches, self.draft_beam_width or 1)
 
     def growth(self, target_vocab_size: int) -> dict[str, Any]:
         """Arguments of `foretoken.drafters.parts.growth.Growth`."""

@@ -1,0 +1,201 @@
+"""How drafts grow: chains, beams, and the best nodes of a whole pool, against plain enumeration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.parts.draft import Draft
+from foretoken.drafters.parts.growth import Growth
+from foretoken.engine.drafter import Budget
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
+from foretoken.law.noise import mix
+from foretoken.law.sampling import SamplingLaw
+from foretoken.model.lm import CausalLM
+from foretoken.testing import check_drafter, perturbed, toy_model
+
+VOCAB_SIZE = 7
+
+
+def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
+    sampling = SamplingParams(**{"temperature": 0.0, **params})
+    law = SamplingLaw(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
+    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100)
+
+
+class Oracle:
+    """Logits that are a function of the text and of nothing else; it counts how often it is asked."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, spoilt: int | None = None) -> None:
+        self._seed, self._dtype, self._spoilt = seed, dtype, spoilt
+        self.num_calls = 0
+
+    def logits(self, text: Seq[int]) -> torch.Tensor:
+        """Few different values, so that many nodes tie; NaN after one token."""
+        if text[-1] == self._spoilt:
+            return torch.full((VOCAB_SIZE,), math.nan, dtype=self._dtype)
+        key = self._seed
+        for token in text:
+            key = mix(key, token)
+        generator = torch.Generator().manual_seed(key % 2**63)
+        return torch.randint(-2, 3, (VOCAB_SIZE,), generator=generator).to(self._dtype)
+
+    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.stack([self.logits(draft.row.token_ids) for draft in drafts])[:, None]
+
+    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+        self.num_calls += 1
+        width = max(len(draft.frontier) for draft in drafts)
+        padding = torch.zeros(VOCAB_SIZE, dtype=self._dtype)
+        return torch.stack(
+            [
+                torch.stack(
+                    [self.logits([*draft.row.token_ids, *draft.path_tokens(node)]) for node in draft.frontier]
+                    + [padding] * (width - len(draft.frontier))
+                )
+                for draft in drafts
+            ]
+        )
+
+
+def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -> dict[tuple[int, ...], float]:
+    """Every candidate by its path, with its score, in the order in which they come up."""
+    found: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level: list[tuple[float, tuple[int, ...]]] = []
+        for path in frontier:
+            law = torch.log_softmax(oracle.logits([*text, *path]).float(), dim=-1)
+            best = law.topk(siblings)
+            for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                if score > -math.inf:  # NaN is not
+                    level.append((found.get(path, 0.0) + score, (*path, token)))
+        level.sort(key=lambda candidate: -candidate[0])
+        found |= {path: score for score, path in level}
+        frontier = [path for _, path in level[:beam]]
+    return found
+
+
+CASES = {
+    "seed": st.integers(0, 10**6),
+    "depth": st.integers(1, 4),
+    "siblings": st.integers(2, 4),
+    "beam": st.integers(1, 4),
+    "max_nodes": st.integers(2, 40),
+    "dtype": st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    "spoilt": st.sampled_from([None, 2]),
+}
+
+
+@given(**CASES)
+@settings(max_examples=150, deadline=None)
+def test_reranking_keeps_the_likeliest_nodes_of_the_pool(
+    seed: int, depth: int, siblings: int, beam: int, max_nodes: int, dtype: torch.dtype, spoilt: int | None
+) -> None:
+    """Two rows at once; ties go to what came up first, and nothing comes of a node whose logits are NaN."""
+    oracle = Oracle(seed, dtype, spoilt)
+    growth = Growth(
+        target_vocab_size=VOCAB_SIZE,
+        policy=Fixed(depth),
+        num_branches=siblings,
+        beam_width=beam,
+        reranks=True,
+        max_nodes=max_nodes,
+        sample_method="greedy",
+    )
+    rows = [row_of(0, [1, 2, 3]), row_of(1, [4])]
+    drafts = [growth.begin(row, Budget(depth)) for row in rows]
+    growth.grow(drafts, oracle)
+    assert oracle.num_calls <= depth
+    for row, draft in zip(rows, drafts, strict=True):
+        candidates = pool(oracle, row.token_ids, depth, siblings, beam)
+        by_score = sorted(candidates, key=lambda path: -candidates[path])  # stable
+        tree = growth.tree(draft, "test")
+        assert len(tree) == min(max_nodes, 1 + len(candidates))
+        paths = [tree.path_tokens(node) for node in range(1, len(tree))]
+        scores = sorted((candidates[path] for path in paths), reverse=True)
+        assert scores == pytest.approx([candidates[path] for path in by_score[: len(paths)]], abs=1e-5)
+        assert all(path[:-1] in {(), *paths} for path in paths)
+
+
+@given(seed=CASES["seed"], siblings=CASES["siblings"], beam=CASES["beam"], depth=CASES["depth"])
+@settings(max_examples=60, deadline=None)
+def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, beam: int, depth: int) -> None:
+    """Without reranking, what stays is what is expanded: a beam per level, of at most so many siblings each."""
+    growth = Growth(
+        target_vocab_size=VOCAB_SIZE,
+        policy=Fixed(depth),
+        num_branches=siblings,
+        beam_width=beam,
+        sample_method="greedy",
+    )
+    draft = growth.begin(row_of(0, [1, 2, 3]), Budget(depth))
+    growth.grow([draft], Oracle(seed, torch.float64))
+    tree = growth.tree(draft, "test")
+    levels = [tree.depths.count(level) for level in range(1, depth + 1)]
+    assert levels[0] == min(beam, siblings)
+    assert all(count == min(beam, siblings * before) for before, count in pairwise(levels))
+    assert max(map(len, tree.children)) <= siblings
+
+
+@pytest.mark.parametrize("budget", [Budget(3, nodes=4), Budget(3, chains_only=True), Budget(2), Budget(0)])
+@pytest.mark.parametrize("reranks", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_budget_is_kept_to_the_node(budget: Budget, reranks: bool, temperature: float) -> None:
+    growth = Growth(
+        target_vocab_size=VOCAB_SIZE, policy=Fixed(9), num_branches=3, beam_width=2, reranks=reranks, max_nodes=20
+    )
+    draft = growth.begin(row_of(0, [1, 2, 3], temperature=temperature, seed=5), budget)
+    if draft.cap:
+        growth.grow([draft], Oracle(3, torch.float64))
+    tree = growth.tree(draft, "test")
+    assert tree.depth <= budget.depth
+    assert len(tree) <= budget.nodes
+    assert tree.is_chain or not budget.chains_only
+    assert tree.depth == budget.depth or reranks or len(tree) == budget.nodes
+
+
+def test_a_draft_model_reranks_and_loses_nothing() -> None:
+    target = CausalLM(toy_model(64), execution="eager")
+    drafter = CausalLM(perturbed(toy_model(64), 0.1, seed=2), execution="eager")
+    check_drafter(
+        lambda depth: DraftModelDrafter(
+            drafter,
+            target_vocab_size=64,
+            num_speculative_tokens=depth,
+            num_branches=3,
+            beam_width=2,
+            reranks=True,
+            max_nodes=6,
+        ),
+        target,
+        depths=(3,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"draft_rerank": True}, "give max_draft_nodes"),
+        (
+            {"draft_rerank": True, "max_draft_nodes": 8, "rejection_sample_method": "standard"},
+            "draft_rerank drops the unlikely ones; use 'match'",
+        ),
+        ({"draft_beam_width": 0}, "draft_beam_width"),
+    ],
+)
+def test_reranking_that_cannot_be_is_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(method="draft_model", model="zoo:tiny", num_draft_branches=3, **keys)
