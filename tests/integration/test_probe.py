@@ -331,7 +331,7 @@ def test_a_fault_of_half_precision_alone_names_the_dtype(monkeypatch: pytest.Mon
     """The structure is right in float32; what is wrong is how the mask is written in the dtype of the model."""
     as_mask = Masks.formatted
 
-    def wrong(self: CausalLM, visible: torch.Tensor) -> torch.Tensor:
+    def wrong(self: Masks, visible: torch.Tensor) -> torch.Tensor:
         is_wrong = self.dtype == torch.bfloat16
         visible = visible & (torch.arange(visible.shape[-1]) > 3) if is_wrong else visible
         return as_mask(self, visible)
