@@ -81,13 +81,24 @@ def test_unit_stays_inside_the_open_interval() -> None:
     assert extremes.max() < 36.75
 
 
-def test_complements_are_one_minus_u() -> None:
-    """The coarse numbers that the search for winners looks at are right to 2**-32, and to 1e-7 of themselves."""
-    key = noise.row_key(3, 9)
-    coarse = noise.complements(key, noise.Scratch.of(5000)).astype(np.float64)
-    exact = np.array([1.0 - noise.unit(noise.token_bits(key, t)) for t in range(5000)])
-    assert (coarse > 0).all()
-    assert (np.abs(coarse - exact) <= 2.0**-32 + 1.3e-7 * exact).all()
+@pytest.mark.parametrize("least", [-math.inf, -3.7, -1.0, 0.0, 2.5, 6.0, 9.0, 30.0, 40.0, math.inf])
+def test_the_noisiest_tokens_are_found_from_the_hash(least: float) -> None:
+    """None with that much noise is missed, and hardly any other is taken: 2**-30 or a millionth of them."""
+    key, num_tokens = noise.row_key(3, 9), 50_000
+    found = noise.noisiest(key, least, noise.Scratch.of(num_tokens))
+    drawn = noise.token_gumbel(np.array(key, dtype=np.uint64), np.arange(num_tokens))
+    assert found[drawn >= least].all()
+    assert (found & (drawn < least)).sum() <= 1
+
+
+def test_no_noise_is_missed_by_its_bits() -> None:
+    """For words of every size the bound of their own noise is no larger than the word, and close to it."""
+    generator = random.Random(7)
+    for word in [generator.getrandbits(64) >> generator.randrange(12) for _ in range(500)]:
+        for bits in (word, (1 << 64) - 1 - (word >> 20)):
+            bound = noise.least_bits(-math.log(-math.log(noise.unit(bits))))
+            assert bound >> 33 <= bits >> 33
+            assert (bits >> 33) - (bound >> 33) <= 2 + 1.1e-6 * (2**31 - (bits >> 33))
 
 
 @pytest.mark.parametrize("axis", ["seeds", "positions", "tokens"])

@@ -337,8 +337,8 @@ class TestTruncation:
         logits = rows_of("language", 30, 700, torch.Generator().manual_seed(1))
         keys = [noise.row_key(3, position) for position in range(30)]
         for warper in (Warper(), Warper(top_p=0.9), Warper(0.7, 30, 0.9, 0.01)):
-            quick = choice.perturbed_best(warper, warper.scaled(logits), keys, 4)
-            dense = choice.perturbed_best_dense(warper, warper.scaled(logits), keys, 4)
+            quick = choice.perturbed_best(warper, logits, keys, 4)
+            dense = choice.perturbed_best_dense(warper, logits, keys, 4)
             assert torch.equal(quick[0], dense[0])
             torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
 
@@ -357,8 +357,8 @@ class TestTruncation:
         for k in (1, 4):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                quick = choice.perturbed_best(warper, warper.scaled(logits), keys, k)
-            dense = choice.perturbed_best_dense(warper, warper.scaled(logits), keys, k)
+                quick = choice.perturbed_best(warper, logits, keys, k)
+            dense = choice.perturbed_best_dense(warper, logits, keys, k)
             assert torch.equal(quick[0], dense[0])
             torch.testing.assert_close(quick[1], dense[1], atol=1e-9, rtol=0)
 
@@ -377,7 +377,7 @@ class TestLaw:
         law = law_of(SamplingParams(**values), 8, [2, 3])
         keys = [noise.row_key(*((i, 5) if key == "seed" else (5, i))) for i in range(num_draws)]
         scores = process(logits, [law], [()]).expand(num_draws, -1)
-        tokens, _ = choice.perturbed_best(law.warper, law.warper.scaled(scores), keys, 1)
+        tokens, _ = choice.perturbed_best(law.warper, scores, keys, 1)
         counts = np.bincount(tokens[:, 0].numpy(), minlength=8)
         expected = probs(logits, [law], [()])[0].numpy() * num_draws
         assert (counts[expected == 0] == 0).all()

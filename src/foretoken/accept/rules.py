@@ -18,13 +18,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from foretoken.errors import ProbabilityError, ShapeError, TreeError
-from foretoken.law.noise import Purpose, stream_key, uniform
 from foretoken.tree import DraftTree
-
-_STRETCH = 256  # tokens summed at once when a law is inverted; about the square root of a vocabulary
 
 TargetProbs = Callable[[int], Tensor] | Tensor
 """The target's law per node: a function node -> (V,), or a tensor (N, V)."""
@@ -62,32 +58,6 @@ class VerifyNoise(Protocol):
     def draw(self, depth: int, probs: Tensor) -> int:
         """A token from the law ``probs`` (V,), for the successor of the visited node at ``depth``."""
         ...
-
-
-class RejectionNoise:
-    """Keyed noise for one step of one row: a pure function of (seed, step, position, purpose).
-
-    Position alone is not enough: after a rejection the same position is drafted again.
-
-    Args:
-      seed: of the row.
-      step: number of the step in its row.
-      first_position: absolute position of the token after the pending one.
-    """
-
-    def __init__(self, seed: int, step: int, first_position: int) -> None:
-        self._seed = seed
-        self._step = step
-        self._first_position = first_position
-
-    def uniform(self, depth: int, sibling: int) -> float:
-        return self._uniform(depth, Purpose.ACCEPT, sibling)
-
-    def draw(self, depth: int, probs: Tensor) -> int:
-        return inverse(probs, self._uniform(depth, Purpose.RESIDUAL))
-
-    def _uniform(self, depth: int, purpose: Purpose, index: int = 0) -> float:
-        return uniform(stream_key(self._seed, self._step, self._first_position + depth, purpose), index)
 
 
 def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
@@ -233,27 +203,6 @@ def without(draft_probs: Tensor, token: int) -> Tensor:
     rest[token] = 0.0
     total = float(rest.sum())
     return rest.mul_(1.0 / total) if total > 0.0 else rest
-
-
-def inverse(probs: Tensor, uniform: float) -> int:
-    """The token at the fraction ``uniform``, 0..1, of the mass of ``probs`` (V,); -1 where they hold NaN or no mass.
-
-    Sums whole stretches of the vocabulary first, then looks inside one. (1, 0, 3) at 0.2 is 0, at 0.25 and above 2.
-    """
-    stretches = pad(probs.double(), (0, -len(probs) % _STRETCH)).view(-1, _STRETCH)
-    ends = stretches.sum(1).cumsum(0)
-    if not float(ends[-1]) > 0.0:
-        return -1
-    mark = uniform * float(ends[-1])
-    stretch = _first_beyond(ends, mark)
-    start = float(ends[stretch - 1]) if stretch else 0.0
-    return stretch * _STRETCH + _first_beyond(stretches[stretch].cumsum(0), mark - start)
-
-
-def _first_beyond(ends: Tensor, mark: float) -> int:
-    """Index of the first running total above ``mark``; of the last that grew, where rounding left none above it."""
-    index = int(torch.searchsorted(ends, mark, right=True))
-    return index if index < len(ends) else int(torch.searchsorted(ends, float(ends[-1])))
 
 
 def _descend(tree: DraftTree, node: int, law: Tensor, noise: VerifyNoise) -> tuple[int | None, Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from foretoken.accept.rules import RejectionNoise, Verdict, block, rejection, walk
+from foretoken.accept.noise import RejectionNoise
+from foretoken.accept.rules import Verdict, block, match, rejection, walk
 from foretoken.config.acceptance import RULES
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, probs
@@ -31,8 +32,10 @@ def accept_rows(
     if RULES[rule].keeps_tokens:
         return match_rows(rows, trees, logits, choices)
     greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
-    argmax_walks = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
-    verdicts = dict(zip(greedy, argmax_walks, strict=True))
+    verdicts = {}
+    if greedy:
+        walked = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
+        verdicts = dict(zip(greedy, walked, strict=True))
     for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         if i not in verdicts:
             verdicts[i] = _accept_sampled(rule, row, tree, logits[i])
@@ -54,13 +57,13 @@ def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor)
     Args:
       logits: (B or more, N, V), N at least the size of the largest tree.
     """
-    logits = logits[: len(trees)]  # strict mode pads the batch
-    if all(row.law.is_argmax for row in rows):
-        best = argmax(logits.flatten(0, 1)).view(logits.shape[:2]).tolist()
-        return [tuple(tokens[: len(tree)]) for tokens, tree in zip(best, trees, strict=True)]
-    nodes = [(i, node) for i, tree in enumerate(trees) for node in range(len(tree))]
-    chosen = iter(_choose(rows, trees, logits, nodes))
-    return [tuple(next(chosen) for _ in tree.tokens) for tree in trees]
+    choices = _argmaxes(rows, trees, logits)
+    sampled = [i for i in range(len(rows)) if i not in choices]
+    paths = [path for i in sampled for path in _paths(trees[i])]
+    nodes = [(i, node) for i in sampled for node in range(len(trees[i]))]
+    chosen = iter(_choose(rows, logits, nodes, paths) if nodes else ())
+    choices |= {i: tuple(next(chosen) for _ in trees[i].tokens) for i in sampled}
+    return [choices[i] for i in range(len(rows))]
 
 
 def match_rows(
@@ -68,37 +71,56 @@ def match_rows(
 ) -> list[Verdict]:
     """Walk every tree with the target's own tokens: one choice per visited node, all rows at once.
 
-    On an accelerator all nodes are chosen at once instead, since every round trip costs more than the choices.
+    Rows that take the argmax have that of all their nodes in one operation. On an accelerator all nodes of all rows are
+    chosen at once, since every round trip costs more than the choices.
 
     Args:
       choices: from `choose_all`, where it was called already.
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
-    if choices is None and (logits.device.type != "cpu" or all(row.law.is_argmax for row in rows)):
+    if choices is None and logits.device.type != "cpu":
         choices = choose_all(rows, trees, logits)
-    walks = [walk(tree) for tree in trees]
-    nodes = [next(steps) for steps in walks]
-    verdicts: list[Verdict | None] = [None] * len(rows)
-    going_on = list(range(len(rows)))
-    while going_on:
-        if choices is not None:
-            tokens = [choices[i][nodes[i]] for i in going_on]
-        else:
-            tokens = _choose(rows, trees, logits, [(i, nodes[i]) for i in going_on])
-        for i, token in zip(going_on, tokens, strict=True):
+    known = _argmaxes(rows, trees, logits) if choices is None else dict(enumerate(choices))
+    verdicts = {i: match(trees[i], tokens.__getitem__) for i, tokens in known.items()}
+    walks = {i: walk(tree) for i, tree in enumerate(trees) if i not in verdicts}
+    nodes = {i: next(steps) for i, steps in walks.items()}
+    paths: dict[int, tuple[int, ...]] = dict.fromkeys(walks, ())
+    while nodes:
+        tokens = _choose(rows, logits, list(nodes.items()), [paths[i] for i in nodes])
+        for i, token in zip(list(nodes), tokens, strict=True):
             try:
                 nodes[i] = walks[i].send(token)
+                paths[i] += (token,)
             except StopIteration as end:
                 verdicts[i] = end.value
-        going_on = [i for i in going_on if verdicts[i] is None]
-    return [verdict for verdict in verdicts if verdict is not None]
+                del nodes[i]
+    return [verdicts[i] for i in range(len(rows))]
 
 
-def _choose(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, nodes: Seq[tuple[int, int]]) -> list[int]:
-    """The target's tokens at (row, node) pairs."""
+def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> dict[int, tuple[int, ...]]:
+    """The tokens after all nodes of the rows whose choice is the argmax, by row."""
+    plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
+    if not plain:
+        return {}
+    of_rows = logits[: len(rows)] if len(plain) == len(rows) else logits[plain]  # strict mode pads the batch
+    best = argmax(of_rows).tolist()
+    return {i: tuple(tokens[: len(trees[i])]) for i, tokens in zip(plain, best, strict=True)}
+
+
+def _choose(
+    rows: Seq[Sequence], logits: torch.Tensor, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]
+) -> list[int]:
+    """The target's tokens at (row, node) pairs, the draft tokens that lead to each given."""
     picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
-    paths = [trees[i].path_tokens(node) for i, node in nodes]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
     chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen
+
+
+def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The draft tokens that lead to every node, () for the root."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths

@@ -168,12 +168,13 @@ class Scratch:
 
     state: np.ndarray
     shifted: np.ndarray
+    mask: np.ndarray
     steps: np.ndarray
 
     @classmethod
     def of(cls, vocab_size: int) -> Scratch:
         steps = _weyl_steps(vocab_size)
-        return cls(np.empty_like(steps), np.empty_like(steps), steps)
+        return cls(np.empty_like(steps), np.empty_like(steps), np.empty(vocab_size, dtype=bool), steps)
 
 
 @lru_cache(maxsize=4)
@@ -206,11 +207,11 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     return noise
 
 
-def complements(key: int, scratch: Scratch) -> np.ndarray:
-    """1 - u for every token id of the vocabulary, float32 (V,): positive, and right to 2**-32 and 1e-7 of itself.
+def noisiest(key: int, least: float, scratch: Scratch) -> np.ndarray:
+    """Which tokens of the vocabulary may have match noise of ``least`` or more: bool (V,), a part of the scratch.
 
-    It takes the top 31 bits, which the last step of the hash leaves alone. Used to find the few tokens that can win;
-    the winner among them is decided by `token_gumbel`.
+    All that have it are among them, and few others: it compares the top 31 bits, which the last step of the hash leaves
+    alone. Used to find the few tokens that can win; the winner among them is decided by `token_gumbel`.
     """
     state, shifted = scratch.state, scratch.shifted
     np.add(scratch.steps, np.uint64(key), out=state)
@@ -220,12 +221,18 @@ def complements(key: int, scratch: Scratch) -> np.ndarray:
     np.right_shift(state, _27, out=shifted)
     np.bitwise_xor(state, shifted, out=state)
     np.multiply(state, _MULTIPLIER_2, out=state)
-    np.invert(state, out=state)
-    np.right_shift(state, np.uint64(33), out=state)
-    rest = state.view(np.int64).astype(np.float32)
-    rest += np.float32(0.5)
-    rest *= np.float32(2.0**-31)
-    return rest
+    np.greater_equal(state, np.uint64(least_bits(least)), out=scratch.mask)
+    return scratch.mask
+
+
+def least_bits(least: float) -> int:
+    """A bound of the 64 bits from which noise of ``least`` or more comes, with 33 zeros at its end.
+
+    From u > exp(-exp(-least)) =: 1 - c follow bits of at least (1 - c) 2**64; c is taken a little larger, and of that
+    the 31 bits are rounded down. So noise of 0 gives 0x5e2d58 << 40 or less, and noise below -4 gives 0.
+    """
+    rest = -math.expm1(-math.exp(-least)) * (1.0 + 1e-6) if least > -4.0 else 1.0
+    return max(0, math.floor((1.0 - rest) * 2.0**31) - 1) << 33
 
 
 # -- draft draws for the rejection rules ----------------------------------------------------------------------

@@ -9,7 +9,6 @@ log-probabilities are NaN. `failure` turns such a row into the error to report. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from foretoken.errors import NumericsError
 from foretoken.law import noise
 from foretoken.law.choice import argmax, largest, perturbed_best
+from foretoken.law.segments import tables
 from foretoken.law.support import Warper
 from foretoken.law.target import Path, SamplingLaw, check_shapes, process
 
@@ -42,8 +42,7 @@ def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
     if scores is logits:
         scores = scores.clone()
     for warper, rows in _by_warper(laws, scores):
-        scaled = warper.scaled(scores if rows is None else scores[rows])
-        result = _log_law(scaled, warper)
+        result = _log_law(scores if rows is None else scores[rows], warper)
         if rows is None:
             scores = result
         else:
@@ -167,23 +166,21 @@ def _best(scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int],
         return largest(scores, k)
     warper = laws[0].warper
     keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
-    return perturbed_best(warper, warper.scaled(scores), keys, k)
+    return perturbed_best(warper, scores, keys, k)
 
 
-def _log_law(scaled: Tensor, warper: Warper) -> Tensor:
+def _log_law(scores: Tensor, warper: Warper) -> Tensor:
     """Log-probabilities of rows with equal parameters, NaN in bad ones: float32 (M, V) -> float32 (M, V)."""
-    if not warper.truncates or scaled.device.type != "cpu" or not warper.has_shortcut:
+    if not warper.truncates or scores.device.type != "cpu" or not warper.has_shortcut:
+        scaled = warper.scaled(scores)
         result = torch.log_softmax(warper.truncated(scaled), dim=-1)
         return result.where(scaled.amax(dim=-1, keepdim=True).isfinite(), torch.nan)
-    result = torch.full_like(scaled, -torch.inf)
-    for row, values in enumerate(scaled.detach().numpy()):
-        peak = float(values.max())
-        if not math.isfinite(peak):
-            result[row] = torch.nan
-            continue
-        support = warper.support(values, peak)
-        if not support.is_sure:
-            support = support.among(warper.kept(values))
-        normaliser = peak + np.log(support.weights.sum(dtype=np.float64))
-        result[row].numpy()[support.ids] = support.scores - np.float32(normaliser)
+    result = torch.full_like(scores, torch.nan)
+    array = result.numpy()
+    for rows, table, peaks in tables(scores, warper.temperature):
+        supports = warper.sure_supports(table, peaks)
+        totals = np.add.reduceat(supports.weights, supports.at.starts, dtype=np.float64)
+        normalisers = (peaks + np.log(totals)).astype(np.float32)
+        array[rows] = -np.inf
+        array[rows[supports.at.rows], supports.at.ids] = supports.scores - normalisers[supports.at.rows]
     return result

@@ -1,14 +1,16 @@
 """Which tokens remain possible after temperature, top-k, top-p, min-p and typical-p.
 
 The meaning is transformers', token by token. Its own classes sort the whole vocabulary for every row; on the CPU the
-kept set is found here from the few tokens that can be in it. Where the outcome hangs on the rounding of transformers'
-cumulative sum, or on the order in which its (unstable) sort leaves equal values, the tokens in question are kept as
-*unsure* and transformers' own classes decide, but only when one of them matters: seldom for a choice, which needs the
-winner alone.
+kept sets of many rows are found here together, from the few tokens that can be in them. Where the outcome hangs on the
+rounding of transformers' cumulative sum, or on the order in which its (unstable) sort leaves equal values, the tokens
+in question are kept as *unsure* and transformers' own classes decide, but only when one of them matters: seldom for a
+choice, which needs the winner alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -23,52 +25,56 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from foretoken.law.nucleus import FLOORS, Heaviest, nucleus_bounds, smallest_in_nucleus
+from foretoken.law.segments import LOWEST, Segments, scaled, tops
+
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
 
-FLOORS = (2.0**-6, 2.0**-10)
-"""Weights down to these are tried as a nucleus first, the largest weight being 1: trained models are seldom flatter."""
-
-HEAVY_SIZES = (256, 4096)
-"""How many of the heaviest tokens are tried next, before all are sorted."""
-
-FEW_TO_SORT = 4096
-
 SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)
-
-COLUMN = 64
-"""Scores per column when the k largest are looked for by the columns' maxima."""
 
 MIN_P_BAND = 1e-5
 """Relative distance from the min-p threshold within which rounding could decide."""
 
 
 @dataclass(frozen=True)
-class Support:
-    """The tokens of one row that keep some probability.
+class Supports:
+    """The tokens that keep some probability, of M rows.
 
     Args:
-      ids: int64 (S,), ascending. Without truncation all V of them, those of probability zero included.
+      at: where they stand in the table of scores, and to which row they belong.
       scores: float32 (S,), logits after the temperature.
-      weights: float32 (S,), exp(scores - peak).
-      peak: the row's largest score.
-      unsure_weight: tokens of at most this weight may turn out to be removed; negative when all are sure.
+      weights: float32 (S,), exp(score - peak of the row).
+      peaks: float32 (M,), the largest score of each row.
+      unsure_weights: float32 (M,): tokens of at most this weight may turn out to be removed; negative: none.
     """
 
-    ids: np.ndarray
+    at: Segments
     scores: np.ndarray
     weights: np.ndarray
-    peak: float
-    unsure_weight: float = -1.0
+    peaks: np.ndarray
+    unsure_weights: np.ndarray
+
+    def where(self, keep: np.ndarray, unsure_weights: np.ndarray | None = None) -> Supports:
+        """The tokens that bool (S,) names; every row has one."""
+        unsure = self.unsure_weights if unsure_weights is None else unsure_weights
+        return Supports(self.at.where(keep), self.scores[keep], self.weights[keep], self.peaks, unsure)
 
     @property
-    def is_sure(self) -> bool:
-        return self.unsure_weight < 0.0 or not bool((self.weights <= self.unsure_weight).any())
+    def is_unsure(self) -> np.ndarray:
+        """Tokens that may turn out to be removed, bool (S,)."""
+        unsure: np.ndarray = self.weights <= self.unsure_weights[self.at.rows]
+        return unsure
 
-    def among(self, kept: np.ndarray) -> Support:
-        """The part of it that bool (V,) ``kept`` names; all of that is sure."""
-        keep = kept[self.ids]
-        return Support(self.ids[keep], self.scores[keep], self.weights[keep], self.peak)
+    def settled(self, kept_of: dict[int, np.ndarray]) -> Supports:
+        """With only those tokens of some rows that bool (V,) names; all of them are sure."""
+        keep = np.ones(len(self.scores), dtype=bool)
+        unsure = self.unsure_weights.copy()
+        for row, kept in kept_of.items():
+            of_row = slice(*np.searchsorted(self.at.rows, (row, row + 1)))
+            keep[of_row] = kept[self.at.ids[of_row]]
+            unsure[row] = -1.0
+        return self.where(keep, unsure)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Warper:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """Whether `support` can be used: not with typical-p, which reorders all tokens."""
+        """Whether `supports` can be used: not with typical-p, which reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:
@@ -134,117 +140,85 @@ class Warper:
         result: np.ndarray = (self.truncated(torch.from_numpy(row)[None])[0] > -torch.inf).numpy()
         return result
 
-    def support(self, row: np.ndarray, peak: float) -> Support:
-        """The kept tokens of one row without sorting it.
+    def supports(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
+        """The kept tokens of rows without sorting them.
 
         Args:
-          row: float32 (V,), scaled scores with a finite maximum.
-          peak: that maximum.
+          table: float32 (M, V): scores before the temperature.
+          peaks: float32 (M,), the largest of each row after the temperature; finite.
         """
-        if not self.truncates:
-            return Support(np.arange(len(row)), row, exp_weights(row, peak), peak)
-        ids = top_ids(row, self.top_k) if 0 < self.top_k < len(row) else None
-        scores = row if ids is None else row[ids]
-        weights = exp_weights(scores, peak)
-        lowest, unsure = self._bounds(weights)
-        keep = np.flatnonzero(weights >= lowest)
-        return Support(keep if ids is None else ids[keep], scores[keep], weights[keep], peak, unsure)
-
-    def _bounds(self, weights: np.ndarray) -> tuple[float, float]:
-        """The smallest weight that may be kept, and the largest that may be removed (negative: none)."""
-        lowest, unsure = SMALLEST_WEIGHT, -1.0
+        if self.top_p < 1.0 and not 0 < self.top_k < table.shape[1]:
+            return self._nucleus(table, peaks)
+        found = self._largest(table, peaks)
         if self.top_p < 1.0:
-            in_nucleus, unsure = nucleus_bounds(weights, self.top_p)
-            lowest = max(lowest, in_nucleus)
+            heaviest = Heaviest.of(found.at, found.weights)
+            return self._kept_of(found, *nucleus_bounds(heaviest, heaviest.masses, self.top_p, found.at.counts))
+        return self._kept_of(found)
+
+    def sure_supports(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
+        """`supports`, every unsure token decided by transformers' own classes."""
+        found = self.supports(table, peaks)
+        unsure_rows: list[int] = np.unique(found.at.rows[found.is_unsure]).tolist()
+        return self.settled(found, table, unsure_rows) if unsure_rows else found
+
+    def settled(self, found: Supports, table: np.ndarray, rows: Iterable[int]) -> Supports:
+        """Supports with the tokens of some rows decided by transformers' own classes."""
+        return found.settled({row: self.kept(scaled(table[row], self.temperature)) for row in rows})
+
+    def _largest(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
+        """The k largest of each row and all that equal the k-th, as transformers' TopKLogitsWarper.
+
+        Without top-k all that min-p may keep, or that have any weight. Scores that differ may be equal after the
+        temperature, so tokens just below the k-th are looked at too.
+        """
+        if not 0 < self.top_k < table.shape[1]:
+            at = Segments.at_least(table, self._lowest_scores(peaks))
+            return self._scored(at, table, peaks)
+        bounds = tops(table, self.top_k)
+        at = Segments.at_least(table, bounds - np.abs(bounds) * np.float32(1e-6))
+        found = self._scored(at, table, peaks)
+        by_row = at.padded(found.scores, -np.inf)
+        column = by_row.shape[1] - self.top_k
+        kth = np.partition(by_row, column, axis=1)[:, column]
+        return found.where(found.scores >= kth[at.rows])
+
+    def _nucleus(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
+        """The support under top-p, and min-p, from the heaviest tokens that have enough mass together."""
+        weights = table - peaks[:, None] if self.temperature == 1.0 else scaled(table, self.temperature)
+        if self.temperature != 1.0:
+            weights -= peaks[:, None]
+        by_torch = torch.from_numpy(weights).exp_()
+        totals = by_torch.sum(dim=-1).numpy()
+        lacks = np.ones(len(table), dtype=bool)
+        floors = np.empty(len(table), dtype=np.float32)
+        for factor in FLOORS:
+            floors[lacks] = (1.0 - self.top_p) * factor
+            found = self._scored(Segments.at_least(weights, floors), table, peaks)
+            heaviest = Heaviest.of(found.at, found.weights)
+            lacks = heaviest.lack(totals, self.top_p, table.shape[1])
+            if not lacks.any():
+                break
+        return self._kept_of(found, *nucleus_bounds(heaviest, totals, self.top_p, table.shape[1]))
+
+    def _scored(self, at: Segments, table: np.ndarray, peaks: np.ndarray) -> Supports:
+        """Tokens of a table with their scores and weights, all sure."""
+        scores = scaled(at.of(table), self.temperature)
+        weights = scores - peaks[at.rows]
+        np.exp(weights, out=weights)
+        return Supports(at, scores, weights, peaks, np.full(len(peaks), -1.0, dtype=np.float32))
+
+    def _lowest_scores(self, peaks: np.ndarray) -> np.ndarray:
+        """A bound (M,) of the scores before the temperature that min-p may keep, or that have any weight."""
+        floor = max(self.min_p * (1.0 - MIN_P_BAND), SMALLEST_WEIGHT)
+        margins = 1e-3 + 1e-6 * np.abs(peaks.astype(np.float64))
+        bounds = (peaks + math.log(floor) - margins) * self.temperature
+        return np.maximum(bounds, LOWEST).astype(np.float32)
+
+    def _kept_of(self, found: Supports, lowest: np.ndarray | None = None, unsure: np.ndarray | None = None) -> Supports:
+        """What top-p, by its bounds (M,), and min-p leave."""
+        floor = max(SMALLEST_WEIGHT, self.min_p * (1.0 - MIN_P_BAND))
+        bounds = np.full(len(found.peaks), floor) if lowest is None else np.maximum(lowest, floor)
+        unsure = found.unsure_weights if unsure is None else unsure
         if self.min_p > 0.0:
-            floor = self.min_p * (1.0 - MIN_P_BAND)
-            lowest, unsure = max(lowest, floor), max(unsure, self.min_p * (1.0 + MIN_P_BAND))
-        return lowest, unsure
-
-
-def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
-    """exp(scores - peak), float32."""
-    weights: np.ndarray = scores - np.float32(peak)
-    np.exp(weights, out=weights)
-    return weights
-
-
-def candidates(values: np.ndarray, k: int) -> np.ndarray:
-    """Ids of the k largest values and of some others, in one pass: all that reach a threshold; int64, ascending.
-
-    The values are cut into columns. The k-th largest of the columns' maxima is no larger than the k-th largest value,
-    and seldom much smaller where there are many more columns than k.
-    """
-    height = max(1, min(COLUMN, len(values) // (4 * k)))
-    num_columns = len(values) // height
-    maxima = values[: num_columns * height].reshape(height, num_columns).max(axis=0)
-    return np.flatnonzero(values >= np.partition(maxima, num_columns - k)[num_columns - k])
-
-
-def top_ids(row: np.ndarray, k: int) -> np.ndarray:
-    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending."""
-    ids = candidates(row, k)
-    scores = row[ids]
-    kept: np.ndarray = ids[scores >= np.partition(scores, len(scores) - k)[len(scores) - k]]
-    return kept
-
-
-def heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
-    """The largest weights, largest first: all down to some threshold, and together at least ``mass`` if that exists."""
-    for floor in FLOORS:
-        heavy = weights[(weights >= floor).nonzero()[0]]
-        if len(heavy) > FEW_TO_SORT:
-            break
-        if float(heavy.sum()) >= mass:
-            return np.sort(heavy)[::-1]
-    for size in HEAVY_SIZES:
-        if len(weights) > FEW_TO_SORT and len(weights) >= 4 * size:
-            heavy = weights[candidates(weights, size)]
-            if float(heavy.sum()) >= mass:
-                return np.sort(heavy)[::-1]
-    return np.sort(weights)[::-1]
-
-
-def nucleus_bounds(weights: np.ndarray, top_p: float) -> tuple[float, float]:
-    """Bounds of the smallest set whose mass reaches top_p, in the manner of transformers' TopPLogitsWarper.
-
-    A token is removed when the mass of itself and all lighter ones is at most 1 - top_p; so it is kept when the heavier
-    ones hold less than top_p.
-
-    Args:
-      weights: float32 (V,), unnormalised probabilities, the largest 1.
-      top_p: in (0, 1).
-
-    Returns: the smallest weight that may be kept, and the largest whose fate hangs on rounding or on the order of equal
-    weights; negative when there is none.
-    """
-    total = float(weights.sum())
-    goal = top_p * total
-    slack = total * ((1.0 - top_p) * rounding(len(weights)) + 4e-6)
-    ordered = heaviest(weights, goal + slack)
-    mass_above = np.cumsum(ordered, dtype=np.float64)
-    mass_above -= ordered
-    surely, maybe = np.searchsorted(mass_above, (goal - slack, goal + slack)).tolist()
-    surely = max(1, surely)
-    if maybe > surely:
-        return float(ordered[maybe - 1]), float(ordered[surely])
-    last = float(ordered[surely - 1])
-    is_split = surely < len(ordered) and float(ordered[surely]) == last
-    return last, last if is_split else -1.0
-
-
-def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
-    """The smallest score that transformers' TopPLogitsWarper keeps; None when it removes an equal one.
-
-    Its steps on the sorted scores: softmax, cumulative sum, comparison, all in float32.
-    """
-    ordered = torch.from_numpy(np.sort(row))
-    removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p)
-    num_removed = min(int(removed.sum()), len(row) - 1)
-    lowest = float(ordered[num_removed])
-    return None if num_removed and float(ordered[num_removed - 1]) == lowest else lowest
-
-
-def rounding(num_tokens: int) -> float:
-    """Bound of the relative error of a float32 sum over tokens, taken in four lanes or more."""
-    return 1e-5 + num_tokens / 4 * 2.0**-24
+            unsure = np.maximum(unsure, self.min_p * (1.0 + MIN_P_BAND))
+        return found.where(found.weights >= bounds[found.at.rows], unsure)
