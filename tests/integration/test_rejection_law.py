@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from foretoken.accept import noise as rule_noise
 from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
@@ -122,14 +123,14 @@ def replaces_the_residual_by_p(patch: pytest.MonkeyPatch) -> None:
 
 
 def accepts_at_half_the_rate(patch: pytest.MonkeyPatch) -> None:
-    right = verify.RejectionNoise.uniform
-    patch.setattr(verify.RejectionNoise, "uniform", lambda self, *key: 0.5 + right(self, *key) / 2)
+    right = rule_noise.RejectionNoise.uniform
+    patch.setattr(rule_noise.RejectionNoise, "uniform", lambda self, *key: 0.5 + right(self, *key) / 2)
 
 
 def shares_one_stream(patch: pytest.MonkeyPatch) -> None:
     """Draft draws, acceptance tests and residual draws all read the same numbers."""
     right = noise.stream_key
-    for module in (noise, verify):
+    for module in (noise, rule_noise):
         patch.setattr(module, "stream_key", lambda *key: right(*key[:3], noise.Purpose.DRAFT))
 
 

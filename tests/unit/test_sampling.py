@@ -585,3 +585,37 @@ class TestBadRows:
         law = law_of(SamplingParams(), 4)
         with pytest.raises(ShapeError, match="1 laws"):
             choose(torch.zeros(2, 4), [law], [()], [0])
+
+
+class TestArgmax:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_halves_are_compared_by_their_bits_as_floats_are(self, dtype: torch.dtype) -> None:
+        """Every pair of bit patterns stands in some row: signs, zeros, denormals, infinities and NaN of either sign."""
+        bits = torch.cat((torch.arange(-(2**15), 2**15, 37), torch.tensor([0, 1, -1, -(2**15), 1 - 2**15])))
+        infinities = torch.tensor([math.inf, -math.inf, math.nan]).to(torch.bfloat16).view(torch.int16)
+        bits = torch.cat((bits, infinities.long(), infinities.long() - 2**15)).clamp(-(2**15), 2**15 - 1).short()
+        values = bits.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+        order = torch.randperm(len(values), generator=torch.Generator().manual_seed(3))
+        columns = [values, values[order], values.flip(0), -values.abs(), values.roll(1), torch.zeros_like(values)]
+        logits = torch.stack(columns, dim=1)
+        wide = logits.double()
+        largest = wide.amax(dim=1, keepdim=True)
+        expected = (wide == largest).int().argmax(dim=1).where(largest[:, 0].isfinite(), -1)
+        assert torch.equal(choice.argmax(logits), expected)
+        assert torch.equal(choice.argmax(logits[:, None]), expected[:, None])
+
+    def test_a_part_of_a_wider_table(self) -> None:
+        logits = torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
+        assert torch.equal(choice.argmax(logits[:, :3]), logits[:, :3].float().argmax(-1))
+        assert torch.equal(choice.argmax(logits), logits.float().argmax(-1))
+
+    @pytest.mark.parametrize("shift", [-9.0, 0.0])
+    def test_rows_without_a_positive_logit(self, shift: float) -> None:
+        logits = (torch.randn(40, 300, generator=torch.Generator().manual_seed(1)).abs().neg() + shift).bfloat16()
+        logits[3] = -math.inf
+        logits[4, :7] = -0.0
+        logits[5, 9] = math.nan
+        logits[6, 9] = -math.nan
+        wanted = logits.float().argmax(-1)
+        wanted[[3, 5, 6]] = -1
+        assert torch.equal(choice.argmax(logits), wanted)

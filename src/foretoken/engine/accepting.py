@@ -103,8 +103,12 @@ def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) 
     plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
     if not plain:
         return {}
-    of_rows = logits[: len(rows)] if len(plain) == len(rows) else logits[plain]  # strict mode pads the batch
-    best = argmax(of_rows).tolist()
+    if len(plain) == len(rows):
+        best = argmax(logits[: len(rows)]).tolist()  # strict mode pads the batch
+    elif logits.device.type == "cpu":
+        best = [argmax(logits[i]).tolist() for i in plain]
+    else:
+        best = argmax(logits[plain]).tolist()
     return {i: tuple(tokens[: len(trees[i])]) for i, tokens in zip(plain, best, strict=True)}
 
 
@@ -112,7 +116,12 @@ def _choose(
     rows: Seq[Sequence], logits: torch.Tensor, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]
 ) -> list[int]:
     """The target's tokens at (row, node) pairs, the draft tokens that lead to each given."""
-    picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
+    if nodes == [(i, 0) for i in range(len(nodes))]:
+        picked = logits[: len(nodes), 0]
+    elif logits.device.type == "cpu":
+        picked = torch.stack([logits[i, node] for i, node in nodes])  # faster than an index
+    else:
+        picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
     chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen

@@ -7,16 +7,19 @@ touch the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.law import noise
-from foretoken.law.race import race
-from foretoken.law.segments import LOWEST, Segments, tables, tops
+from foretoken.law.nucleus import candidates
+from foretoken.law.race import Race, healthy_rows, ranked
 from foretoken.law.support import Warper
+
+NUM_ROWS = 8
+"""Rows that are looked at together, few enough to stay in the processor's cache between two passes."""
 
 INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -26,38 +29,46 @@ def argmax(logits: Tensor) -> Tensor:
 
     (M, V) or (B, N, V) of any float dtype -> int64 (M,) or (B, N). It is the choice of every law with ``is_argmax``.
     """
+    if logits.device.type != "cpu":
+        scores = logits.float()
+        best = scores.argmax(dim=-1, keepdim=True)
+        return best.where(scores.gather(-1, best).isfinite(), -1)[..., 0]
     if logits.ndim == 3:
-        if logits.is_contiguous() or logits.device.type != "cpu":
-            return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
-        return torch.stack([argmax(row) for row in logits])  # numpy would copy a part of a wider table
-    if logits.device.type == "cpu":
-        if (infinity := INFINITY_BITS.get(logits.dtype)) is not None:
-            return torch.from_numpy(_argmax_of_halves(logits.detach().view(torch.int16).numpy(), infinity))
-        table = logits.detach().float().numpy()
-        columns = table.argmax(axis=-1)  # torch's takes 20 times longer
-        columns[~np.isfinite(table[np.arange(len(table)), columns])] = -1
-        return torch.from_numpy(columns)
-    scores = logits.float()
-    best = scores.argmax(dim=-1)
-    return best.where(scores.gather(1, best[:, None])[:, 0].isfinite(), -1)
+        if not logits.is_contiguous():
+            return torch.stack([argmax(row) for row in logits])  # numpy would copy a part of a wider table
+        return argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:2])
+    if (infinity := INFINITY_BITS.get(logits.dtype)) is not None:
+        return torch.from_numpy(_argmax_of_halves(logits.detach().view(torch.int16).numpy(), infinity))
+    table = logits.detach().float().numpy()
+    columns = table.argmax(axis=-1)  # torch's takes 20 times longer
+    columns[~np.isfinite(table[np.arange(len(table)), columns])] = -1
+    return torch.from_numpy(columns)
 
 
 def _argmax_of_halves(bits: np.ndarray, infinity: int) -> np.ndarray:
     """`argmax` of numbers of 16 bits, (M, V) as int16, without making them wider: int64 (M,).
 
-    Above zero they are ordered as their bits are, and below it in reverse; so the bits tell the maximum where it is
-    positive, as the largest logit of nearly every row is. NaN has more bits than infinity, of either sign.
+    Above zero they are ordered as their bits are, so the bits tell the maximum where it is positive, as the largest
+    logit of nearly every row is. NaN has more bits than infinity, of either sign.
     """
-    columns: np.ndarray = bits.argmax(axis=-1)
+    columns = np.empty(len(bits), dtype=np.int64)
+    most = np.empty(len(bits), dtype=np.uint16)
+    for first in range(0, len(bits), NUM_ROWS):
+        some = slice(first, first + NUM_ROWS)
+        bits[some].argmax(axis=-1, out=columns[some])
+        np.maximum.reduce(bits[some].view(np.uint16), axis=-1, out=most[some])
     peaks = bits[np.arange(len(bits)), columns]
-    has_nan = bits.view(np.uint16).max(axis=-1) > infinity + 0x8000
-    for row in np.flatnonzero((peaks <= 0) & ~has_nan):
-        # of negative numbers, and the two zeros: the order of the bits is turned round, -0 becomes 0
-        turned = np.where(bits[row] < 0, -(bits[row] & np.int16(0x7FFF)), bits[row])
-        columns[row] = turned.argmax()
-        peaks[row] = turned[columns[row]]
-    columns[has_nan | (peaks >= infinity) | (peaks <= -infinity)] = -1
+    columns[(peaks >= infinity) | (most > infinity + 0x8000)] = -1
+    for row in ((peaks <= 0) & (columns >= 0)).nonzero()[0].tolist():
+        columns[row] = _argmax_without_positive(bits[row], infinity)
     return columns
+
+
+def _argmax_without_positive(bits: np.ndarray, infinity: int) -> int:
+    """The same of one row (V,) of numbers up to zero: larger bits make them smaller, and -0 equals 0."""
+    magnitudes = bits & np.int16(0x7FFF)
+    best = int(magnitudes.argmin())
+    return best if magnitudes[best] < infinity else -1
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +77,7 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best = argmax(scores)
         return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
     if scores.device.type == "cpu":
-        return _collected(scores, k, lambda _, table, __: _largest_of(table, k))
+        return _largest_of_rows(scores, k)
     scores = scores.float()
     best = argmax(scores)
     peaks = scores.gather(1, best.clamp(min=0)[:, None])
@@ -86,10 +97,8 @@ def perturbed_best(warper: Warper, scores: Tensor, keys: Sequence[int], k: int) 
     """
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k)
-    words = np.array(keys, dtype=np.uint64)
-    return _collected(
-        scores, k, lambda rows, table, peaks: race(warper, table, peaks, words[rows], k), warper.temperature
-    )
+    tokens, values = Race(warper, scores, list(keys), k).run()
+    return torch.from_numpy(tokens), torch.from_numpy(_distances(values))
 
 
 def perturbed_best_dense(warper: Warper, scores: Tensor, keys: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
@@ -113,23 +122,20 @@ def _padded(tokens: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return tokens.where(values > -torch.inf, -1), values
 
 
-Found = tuple[np.ndarray, np.ndarray]
-"""Up to k tokens and values per row, best first: int64 and float64 (M, k), -1 and -inf where there is none."""
-
-
-def _collected(
-    scores: Tensor, k: int, best_of: Callable[[np.ndarray, np.ndarray, np.ndarray], Found], temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Tokens and distances to the best, from a function of what `tables` yields."""
+def _largest_of_rows(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     tokens = np.full((len(scores), k), -1, dtype=np.int64)
     values = np.full((len(scores), k), -np.inf)
-    for rows, table, peaks in tables(scores, temperature):
-        tokens[rows], best = best_of(rows, table, peaks)
-        values[rows] = best - best[:, :1]
-    return torch.from_numpy(tokens), torch.from_numpy(values)
+    for index, row, _ in healthy_rows(scores):
+        ids = candidates(row, min(k, len(row)))
+        of_row = row[ids].astype(np.float64)
+        best = ranked(of_row, k)
+        tokens[index, : len(best)] = ids[best]
+        values[index, : len(best)] = of_row[best]
+    return torch.from_numpy(tokens), torch.from_numpy(_distances(values))
 
 
-def _largest_of(table: np.ndarray, k: int) -> Found:
-    at = Segments.at_least(table, np.maximum(tops(table, min(k, table.shape[1])), LOWEST))
-    places, values = at.best(at.of(table).astype(np.float64), k)
-    return np.where(places >= 0, at.ids[places], -1), values
+def _distances(values: np.ndarray) -> np.ndarray:
+    """To the largest of each row, which stands first; -inf where there is none."""
+    peaks = values[:, :1]
+    distances: np.ndarray = values - np.where(peaks > -np.inf, peaks, 0.0)
+    return distances

@@ -1,83 +1,78 @@
-"""Top-p without sorting the vocabulary: how far down the nucleus reaches, for many rows at once."""
+"""The few largest values of a row, and how far down its nucleus reaches, without sorting the vocabulary."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from foretoken.law.segments import Segments
+COLUMN = 64
+"""Scores per column when the k largest are looked for by the columns' maxima."""
 
-FLOORS = (1 / 200, 1 / 12_800, 0.0)
-"""Times 1 - top_p: tokens down to such a weight are looked at, the largest being 1, until they have enough mass."""
+FLOORS = (1 / 200, 1 / 1600, 1 / 12_800)
+"""Times 1 - top_p: tokens down to such a weight are tried as a nucleus, the largest weight being 1; then all are."""
 
 
-@dataclass(frozen=True)
-class Heaviest:
-    """The heaviest tokens of M rows: of each row all down to some weight.
+def threshold(values: np.ndarray, k: int) -> float:
+    """A bound that the k largest of V >= k values reach, and usually few others, in one pass.
 
-    Args:
-      at: where they are.
-      ordered: float32 (M, K), the weights, largest first, then zeros.
-      mass_above: float64 (M, K), the sum of the weights before each.
-      masses: float64 (M,), the sums.
+    The values are cut into columns. The k-th largest of the columns' maxima is no larger than the k-th largest value,
+    and seldom much smaller where there are many more columns than k.
     """
-
-    at: Segments
-    ordered: np.ndarray
-    mass_above: np.ndarray
-    masses: np.ndarray
-
-    @classmethod
-    def of(cls, at: Segments, weights: np.ndarray) -> Heaviest:
-        ordered = at.padded(-weights, 0.0)
-        ordered.sort(axis=1)
-        np.negative(ordered, out=ordered)
-        mass_above = np.cumsum(ordered, axis=1, dtype=np.float64)
-        masses = mass_above[:, -1].copy()
-        mass_above -= ordered
-        return cls(at, ordered, mass_above, masses)
-
-    def lack(self, totals: np.ndarray, top_p: float, num_tokens: int) -> np.ndarray:
-        """Rows whose nucleus may reach beyond them, bool (M,); arguments as for `nucleus_bounds`."""
-        goals, slacks = _goals(totals, top_p, num_tokens)
-        lacking: np.ndarray = self.masses < goals + slacks
-        return lacking
+    height = max(1, min(COLUMN, len(values) // (4 * k)))
+    num_columns = len(values) // height
+    maxima = np.maximum.reduce(values[: num_columns * height].reshape(height, num_columns), axis=0)
+    maxima.partition(num_columns - k)
+    return float(maxima[num_columns - k])
 
 
-def nucleus_bounds(
-    heaviest: Heaviest, totals: np.ndarray, top_p: float, num_tokens: int | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of the smallest sets whose mass reaches top_p, in the manner of transformers' TopPLogitsWarper.
+def candidates(values: np.ndarray, k: int) -> np.ndarray:
+    """Ids of the k largest values and of some others: all that reach a threshold; int64, ascending."""
+    found: np.ndarray = (values >= threshold(values, k)).nonzero()[0]
+    return found
+
+
+def top_ids(row: np.ndarray, k: int) -> np.ndarray:
+    """The k largest scores and all that equal the k-th, as transformers' TopKLogitsWarper: int64 ids, ascending."""
+    ids = candidates(row, k)
+    scores = row[ids]
+    ordered = np.sort(scores)
+    kept: np.ndarray = ids[scores >= ordered[len(ordered) - k]]
+    return kept
+
+
+def heaviest(weights: np.ndarray, top_p: float, mass: float) -> np.ndarray:
+    """Ids of the largest weights (V,): all down to some weight, and together at least ``mass`` if that exists."""
+    for factor in FLOORS:
+        ids: np.ndarray = (weights >= (1.0 - top_p) * factor).nonzero()[0]
+        if float(np.add.reduce(weights[ids], dtype=np.float64)) >= mass:
+            return ids
+    return np.arange(len(weights))
+
+
+def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[float, float]:
+    """Bounds of the smallest set whose mass reaches a goal, in the manner of transformers' TopPLogitsWarper.
 
     A token is removed when the mass of itself and all lighter ones is at most 1 - top_p; so it is kept when the heavier
     ones hold less than top_p.
 
     Args:
-      heaviest: of M rows, at least down to where the nucleus may end.
-      totals: (M,), the sums of all weights.
-      top_p: in (0, 1).
-      num_tokens: how many weights that is, of all rows or of each (M,).
+      weights: float32 (S,), unnormalised probabilities of the heaviest tokens.
+      goal: top_p times the sum of the weights of all tokens.
+      slack: by how much transformers' sums may differ from ours.
 
-    Returns: the smallest weights that may be kept, and the largest whose fate hangs on rounding or on the order of
-    equal weights, negative where there is none: float32 (M,) each.
+    Returns: the smallest weight that may be kept, and the largest whose fate hangs on rounding or on the order of equal
+    weights; negative when there is none.
     """
-    ordered, counts, lines = heaviest.ordered, heaviest.at.counts, np.arange(len(totals))
-    goals, slacks = _goals(totals, top_p, num_tokens)
-    surely = (heaviest.mass_above < (goals - slacks)[:, None]).sum(axis=1)
-    maybe = (heaviest.mass_above < (goals + slacks)[:, None]).sum(axis=1)
-    surely, maybe = np.clip(surely, 1, counts), np.minimum(maybe, counts)
-    lowest = ordered[lines, np.maximum(surely, maybe) - 1]
-    following = ordered[lines, np.minimum(surely, ordered.shape[1] - 1)]
-    is_split = (surely < counts) & (following == lowest)
-    return lowest, np.where((maybe > surely) | is_split, following, np.float32(-1.0))
-
-
-def _goals(totals: np.ndarray, top_p: float, num_tokens: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mass that top-p asks for, and by how much transformers' sums may differ from ours: float64 (M,) each."""
-    totals = totals.astype(np.float64)
-    return top_p * totals, totals * ((1.0 - top_p) * rounding(num_tokens) + 4e-6)
+    ordered = np.sort(weights)[::-1]
+    mass_above = ordered.cumsum(dtype=np.float64)
+    mass_above -= ordered
+    surely, maybe = mass_above.searchsorted((goal - slack, goal + slack)).tolist()
+    surely = max(1, surely)
+    if maybe > surely:
+        return float(ordered[maybe - 1]), float(ordered[surely])
+    last = float(ordered[surely - 1])
+    is_split = surely < len(ordered) and float(ordered[surely]) == last
+    return last, last if is_split else -1.0
 
 
 def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
@@ -92,6 +87,6 @@ def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
     return None if num_removed and float(ordered[num_removed - 1]) == lowest else lowest
 
 
-def rounding(num_tokens: int | np.ndarray) -> float | np.ndarray:
-    """Bound of the relative error of a float32 sum over tokens, taken in four lanes or more."""
-    return 1e-5 + num_tokens / 4 * 2.0**-24
+def slack_of(total: float, top_p: float, num_tokens: int) -> float:
+    """How far transformers' float32 sums over tokens, taken in four lanes or more, and ours may lie apart."""
+    return total * ((1.0 - top_p) * (1e-5 + num_tokens / 4 * 2.0**-24) + 4e-6)

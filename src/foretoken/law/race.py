@@ -1,12 +1,18 @@
-"""Who has the largest score plus keyed noise, in several rows at once on the CPU."""
+"""Which tokens have the largest scores plus keyed noise, on the CPU: the tokens of all rows get theirs at once."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from foretoken.law import noise
-from foretoken.law.segments import LOWEST, Segments, scaled, tops
-from foretoken.law.support import Supports, Warper
+from foretoken.law.nucleus import threshold
+from foretoken.law.support import Support, Warper
 
 FEW = 1024
 """Supports up to this size get their noise directly; larger ones are searched for the tokens that can win."""
@@ -14,85 +20,122 @@ FEW = 1024
 HEAVY = 256
 """About how many of the largest scores get noise first in such a search."""
 
+LOWEST = float(np.finfo(np.float32).min)
+"""Below every score of a token that is possible at all."""
 
-def race(
-    warper: Warper, table: np.ndarray, peaks: np.ndarray, keys: np.ndarray, k: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The k best tokens of each row under keyed noise.
+
+def healthy_rows(scores: Tensor, temperature: float = 1.0) -> Iterator[tuple[int, np.ndarray, float]]:
+    """The rows of (M, V) that have a finite maximum: number, float32 (V,) over temperature, maximum.
+
+    The array is good until the next row comes: one that stays in the processor's cache is written again and again.
+    """
+    buffer = torch.empty(scores.shape[1], dtype=torch.float32)
+    row = buffer.numpy()
+    for index, values in enumerate(scores.detach()):
+        buffer.copy_(values)
+        if temperature != 1.0:
+            buffer.div_(temperature)
+        peak = float(np.maximum.reduce(row))
+        if math.isfinite(peak):
+            yield index, row, peak
+
+
+class Race:
+    """The k best tokens of rows under keyed noise.
 
     Args:
-      table: float32 (M, V), scores before the temperature.
-      peaks: float32 (M,), the largest of each row after the temperature; finite.
-      keys: uint64 (M,), of the match stream.
-
-    Returns: tokens int64 (M, k), best first, and their scores with noise, float64 (M, k); -1 and -inf where there is
-      none.
+      scores: (M, V) of any float dtype, before the temperature.
+      keys: M keys of the match stream.
     """
-    if not warper.truncates:
-        at = _all_or_contenders(table, warper.temperature, keys, k)
-        return _best(at, scaled(at.of(table), warper.temperature), keys, k)[1:]
-    supports = warper.supports(table, peaks)
-    few = _narrowed(supports, table, warper.temperature, keys, k)
-    places, tokens, values = _best(few.at, few.scores, keys, k)
-    unsure = few.is_unsure[places] & (places >= 0)
-    if not unsure.any():
+
+    def __init__(self, warper: Warper, scores: Tensor, keys: list[int], k: int) -> None:
+        self._warper = warper
+        self._scores = scores
+        self._keys = keys
+        self._k = k
+
+    @cached_property
+    def _scratch(self) -> noise.Scratch:
+        return noise.Scratch.of(self._scores.shape[1])
+
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 (M, k), best first, and their scores with noise, float64; -1 and -inf where there is none."""
+        tokens = np.full((len(self._keys), self._k), -1, dtype=np.int64)
+        values = np.full((len(self._keys), self._k), -np.inf)
+        supports = {}
+        for index, row, peak in healthy_rows(self._scores, self._warper.temperature):
+            supports[index] = self._support(index, row, peak)
+        if not supports:
+            return tokens, values
+        starts, perturbed = self._perturbed(supports)
+        for index, support, start in zip(supports, supports.values(), starts, strict=True):
+            of_row = perturbed[start : start + len(support.ids)]
+            best = ranked(of_row, self._k)
+            if support.unsure_weight >= 0.0 and bool((support.weights[best] <= support.unsure_weight).any()):
+                support, of_row = self._settled(index)
+                best = ranked(of_row, self._k)
+            tokens[index, : len(best)] = support.ids[best]
+            values[index, : len(best)] = of_row[best]
         return tokens, values
-    supports = warper.settled(supports, table, np.flatnonzero(unsure.any(axis=1)).tolist())
-    few = _narrowed(supports, table, warper.temperature, keys, k)
-    return _best(few.at, few.scores, keys, k)[1:]
+
+    def _support(self, index: int, row: np.ndarray, peak: float) -> Support:
+        """The tokens of a row that are to get noise: those that it may choose, or the part that can win."""
+        if self._warper.truncates:
+            return self._narrowed(self._warper.support(row, peak), index)
+        everything = Support(self._all_ids, row, row, peak)
+        few = self._narrowed(everything, index)
+        return Support(few.ids, few.scores.copy(), few.weights, peak) if few is everything else few
+
+    @cached_property
+    def _all_ids(self) -> np.ndarray:
+        return np.arange(self._scores.shape[1])
+
+    def _settled(self, index: int) -> tuple[Support, np.ndarray]:
+        """The support of a row, its unsure tokens decided by transformers' own classes, and the scores with noise."""
+        ((_, row, peak),) = healthy_rows(self._scores[index : index + 1], self._warper.temperature)
+        support = self._narrowed(self._warper.support(row, peak).among(self._warper.kept(row)), index)
+        return support, self._perturbed({index: support})[1]
+
+    def _perturbed(self, supports: dict[int, Support]) -> tuple[list[int], np.ndarray]:
+        """Where each row begins among the tokens of all, and the scores with noise of those, float64 (S,)."""
+        keys = np.array([self._keys[index] for index in supports], dtype=np.uint64)
+        parts = list(supports.values())
+        if len(parts) == 1:
+            return [0], parts[0].scores + noise.token_gumbel(keys, parts[0].ids)
+        sizes = [len(part.ids) for part in parts]
+        drawn = noise.token_gumbel(keys.repeat(sizes), np.concatenate([part.ids for part in parts]))
+        drawn += np.concatenate([part.scores for part in parts])
+        return [sum(sizes[:i]) for i in range(len(sizes))], drawn
+
+    def _narrowed(self, support: Support, index: int) -> Support:
+        """The part of a large support in which the k best are certain to be.
+
+        Heavy tokens get their noise first. The k-th best of them leads by so much over the largest score of the others
+        that few of those have the noise to overtake it; and how much noise they have is seen from the hash alone.
+        """
+        few = max(FEW, self._k)
+        if len(support.ids) <= few:
+            return support
+        key = self._keys[index]
+        bound = max(threshold(support.scores, max(self._k, HEAVY)), LOWEST)
+        heavy = (support.scores >= bound).nonzero()[0]
+        if len(heavy) > few:  # many equal scores: some of them will do, and none of the others is larger
+            heavy, bound = heavy[:few], support.peak
+        perturbed = support.scores[heavy] + noise.token_gumbel(np.array(key, dtype=np.uint64), support.ids[heavy])
+        best = perturbed[ranked(perturbed, self._k)]
+        worst = float(best[-1]) if len(best) == self._k else -math.inf
+        keep = noise.noisiest(key, worst - bound, self._scratch)
+        if len(support.ids) < len(keep):
+            keep = keep[support.ids]
+        keep[heavy] = True
+        places = keep.nonzero()[0]
+        return Support(
+            support.ids[places], support.scores[places], support.weights[places], support.peak, support.unsure_weight
+        )
 
 
-def _best(at: Segments, scores: np.ndarray, keys: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places, tokens and values of the k best of some tokens, which have float32 (S,) scores over temperature."""
-    places, values = at.best(scores + noise.token_gumbel(keys[at.rows], at.ids), k)
-    return places, np.where(places >= 0, at.ids[places], -1), values
-
-
-def _all_or_contenders(table: np.ndarray, temperature: float, keys: np.ndarray, k: int) -> Segments:
-    everything = np.ones(table.shape, dtype=bool)
-    if table.shape[1] > max(FEW, k):
-        everything = _contenders(table, temperature, everything, keys, k)
-    return Segments.in_mask(everything)
-
-
-def _narrowed(supports: Supports, table: np.ndarray, temperature: float, keys: np.ndarray, k: int) -> Supports:
-    """Large supports cut down to the tokens that can be among the k best."""
-    large = np.flatnonzero(supports.at.counts > max(FEW, k))
-    if not len(large):
-        return supports
-    line_of = np.full(len(table), -1)
-    line_of[large] = np.arange(len(large))
-    lines = line_of[supports.at.rows]
-    inside = lines >= 0
-    kept = np.zeros((len(large), table.shape[1]), dtype=bool)
-    kept[lines[inside], supports.at.ids[inside]] = True
-    contenders = _contenders(table[large], temperature, kept, keys[large], k)
-    keep = ~inside
-    keep[inside] = contenders[lines[inside], supports.at.ids[inside]]
-    return supports.where(keep)
-
-
-def _contenders(table: np.ndarray, temperature: float, kept: np.ndarray, keys: np.ndarray, k: int) -> np.ndarray:
-    """The few tokens of each row among which the k best are certain to be: bool (M, V), a part of ``kept``.
-
-    The heavy tokens get their noise first. The k-th best of them leads by so much over the largest score of the others
-    that few of those have the noise to overtake it; and how much noise they have is seen from the hash alone.
-    """
-    bounds = np.maximum(tops(table, max(k, HEAVY)), LOWEST)
-    mask: np.ndarray = table >= bounds[:, None]
-    mask &= kept
-    heavy = Segments.in_mask(mask)
-    counts = heavy.counts
-    if (many := counts > max(FEW, k)).any():  # equal scores: take some of them, and none of the others is larger
-        heavy = heavy.where(np.arange(len(heavy.rows)) - heavy.starts[heavy.rows] < max(FEW, k))
-        bounds[many] = table[many].max(axis=1)
-        mask[:] = False
-        mask[heavy.rows, heavy.ids] = True
-    perturbed = scaled(heavy.of(table), temperature) + noise.token_gumbel(keys[heavy.rows], heavy.ids)
-    worst = heavy.best(perturbed, k)[1][:, -1]
-    least = worst - scaled(bounds, temperature)
-    scratch = noise.Scratch.of(table.shape[1])
-    for line, key in enumerate(keys.tolist()):
-        mask[line] |= noise.noisiest(key, float(least[line]), scratch)
-    mask &= kept
-    return mask
+def ranked(values: np.ndarray, k: int) -> np.ndarray:
+    """Indices of the k largest of float64 (S,), best first, of equal ones the first; -inf never counts."""
+    best = np.array([values.argmax()]) if k == 1 else np.argsort(-values, kind="stable")[:k]
+    ranked: np.ndarray = best[values[best] > -np.inf]
+    return ranked

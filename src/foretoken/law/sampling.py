@@ -18,9 +18,9 @@ from torch import Tensor
 from foretoken.errors import NumericsError
 from foretoken.law import noise
 from foretoken.law.choice import argmax, largest, perturbed_best
-from foretoken.law.segments import tables
+from foretoken.law.race import healthy_rows
 from foretoken.law.support import Warper
-from foretoken.law.target import Path, SamplingLaw, check_shapes, process
+from foretoken.law.target import Path, SamplingLaw, check_shapes, process, processed
 
 __all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process", "scores"]
 
@@ -118,7 +118,7 @@ def choose_siblings(
     Exactness: over seeds, k draws without replacement from the law.
     Randomness: as for `choose`.
     """
-    scores = process(logits, laws, paths)
+    scores = processed(logits, laws, paths)
     groups = _by_kind(laws)
     if len(groups) == 1:
         return _best(scores, laws, positions, k)
@@ -176,11 +176,12 @@ def _log_law(scores: Tensor, warper: Warper) -> Tensor:
         result = torch.log_softmax(warper.truncated(scaled), dim=-1)
         return result.where(scaled.amax(dim=-1, keepdim=True).isfinite(), torch.nan)
     result = torch.full_like(scores, torch.nan)
-    array = result.numpy()
-    for rows, table, peaks in tables(scores, warper.temperature):
-        supports = warper.sure_supports(table, peaks)
-        totals = np.add.reduceat(supports.weights, supports.at.starts, dtype=np.float64)
-        normalisers = (peaks + np.log(totals)).astype(np.float32)
-        array[rows] = -np.inf
-        array[rows[supports.at.rows], supports.at.ids] = supports.scores - normalisers[supports.at.rows]
+    for index, row, peak in healthy_rows(scores, warper.temperature):
+        support = warper.support(row, peak)
+        if not support.is_sure:
+            support = support.among(warper.kept(row))
+        normaliser = peak + np.log(support.weights.sum(dtype=np.float64))
+        law = result[index].numpy()
+        law.fill(-np.inf)
+        law[support.ids] = support.scores - np.float32(normaliser)
     return result

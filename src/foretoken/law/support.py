@@ -1,16 +1,15 @@
 """Which tokens remain possible after temperature, top-k, top-p, min-p and typical-p.
 
 The meaning is transformers', token by token. Its own classes sort the whole vocabulary for every row; on the CPU the
-kept sets of many rows are found here together, from the few tokens that can be in them. Where the outcome hangs on the
-rounding of transformers' cumulative sum, or on the order in which its (unstable) sort leaves equal values, the tokens
-in question are kept as *unsure* and transformers' own classes decide, but only when one of them matters: seldom for a
-choice, which needs the winner alone.
+kept set is found here from the few tokens that can be in it. Where the outcome hangs on the rounding of transformers'
+cumulative sum, or on the order in which its (unstable) sort leaves equal values, the tokens in question are kept as
+*unsure* and transformers' own classes decide, but only when one of them matters: seldom for a choice, which needs the
+winner alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,8 +24,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from foretoken.law.nucleus import FLOORS, Heaviest, nucleus_bounds, smallest_in_nucleus
-from foretoken.law.segments import LOWEST, Segments, scaled, tops
+from foretoken.law.nucleus import heaviest, nucleus_bounds, slack_of, smallest_in_nucleus, top_ids
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
@@ -38,43 +36,31 @@ MIN_P_BAND = 1e-5
 
 
 @dataclass(frozen=True)
-class Supports:
-    """The tokens that keep some probability, of M rows.
+class Support:
+    """The tokens of one row that keep some probability.
 
     Args:
-      at: where they stand in the table of scores, and to which row they belong.
+      ids: int64 (S,), ascending. Without truncation all V of them, those of probability zero included.
       scores: float32 (S,), logits after the temperature.
-      weights: float32 (S,), exp(score - peak of the row).
-      peaks: float32 (M,), the largest score of each row.
-      unsure_weights: float32 (M,): tokens of at most this weight may turn out to be removed; negative: none.
+      weights: float32 (S,), exp(scores - peak).
+      peak: the row's largest score.
+      unsure_weight: tokens of at most this weight may turn out to be removed; negative when all are sure.
     """
 
-    at: Segments
+    ids: np.ndarray
     scores: np.ndarray
     weights: np.ndarray
-    peaks: np.ndarray
-    unsure_weights: np.ndarray
-
-    def where(self, keep: np.ndarray, unsure_weights: np.ndarray | None = None) -> Supports:
-        """The tokens that bool (S,) names; every row has one."""
-        unsure = self.unsure_weights if unsure_weights is None else unsure_weights
-        return Supports(self.at.where(keep), self.scores[keep], self.weights[keep], self.peaks, unsure)
+    peak: float
+    unsure_weight: float = -1.0
 
     @property
-    def is_unsure(self) -> np.ndarray:
-        """Tokens that may turn out to be removed, bool (S,)."""
-        unsure: np.ndarray = self.weights <= self.unsure_weights[self.at.rows]
-        return unsure
+    def is_sure(self) -> bool:
+        return self.unsure_weight < 0.0 or not bool((self.weights <= self.unsure_weight).any())
 
-    def settled(self, kept_of: dict[int, np.ndarray]) -> Supports:
-        """With only those tokens of some rows that bool (V,) names; all of them are sure."""
-        keep = np.ones(len(self.scores), dtype=bool)
-        unsure = self.unsure_weights.copy()
-        for row, kept in kept_of.items():
-            of_row = slice(*np.searchsorted(self.at.rows, (row, row + 1)))
-            keep[of_row] = kept[self.at.ids[of_row]]
-            unsure[row] = -1.0
-        return self.where(keep, unsure)
+    def among(self, kept: np.ndarray) -> Support:
+        """The part of it that bool (V,) ``kept`` names; all of that is sure."""
+        keep = kept[self.ids]
+        return Support(self.ids[keep], self.scores[keep], self.weights[keep], self.peak)
 
 
 @dataclass(frozen=True)
@@ -101,7 +87,7 @@ class Warper:
 
     @cached_property
     def has_shortcut(self) -> bool:
-        """Whether `supports` can be used: not with typical-p, which reorders all tokens."""
+        """Whether `support` can be used: not with typical-p, which reorders all tokens."""
         return self.typical_p == 1.0
 
     def scaled(self, scores: Tensor) -> Tensor:
@@ -140,85 +126,56 @@ class Warper:
         result: np.ndarray = (self.truncated(torch.from_numpy(row)[None])[0] > -torch.inf).numpy()
         return result
 
-    def supports(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
-        """The kept tokens of rows without sorting them.
+    def support(self, row: np.ndarray, peak: float) -> Support:
+        """The kept tokens of one row without sorting it, for parameters that truncate.
 
         Args:
-          table: float32 (M, V): scores before the temperature.
-          peaks: float32 (M,), the largest of each row after the temperature; finite.
+          row: float32 (V,), scaled scores with a finite maximum.
+          peak: that maximum.
         """
-        if self.top_p < 1.0 and not 0 < self.top_k < table.shape[1]:
-            return self._nucleus(table, peaks)
-        found = self._largest(table, peaks)
+        lowest, unsure = SMALLEST_WEIGHT, -1.0
+        if 0 < self.top_k < len(row):
+            ids = top_ids(row, self.top_k)
+        elif self.top_p < 1.0:
+            return self._nucleus(row, peak)
+        else:
+            ids = (row >= self._lowest_score(peak)).nonzero()[0]
+        scores = row[ids]
+        weights = exp_weights(scores, peak)
         if self.top_p < 1.0:
-            heaviest = Heaviest.of(found.at, found.weights)
-            return self._kept_of(found, *nucleus_bounds(heaviest, heaviest.masses, self.top_p, found.at.counts))
-        return self._kept_of(found)
+            total = float(np.add.reduce(weights))
+            goal, slack = self.top_p * total, slack_of(total, self.top_p, len(weights))
+            lowest, unsure = nucleus_bounds(weights, goal, slack)
+        return self._kept_of(Support(ids, scores, weights, peak, unsure), lowest)
 
-    def sure_supports(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
-        """`supports`, every unsure token decided by transformers' own classes."""
-        found = self.supports(table, peaks)
-        unsure_rows: list[int] = np.unique(found.at.rows[found.is_unsure]).tolist()
-        return self.settled(found, table, unsure_rows) if unsure_rows else found
-
-    def settled(self, found: Supports, table: np.ndarray, rows: Iterable[int]) -> Supports:
-        """Supports with the tokens of some rows decided by transformers' own classes."""
-        return found.settled({row: self.kept(scaled(table[row], self.temperature)) for row in rows})
-
-    def _largest(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
-        """The k largest of each row and all that equal the k-th, as transformers' TopKLogitsWarper.
-
-        Without top-k all that min-p may keep, or that have any weight. Scores that differ may be equal after the
-        temperature, so tokens just below the k-th are looked at too.
-        """
-        if not 0 < self.top_k < table.shape[1]:
-            at = Segments.at_least(table, self._lowest_scores(peaks))
-            return self._scored(at, table, peaks)
-        bounds = tops(table, self.top_k)
-        at = Segments.at_least(table, bounds - np.abs(bounds) * np.float32(1e-6))
-        found = self._scored(at, table, peaks)
-        by_row = at.padded(found.scores, -np.inf)
-        column = by_row.shape[1] - self.top_k
-        kth = np.partition(by_row, column, axis=1)[:, column]
-        return found.where(found.scores >= kth[at.rows])
-
-    def _nucleus(self, table: np.ndarray, peaks: np.ndarray) -> Supports:
+    def _nucleus(self, row: np.ndarray, peak: float) -> Support:
         """The support under top-p, and min-p, from the heaviest tokens that have enough mass together."""
-        weights = table - peaks[:, None] if self.temperature == 1.0 else scaled(table, self.temperature)
-        if self.temperature != 1.0:
-            weights -= peaks[:, None]
-        by_torch = torch.from_numpy(weights).exp_()
-        totals = by_torch.sum(dim=-1).numpy()
-        lacks = np.ones(len(table), dtype=bool)
-        floors = np.empty(len(table), dtype=np.float32)
-        for factor in FLOORS:
-            floors[lacks] = (1.0 - self.top_p) * factor
-            found = self._scored(Segments.at_least(weights, floors), table, peaks)
-            heaviest = Heaviest.of(found.at, found.weights)
-            lacks = heaviest.lack(totals, self.top_p, table.shape[1])
-            if not lacks.any():
-                break
-        return self._kept_of(found, *nucleus_bounds(heaviest, totals, self.top_p, table.shape[1]))
+        all_weights = row - np.float32(peak)
+        total = float(torch.from_numpy(all_weights).exp_().sum())
+        goal, slack = self.top_p * total, slack_of(total, self.top_p, len(row))
+        ids = heaviest(all_weights, self.top_p, (goal + slack) * (1.0 + 1e-6))
+        scores = row[ids]
+        weights = exp_weights(scores, peak)
+        lowest, unsure = nucleus_bounds(weights, goal, slack)
+        return self._kept_of(Support(ids, scores, weights, peak, unsure), lowest)
 
-    def _scored(self, at: Segments, table: np.ndarray, peaks: np.ndarray) -> Supports:
-        """Tokens of a table with their scores and weights, all sure."""
-        scores = scaled(at.of(table), self.temperature)
-        weights = scores - peaks[at.rows]
-        np.exp(weights, out=weights)
-        return Supports(at, scores, weights, peaks, np.full(len(peaks), -1.0, dtype=np.float32))
-
-    def _lowest_scores(self, peaks: np.ndarray) -> np.ndarray:
-        """A bound (M,) of the scores before the temperature that min-p may keep, or that have any weight."""
+    def _lowest_score(self, peak: float) -> float:
+        """A bound of the scores that min-p may keep, or that have any weight."""
         floor = max(self.min_p * (1.0 - MIN_P_BAND), SMALLEST_WEIGHT)
-        margins = 1e-3 + 1e-6 * np.abs(peaks.astype(np.float64))
-        bounds = (peaks + math.log(floor) - margins) * self.temperature
-        return np.maximum(bounds, LOWEST).astype(np.float32)
+        return peak + math.log(floor) - 1e-3 - 1e-6 * abs(peak)
 
-    def _kept_of(self, found: Supports, lowest: np.ndarray | None = None, unsure: np.ndarray | None = None) -> Supports:
-        """What top-p, by its bounds (M,), and min-p leave."""
-        floor = max(SMALLEST_WEIGHT, self.min_p * (1.0 - MIN_P_BAND))
-        bounds = np.full(len(found.peaks), floor) if lowest is None else np.maximum(lowest, floor)
-        unsure = found.unsure_weights if unsure is None else unsure
+    def _kept_of(self, found: Support, lowest: float) -> Support:
+        """What min-p leaves of the tokens down to the weight ``lowest``."""
+        unsure = found.unsure_weight
+        lowest = max(lowest, SMALLEST_WEIGHT)
         if self.min_p > 0.0:
-            unsure = np.maximum(unsure, self.min_p * (1.0 + MIN_P_BAND))
-        return found.where(found.weights >= bounds[found.at.rows], unsure)
+            lowest, unsure = max(lowest, self.min_p * (1.0 - MIN_P_BAND)), max(unsure, self.min_p * (1.0 + MIN_P_BAND))
+        keep = (found.weights >= lowest).nonzero()[0]
+        return Support(found.ids[keep], found.scores[keep], found.weights[keep], found.peak, unsure)
+
+
+def exp_weights(scores: np.ndarray, peak: float) -> np.ndarray:
+    """exp(scores - peak), float32."""
+    weights: np.ndarray = scores - np.float32(peak)
+    np.exp(weights, out=weights)
+    return weights

@@ -178,10 +178,15 @@ def process(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) 
 
     The input itself comes back when it is float32 and no processor is active; it is never changed.
     """
+    return processed(logits, laws, paths).float()
+
+
+def processed(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
+    """`process`, but where no processor is active the input comes back as it is, in its own dtype."""
     check_shapes(logits, laws, paths)
     active = [row for row, law in enumerate(laws) if law.is_processed]
     if not active:
-        return logits.float()
+        return logits
     scores = logits.detach().to(torch.float32, copy=True)
     apply_entries(scores, [(row, laws[row], paths[row]) for row in active], as_arrays=scores.device.type == "cpu")
     for law, rows in _by_prefix_length(active, laws, paths):
