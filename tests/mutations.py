@@ -225,14 +225,14 @@ def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
     """Only the last token of a step is looked at."""
     emit = engine_module.emit
 
-    def wrong(run: Any, tree: DraftTree, verdict: Verdict, logits: Any, config: Any) -> Any:
-        check = run.checker.check
+    def wrong(member: Any, tree: DraftTree, verdict: Verdict, logits: Any, config: Any) -> Any:
+        check = member.checker.check
         remaining = itertools.count(len(verdict.path), -1)
-        run.checker.check = lambda token: check(token) if next(remaining) == 1 else None
+        member.checker.check = lambda token: check(token) if next(remaining) == 1 else None
         try:
-            return emit(run, tree, verdict, logits, config)
+            return emit(member, tree, verdict, logits, config)
         finally:
-            run.checker.check = check
+            member.checker.check = check
 
     patch.setattr(engine_module, "emit", wrong)
 

@@ -100,13 +100,15 @@ def breaking(function: Callable[..., Any], countdown: list[int], *, after: bool)
 def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
-        (engine, "_propose"),
+        (engine._proposing, "step"),
         (engine_module, "accept_rows"),
         (engine_module, "emit"),
         (Emitted, "logprobs"),
         (engine, "_observe"),
         (engine, "_enter"),
         (engine, "_retire"),
+        (engine._reuse, "recall"),
+        (engine._reuse, "keep"),
         (engine._prefill, "step"),
         (engine._forwards, "read"),
         (engine._forwards, "verify"),

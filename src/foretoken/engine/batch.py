@@ -1,4 +1,4 @@
-"""The rows that run: who waits, who prefills, who decodes, and which row of the cache is whose."""
+"""The rows in progress: who waits, who prefills, who decodes, and which row of the cache is whose."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from foretoken.model.cache.ragged import KVCache
 
 
 @dataclass(eq=False)
-class Run:
-    """An admitted row and what only the engine knows about it.
+class Member:
+    """A row of a batch, or of its queue, and what only the engine knows about it.
 
-    ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A run ``is_in_doubt``
-    when its last step gave no token, and a draft may be to blame: the next one runs without. ``num_changes`` is that of
+    ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A member ``is_in_doubt``
+    when its last step gave no token, and a draft may be to blame: the next one goes without. ``num_changes`` is that of
     the target when the row came into the cache.
     """
 
     row: Sequence
     checker: StopChecker
-    forks: list[Run] = field(default_factory=list)
+    forks: list[Member] = field(default_factory=list)
     num_prefilled: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
@@ -38,7 +38,7 @@ class Run:
 
 
 class Batch:
-    """Runs in the order of the cache: those that decode, then those that prefill. Row i of the cache is run i.
+    """Members in the order of the cache: those that decode, then those that prefill. Row i of the cache is member i.
 
     Rows join at the end and leave by exchange with the last one of their part, so both parts stay contiguous and a
     forward over either is a plain view of the cache.
@@ -46,60 +46,60 @@ class Batch:
 
     def __init__(self, cache: KVCache, max_num_rows: int) -> None:
         self.cache = cache
-        self.waiting: deque[Run] = deque()
+        self.waiting: deque[Member] = deque()
         self._max_num_rows = max_num_rows
-        self._runs: list[Run] = []
+        self._members: list[Member] = []
         self.num_decoding = 0
 
     def __len__(self) -> int:
         """Number of rows in the cache."""
-        return len(self._runs)
+        return len(self._members)
 
     @property
-    def running(self) -> list[Run]:
+    def running(self) -> list[Member]:
         """All that are in the cache."""
-        return list(self._runs)
+        return list(self._members)
 
     @property
-    def decoding(self) -> list[Run]:
-        return self._runs[: self.num_decoding]
+    def decoding(self) -> list[Member]:
+        return self._members[: self.num_decoding]
 
     @property
-    def prefilling(self) -> list[Run]:
-        return self._runs[self.num_decoding :]
+    def prefilling(self) -> list[Member]:
+        return self._members[self.num_decoding :]
 
-    def slot_of(self, run: Run) -> int:
-        """The row of the cache that holds a run."""
-        return self._runs.index(run)
+    def slot_of(self, member: Member) -> int:
+        """The row of the cache that holds a member."""
+        return self._members.index(member)
 
-    def admit(self) -> list[Run]:
-        """Give waiting runs a row while there is room; those that just got one, short prompts first."""
-        room = self._max_num_rows - len(self._runs)
-        admitted = sorted(islice(self.waiting, room), key=lambda run: run.num_to_prefill)
-        for run in admitted:
+    def admit(self) -> list[Member]:
+        """Give waiting members a row while there is room; those that just got one, short prompts first."""
+        room = self._max_num_rows - len(self._members)
+        admitted = sorted(islice(self.waiting, room), key=lambda member: member.num_to_prefill)
+        for member in admitted:
             self.cache.add_rows()
-            self.waiting.remove(run)
-            self._runs.append(run)
+            self.waiting.remove(member)
+            self._members.append(member)
         return admitted
 
-    def enter(self, run: Run) -> list[Run]:
-        """Move a prefilled run to those that decode, and its forks with it; samples without a row wait for one."""
+    def enter(self, member: Member) -> list[Member]:
+        """Move a prefilled member to those that decode, and its forks with it; samples without a row wait for one."""
         slot = self.num_decoding
-        self._swap(self._runs.index(run), slot)
+        self._swap(self._members.index(member), slot)
         self.num_decoding += 1
-        room = self._max_num_rows - len(self._runs)
-        entered, left = run.forks[:room], run.forks[room:]
+        room = self._max_num_rows - len(self._members)
+        entered, left = member.forks[:room], member.forks[room:]
         for fork in entered:
-            self._runs.append(fork)
+            self._members.append(fork)
             self._swap(self.cache.fork(slot), self.num_decoding)
             self.num_decoding += 1
         self.waiting.extendleft(reversed(left))
-        run.forks = []
-        return [run, *entered]
+        member.forks = []
+        return [member, *entered]
 
-    def remove(self, run: Run, *, erase: bool) -> None:
-        """Take a run out of the cache; ``erase`` what it wrote where that may not be finite."""
-        index = self._runs.index(run)
+    def remove(self, member: Member, *, erase: bool) -> None:
+        """Take a member out of the cache; ``erase`` what it wrote where that may not be finite."""
+        index = self._members.index(member)
         if erase:
             self.cache.erase(index)
         if index < self.num_decoding:
@@ -107,31 +107,31 @@ class Batch:
             self._swap(index, self.num_decoding)
             index = self.num_decoding
         self.cache.remove(index)
-        last = self._runs.pop()
-        if last is not run:
-            self._runs[index] = last
+        last = self._members.pop()
+        if last is not member:
+            self._members[index] = last
 
-    def clear(self) -> list[Run]:
-        """Take everything out of the cache, in whatever state it is; the runs that were in, with their forks."""
-        members = dict.fromkeys(member for run in self._runs for member in (run, *run.forks))
-        for run in self._runs:
-            run.forks = []
-        self._runs, self.num_decoding = [], 0
+    def clear(self) -> list[Member]:
+        """Take everything out of the cache, in whatever state it is; the members that were in, with their forks."""
+        found = dict.fromkeys(each for member in self._members for each in (member, *member.forks))
+        for member in self._members:
+            member.forks = []
+        self._members, self.num_decoding = [], 0
         self.cache.clear()
         self.cache.erase()
-        return [run for run in members if run not in self.waiting]
+        return [member for member in found if member not in self.waiting]
 
     def holds(self, request_id: str) -> bool:
-        """Whether a run of this request is waiting or in the cache."""
-        return any(run.row.request_id == request_id for run in [*self.waiting, *self._runs])
+        """Whether a member of this request is waiting or in the cache."""
+        return any(member.row.request_id == request_id for member in [*self.waiting, *self._members])
 
-    def withdraw(self, request_id: str) -> list[Run]:
-        """Drop the waiting runs of a request, forks included; those that were dropped."""
-        withdrawn = [run for run in list(self.waiting) if run.row.request_id == request_id]
-        for run in withdrawn:
-            self.waiting.remove(run)
-        return [member for run in withdrawn for member in (run, *run.forks)]
+    def withdraw(self, request_id: str) -> list[Member]:
+        """Drop the waiting members of a request, forks included; those that were dropped."""
+        withdrawn = [member for member in list(self.waiting) if member.row.request_id == request_id]
+        for member in withdrawn:
+            self.waiting.remove(member)
+        return [each for member in withdrawn for each in (member, *member.forks)]
 
     def _swap(self, index: int, other: int) -> None:
         self.cache.swap(index, other)
-        self._runs[index], self._runs[other] = self._runs[other], self._runs[index]
+        self._members[index], self._members[other] = self._members[other], self._members[index]

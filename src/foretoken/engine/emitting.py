@@ -13,27 +13,27 @@ if TYPE_CHECKING:
 
     from foretoken.accept.rules import Verdict
     from foretoken.config.engine import EngineConfig
-    from foretoken.engine.batch import Run
+    from foretoken.engine.batch import Member
     from foretoken.engine.stopping import Finish, StopChecker
     from foretoken.tree import DraftTree
 
 
-def emit(run: Run, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, config: EngineConfig) -> RowOutput:
+def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, config: EngineConfig) -> RowOutput:
     """Append what was decided to a row, count it, and end the row where it ends.
 
     A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
-    sum. So a failure alongside drafts only puts the row in doubt: its next step runs without any.
+    sum. So a failure alongside drafts only puts the row in doubt: its next step goes without any.
 
     Args:
       logits: (N, V), of the nodes of the tree.
     """
-    row = run.row
+    row = member.row
     row.num_steps += 1
     has_failed = verdict.next_token < 0
-    run.is_in_doubt = has_failed and tree.num_draft_tokens > 0
-    error = failure(logits[verdict.path[-1]], row.law) if has_failed and not run.is_in_doubt else None
+    member.is_in_doubt = has_failed and tree.num_draft_tokens > 0
+    error = failure(logits[verdict.path[-1]], row.law) if has_failed and not member.is_in_doubt else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
-    tokens, finish = _until_the_end(run.checker, decided)
+    tokens, finish = _until_the_end(member.checker, decided)
     accepted = verdict.path[1 : len(tokens) + 1]
     chosen_at = Emitted(row, tree, verdict.path[: len(tokens)], logits)
     output = RowOutput(

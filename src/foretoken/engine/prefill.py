@@ -9,7 +9,7 @@ from foretoken.engine.drafter import Drafter, PromptChunk
 from foretoken.engine.features import ForwardFeatures
 
 if TYPE_CHECKING:
-    from foretoken.engine.batch import Batch, Run
+    from foretoken.engine.batch import Batch, Member
     from foretoken.engine.forwards import Forwards
     from foretoken.engine.stats import StepProfile
 
@@ -28,7 +28,7 @@ class Prefill:
         self._forwards = forwards
         self._drafter = drafter
         self._chunk_size = chunk_size
-        self._due: set[Run] = set()  # that have not had their chunk in this round
+        self._due: set[Member] = set()  # that have not had their chunk in this round
         self._has_read = False  # since rows have last decoded
 
     @property
@@ -41,39 +41,42 @@ class Prefill:
         self._has_read = bool(self._due)
         return self._has_read
 
-    def step(self, profile: StepProfile) -> list[Run]:
+    def step(self, profile: StepProfile) -> list[Member]:
         """Read a chunk of prompts that may be read together; those that are read to their end."""
-        runs = self._together()
-        self._due.difference_update(runs)
-        first_row = self._batch.slot_of(runs[0])
-        chunks = [run.row.token_ids[run.num_prefilled : run.num_prefilled + self._length(run)] for run in runs]
+        members = self._together()
+        self._due.difference_update(members)
+        first_row = self._batch.slot_of(members[0])
+        chunks = [
+            member.row.token_ids[member.num_prefilled : member.num_prefilled + self._length(member)]
+            for member in members
+        ]
         output = self._forwards.read(chunks, first_row)
         self._batch.cache.commit([range(len(chunk)) for chunk in chunks], first_row)
         if self._drafter.requires.reads_prompts:
             features = ForwardFeatures(output)
             shown = [
-                PromptChunk(run.num_prefilled, len(chunk), features.of(i))
-                for i, (run, chunk) in enumerate(zip(runs, chunks, strict=True))
+                PromptChunk(member.num_prefilled, len(chunk), features.of(i))
+                for i, (member, chunk) in enumerate(zip(members, chunks, strict=True))
             ]
-            self._drafter.read([run.row for run in runs], shown)
-        for run, chunk in zip(runs, chunks, strict=True):
-            run.num_prefilled += len(chunk)
+            self._drafter.read([member.row for member in members], shown)
+        for member, chunk in zip(members, chunks, strict=True):
+            member.num_prefilled += len(chunk)
         profile.num_prefill_tokens += sum(map(len, chunks))
-        return [run for run in runs if run.is_prefilled]
+        return [member for member in members if member.is_prefilled]
 
-    def _together(self) -> list[Run]:
+    def _together(self) -> list[Member]:
         """Neighbours in the cache that are due and of one shape."""
         prefilling = self._batch.prefilling
-        first = next(run for run in prefilling if run in self._due)
+        first = next(member for member in prefilling if member in self._due)
         shape = self._shape(first)
         if shape is None:
             return [first]
         neighbours = prefilling[prefilling.index(first) :]
-        return list(takewhile(lambda run: run in self._due and self._shape(run) == shape, neighbours))
+        return list(takewhile(lambda member: member in self._due and self._shape(member) == shape, neighbours))
 
-    def _shape(self, run: Run) -> tuple[int, ...] | None:
-        return self._forwards.prompt_shape(run.num_prefilled, self._length(run))
+    def _shape(self, member: Member) -> tuple[int, ...] | None:
+        return self._forwards.prompt_shape(member.num_prefilled, self._length(member))
 
-    def _length(self, run: Run) -> int:
+    def _length(self, member: Member) -> int:
         """Tokens of the next chunk."""
-        return min(self._chunk_size, run.num_to_prefill - run.num_prefilled)
+        return min(self._chunk_size, member.num_to_prefill - member.num_prefilled)

@@ -1,0 +1,57 @@
+"""Drafts for a step: how much may be drafted for every row, and what of it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from foretoken.engine.drafter import Budget, Drafter
+from foretoken.engine.forwards import NO_LIMIT
+from foretoken.errors import TreeError
+
+if TYPE_CHECKING:
+    from foretoken.config.engine import EngineConfig
+    from foretoken.engine.batch import Member
+    from foretoken.engine.forwards import Forwards
+    from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
+
+
+class Proposing:
+    """Asks a drafter for the drafts of a step.
+
+    Args:
+      drafter: proposes.
+      target: verifies, trees or chains only.
+      forwards: knows the longest chain that one of them may hold.
+      config: of the engine.
+    """
+
+    def __init__(self, drafter: Drafter, target: CausalLM, forwards: Forwards, config: EngineConfig) -> None:
+        self._drafter = drafter
+        self._target = target
+        self._forwards = forwards
+        self._config = config
+
+    def step(self, members: Seq[Member]) -> list[DraftTree]:
+        """One draft per member, cut to what its row may still emit.
+
+        Raises: TreeError for a draft that does not start with the pending token, or leaves the vocabulary.
+        """
+        longest = self._forwards.longest_chain
+        budgets = self._budgets(members, longest if self._config.is_strict else NO_LIMIT)
+        rows = [member.row for member in members]
+        trees = []
+        for row, tree, budget in zip(rows, self._drafter.propose(rows, budgets), budgets, strict=True):
+            if tree.tokens[0] != row.pending:
+                raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
+            if min(tree.tokens) < 0 or max(tree.tokens) >= self._target.vocab_size:
+                raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self._target.vocab_size - 1}")
+            trees.append(budget.cut(tree))
+        return [tree.cut(longest) for tree in trees] if all(tree.is_chain for tree in trees) else trees
+
+    def _budgets(self, members: Seq[Member], limit: int) -> list[Budget]:
+        """Accepted tokens and the bonus together fit what is left of a row; a row in doubt runs without a draft."""
+        chains_only = self._config.is_strict or not self._config.rule.takes_trees or not self._target.supports_trees
+        depths = [0 if member.is_in_doubt else min(member.row.num_remaining_tokens - 1, limit) for member in members]
+        return [Budget(depth, chains_only=chains_only) for depth in depths]
