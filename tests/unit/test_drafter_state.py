@@ -34,7 +34,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import CheckpointError, ConfigError, DatastoreError, TokenizerMismatchError
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.datastore import Datastore, Lookup
 from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
@@ -205,14 +205,14 @@ def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) ->
 
 def test_rest_reads_what_followed_the_end_of_the_text() -> None:
     """The pending token is part of the context, and the budget is the depth."""
-    drafter = RestDrafter(datastore(), 9, dynamic_index=False)
+    drafter = RestDrafter(datastore(), 9, lookup=Lookup(match_min=2), dynamic_index=False)
     assert paths(proposal(drafter, row_of(0, [60, 0, 1]))) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
     assert paths(proposal(drafter, row_of(0, [60, 0, 1]), 2)) == {(2,), (2, 3)}
     assert paths(proposal(drafter, row_of(0, [60, 61]))) == set()
 
 
 def test_rest_merges_the_datastore_with_the_text() -> None:
-    drafter = RestDrafter(datastore(), 1)
+    drafter = RestDrafter(datastore(), 1, lookup=Lookup(match_min=2))
     row = row_of(0, [5, 6, 50, 5, 6])
     drafter.start([row])
     assert paths(proposal(drafter, row)) == {(8,), (50,)}

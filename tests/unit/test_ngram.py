@@ -88,7 +88,7 @@ def test_a_text_that_grew_equals_a_text_that_was_given(tokens: list[int], blocks
         tree = drafter.propose([row], [5])[0]
         observed(drafter, row, tree, (0,), emitted)
     grown = drafter.propose([row], [5])[0]
-    given_at_once = proposal(row.token_ids, num_candidates=3)
+    given_at_once = proposal(row.token_ids, budget=5, num_candidates=3)
     assert (grown.tokens, grown.parents) == (given_at_once.tokens, given_at_once.parents)
 
 

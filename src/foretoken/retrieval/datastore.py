@@ -39,7 +39,7 @@ class Lookup:
     Raises: ConfigError when a number is out of range.
     """
 
-    match_min: int = 2
+    match_min: int = 1
     match_max: int = 16
     depth: int = 10
     max_hits: int = 512

@@ -46,7 +46,7 @@ class FirstDrafter(CompositeDrafter):
 
     name = "first"
 
-    def __init__(self, parts: Seq[Drafter], min_expected: float = 0.5) -> None:
+    def __init__(self, parts: Seq[Drafter], min_expected: float = FirstOptions.min_expected_tokens) -> None:
         super().__init__(parts)
         self._min_expected = min_expected
 

@@ -44,7 +44,7 @@ class UnionDrafter(CompositeDrafter):
 
     name = "union"
 
-    def __init__(self, parts: Seq[Drafter], max_nodes: int = 32) -> None:
+    def __init__(self, parts: Seq[Drafter], max_nodes: int = UnionOptions.max_draft_nodes) -> None:
         super().__init__(parts)
         if max_nodes < 2:
             raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")

@@ -59,9 +59,9 @@ class JacobiDrafter(PlannedDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = 16,
+        num_speculative_tokens: int = JacobiOptions.num_speculative_tokens,
         *,
-        initial_guess: str = "repeat",
+        initial_guess: str = JacobiOptions.initial_guess,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         check_initial_guess(initial_guess)

@@ -64,12 +64,12 @@ class LookaheadDrafter(ContextDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int = LookaheadOptions.num_speculative_tokens,
         *,
-        window_size: int = 7,
-        guess_set_size: int = 7,
-        pool_from_prompt: bool = True,
-        max_nodes: int | None = None,
+        window_size: int = LookaheadOptions.window_size,
+        guess_set_size: int = LookaheadOptions.guess_set_size,
+        pool_from_prompt: bool = LookaheadOptions.pool_from_prompt,
+        max_nodes: int | None = LookaheadOptions.max_draft_nodes,
     ) -> None:
         for name, value, least in (
             ("num_speculative_tokens", num_speculative_tokens, 1),

@@ -87,7 +87,7 @@ class DraftModelDrafter(Drafter):
         model: CausalLM,
         *,
         target_vocab_size: int,
-        num_speculative_tokens: int = 4,
+        num_speculative_tokens: int = DraftModelOptions.num_speculative_tokens,
         policy: LengthPolicy | None = None,
         **growth: Any,
     ) -> None:

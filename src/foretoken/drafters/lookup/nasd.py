@@ -72,11 +72,11 @@ class NasdDrafter(PlannedDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = 5,
+        num_speculative_tokens: int = NasdOptions.num_speculative_tokens,
         *,
-        ngram_size: int = 3,
-        filler_top_k: int = 3,
-        num_branches: int = 1,
+        ngram_size: int = NasdOptions.ngram_size,
+        filler_top_k: int = NasdOptions.filler_top_k,
+        num_branches: int = NasdOptions.num_draft_branches,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         for name, value, least in (("ngram_size", ngram_size, 2), ("filler_top_k", filler_top_k, 0)):

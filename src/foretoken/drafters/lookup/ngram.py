@@ -86,12 +86,12 @@ class NGramDrafter(PlannedDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = 5,
+        num_speculative_tokens: int = NGramOptions.num_speculative_tokens,
         *,
-        prompt_lookup_min: int = 2,
-        prompt_lookup_max: int = 4,
-        num_candidates: int = 1,
-        max_nodes: int | None = None,
+        prompt_lookup_min: int = NGramOptions.prompt_lookup_min,
+        prompt_lookup_max: int = NGramOptions.prompt_lookup_max,
+        num_candidates: int = NGramOptions.num_prompt_lookup_candidates,
+        max_nodes: int | None = NGramOptions.max_draft_nodes,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:

@@ -78,13 +78,13 @@ class RestDrafter(PlannedDrafter):
     def __init__(
         self,
         datastore: Datastore,
-        num_speculative_tokens: int = 10,
+        num_speculative_tokens: int = RestOptions.num_speculative_tokens,
         *,
         lookup: Lookup | None = None,
-        max_nodes: int = 32,
-        num_branches: int = 32,
+        max_nodes: int = RestOptions.max_draft_nodes,
+        num_branches: int = RestOptions.num_draft_branches,
         min_token_prob: float = 0.0,
-        dynamic_index: bool = True,
+        dynamic_index: bool = RestOptions.retrieval_dynamic_index,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         if max_nodes < 2:

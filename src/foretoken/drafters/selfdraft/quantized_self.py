@@ -53,7 +53,12 @@ class QuantizedSelfDrafter(SelfDrafter):
     name = "quantized_self"
 
     def __init__(
-        self, *, group_size: int = 32, with_head: bool = False, layer_set: LayerSet | None = None, **options: Any
+        self,
+        *,
+        group_size: int = QuantizedSelfOptions.quantization_group_size,
+        with_head: bool = QuantizedSelfOptions.quantize_head,
+        layer_set: LayerSet | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.group_size = group_size

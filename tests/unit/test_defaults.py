@@ -1,0 +1,115 @@
+"""A drafter that is made by hand has the defaults of its method's options."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from foretoken.config.method import Method, methods
+from foretoken.drafters.parts.growth import Growth
+from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.engine.drafter import Drafter
+from foretoken.retrieval.datastore import Lookup
+from foretoken.retrieval.history import OutputHistory
+
+OPTION_OF = {
+    "max_nodes": ("max_draft_nodes",),
+    "num_branches": ("num_draft_branches",),
+    "num_candidates": ("num_candidates", "num_prompt_lookup_candidates"),
+    "dynamic_index": ("retrieval_dynamic_index",),
+    "max_tree_depth": ("suffix_decoding_max_tree_depth",),
+    "max_spec_factor": ("suffix_decoding_max_spec_factor",),
+    "min_token_prob": ("suffix_decoding_min_token_prob",),
+    "group_size": ("quantization_group_size",),
+    "with_head": ("quantize_head",),
+    "min_expected": ("min_expected_tokens",),
+    "history_file": ("state_file",),
+    "beam_width": ("draft_beam_width",),
+    "reranks": ("draft_rerank",),
+    "sample_method": ("draft_sample_method",),
+    "acceptance": ("rejection_sample_method",),
+    "match_min": ("retrieval_match_min",),
+    "match_max": ("retrieval_match_max",),
+    "max_hits": ("retrieval_max_hits",),
+    "depth": ("num_speculative_tokens",),
+    "max_depth": ("suffix_decoding_max_tree_depth",),
+    "max_outputs": ("suffix_decoding_max_cached_requests",),
+}
+"""Arguments of classes -> keys of the same meaning, where they are not called the same."""
+
+OF_THEIR_OWN = {
+    "length_policy": "an object, which the options name",
+    "policy": "an object, which the options name",
+    "layer_set": "an object, which the options name",
+    "matrix": "what the zoo brings",
+    "history": "made of the options",
+    "lookup": "made of the options",
+    "start": "made of the options",
+    "RestDrafter.min_token_prob": "no key",
+    "SuffixDrafter.min_match": "no key",
+    "SuffixDrafter.escape": "no key",
+    "SwiftDrafter.num_scored": "no key",
+    "SwiftDrafter.seed": "no key",
+    "Lookup.few_hits": "no key",
+    "Lookup.shorter_weight": "no key",
+    "Lookup.escape": "no key",
+    "OutputHistory.max_tokens": "no key",
+    "OutputHistory.escape": "no key",
+    "OutputHistory.fingerprint": "of the tokenizer",
+    "TokenRecyclingDrafter.max_nodes": "by default the options take what suits the device",
+    "TokenRecyclingDrafter.initial_state": "auto is what the zoo brings, or else the default of the class",
+}
+"""Arguments that no key has the default of, and why."""
+
+
+def made_by(method: Method) -> list[type[Drafter]]:
+    """The drafters in the file of a method."""
+    module = sys.modules[method.options.__module__]
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Drafter) and value.__module__ == module.__name__
+    ]
+
+
+def disagreements(made: type[Any], options: type[Any]) -> Iterator[str]:
+    """Arguments of a class whose default is not that of the key of the same meaning."""
+    keys = {field.name: field.default for field in dataclasses.fields(options)}
+    for name, argument in inspect.signature(made).parameters.items():
+        place = f"{made.__name__}.{name}"
+        if argument.default is inspect.Parameter.empty or name in OF_THEIR_OWN or place in OF_THEIR_OWN:
+            continue
+        key = next((key for key in (name, *OPTION_OF.get(name, ())) if key in keys), None)
+        if key is None:
+            yield f"{place} has no key in {options.__name__}"
+        elif argument.default != keys[key]:
+            yield f"{place} is {argument.default!r}, and {key} {keys[key]!r}"
+
+
+@pytest.mark.parametrize("name", sorted(methods()))
+def test_drafters_have_the_defaults_of_their_options(name: str) -> None:
+    found = made_by(methods()[name])
+    assert found
+    assert [place for made in found for place in disagreements(made, methods()[name].options)] == []
+
+
+def test_components_have_the_defaults_of_the_options_that_make_them() -> None:
+    assert list(disagreements(Growth, GrowthOptions)) == []
+    assert list(disagreements(Lookup, methods()["rest"].options)) == []
+    assert list(disagreements(OutputHistory, methods()["suffix"].options)) == []
+
+
+def test_a_default_of_its_own_is_noticed() -> None:
+    class Other:
+        def __init__(self, num_speculative_tokens: int = 3, unheard_of: int = 1) -> None:
+            """Of other defaults."""
+
+    assert list(disagreements(Other, methods()["ngram"].options)) == [
+        "Other.num_speculative_tokens is 3, and num_speculative_tokens 10",
+        "Other.unheard_of has no key in NGramOptions",
+    ]
