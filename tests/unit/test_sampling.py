@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -619,3 +620,37 @@ class TestArgmax:
         wanted = logits.float().argmax(-1)
         wanted[[3, 5, 6]] = -1
         assert torch.equal(choice.argmax(logits), wanted)
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """How many functions written in Python a call enters."""
+    entered = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    run()  # what is made once, at the first call
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+class TestCost:
+    """What the host does between two forwards: Python that grows with the rows is what made steps of batches slow."""
+
+    def test_greedy_rows_are_chosen_in_one_operation(self) -> None:
+        law = law_of(SamplingParams(temperature=0.0), 3000)
+        logits = torch.randn(64, 3000).bfloat16()
+        few, many = (num_calls(lambda n=n: choice.argmax(logits[:n])) for n in (2, 64))  # type: ignore[misc]
+        assert few == many < 10
+        assert num_calls(lambda: choose(logits, [law] * 64, [()] * 64, [0] * 64)) < 64 * 5
+
+    @pytest.mark.parametrize("values", [{"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05}, {}], ids=str)
+    def test_sampled_rows_without_a_hundred_calls_each(self, values: dict[str, Any]) -> None:
+        law = law_of(SamplingParams(temperature=0.8, **values), 5000)
+        logits = rows_of("language", 8, 5000, torch.Generator().manual_seed(1)).bfloat16()
+        assert num_calls(lambda: choose(logits, [law] * 8, [()] * 8, list(range(8)))) < 8 * 40

@@ -104,7 +104,7 @@ def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) 
     if not plain:
         return {}
     if len(plain) == len(rows):
-        best = argmax(logits[: len(rows)]).tolist()  # strict mode pads the batch
+        best = argmax(logits if len(logits) == len(rows) else logits[: len(rows)]).tolist()  # strict mode pads
     elif logits.device.type == "cpu":
         best = [argmax(logits[i]).tolist() for i in plain]
     else:

@@ -63,7 +63,9 @@ def nucleus_bounds(weights: np.ndarray, goal: float, slack: float) -> tuple[floa
     Returns: the smallest weight that may be kept, and the largest whose fate hangs on rounding or on the order of equal
     weights; negative when there is none.
     """
-    ordered = np.sort(weights)[::-1]
+    ascending = weights.copy()
+    ascending.sort()
+    ordered = ascending[::-1]
     mass_above = ordered.cumsum(dtype=np.float64)
     mass_above -= ordered
     surely, maybe = mass_above.searchsorted((goal - slack, goal + slack)).tolist()
