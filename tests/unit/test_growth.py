@@ -15,7 +15,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.parts.draft import Draft
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.growth import Growth
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
@@ -51,11 +51,11 @@ class Oracle:
         generator = torch.Generator().manual_seed(key % 2**63)
         return torch.randint(-2, 3, (VOCAB_SIZE,), generator=generator).to(self._dtype)
 
-    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
         return torch.stack([self.logits(draft.row.token_ids) for draft in drafts])[:, None]
 
-    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
         width = max(len(draft.frontier) for draft in drafts)
         padding = torch.zeros(VOCAB_SIZE, dtype=self._dtype)

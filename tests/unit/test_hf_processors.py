@@ -21,7 +21,7 @@ from transformers import (
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.hf.processors import AsShown, Place, sampling_fields
-from foretoken.hf.prompts import Row, read_rows
+from foretoken.hf.prompts import InputRow, read_rows
 from foretoken.law.sampling import SamplingLaw, scores
 from foretoken.testing import toy_model
 
@@ -29,8 +29,8 @@ VOCAB, EOS, PAD = 64, 7, 3
 CPU = torch.device("cpu")
 
 
-def place(row: Row | None = None, index: int = 0, num_rows: int = 1) -> Place:
-    row = row or Row((10, 11), (10, 11), 0)
+def place(row: InputRow | None = None, index: int = 0, num_rows: int = 1) -> Place:
+    row = row or InputRow((10, 11), (10, 11), 0)
     return Place(index, num_rows, row, frozenset({EOS}), CPU)
 
 

@@ -1,4 +1,4 @@
-"""The rows in progress: who waits, who prefills, who decodes, and which row of the cache is whose."""
+"""The rows in progress: who waits, who prefills, who decodes, and whose slot of the cache is which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.model.cache.ragged import KVCache
 
 @dataclass(eq=False)
 class Member:
-    """A row of a batch, or of its queue, and what only the engine knows about it.
+    """A row that waits, prefills or decodes, and what only the engine knows about it.
 
     ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A member ``is_in_doubt``
     when its last step gave no token, and a draft may be to blame: the next one goes without. ``num_changes`` is that of
@@ -38,7 +38,7 @@ class Member:
 
 
 class Batch:
-    """Members in the order of the cache: those that decode, then those that prefill. Row i of the cache is member i.
+    """Members in the order of the cache: those that decode, then those that prefill. Member i has slot i of the cache.
 
     Rows join at the end and leave by exchange with the last one of their part, so both parts stay contiguous and a
     forward over either is a plain view of the cache.
@@ -69,11 +69,11 @@ class Batch:
         return self._members[self.num_decoding :]
 
     def slot_of(self, member: Member) -> int:
-        """The row of the cache that holds a member."""
+        """The place of a member in the cache."""
         return self._members.index(member)
 
     def admit(self) -> list[Member]:
-        """Give waiting members a row while there is room; those that just got one, short prompts first."""
+        """Give waiting members a slot while there is room; those that just got one, short prompts first."""
         room = self._max_num_rows - len(self._members)
         admitted = sorted(islice(self.waiting, room), key=lambda member: member.num_to_prefill)
         for member in admitted:
@@ -83,7 +83,7 @@ class Batch:
         return admitted
 
     def enter(self, member: Member) -> list[Member]:
-        """Move a prefilled member to those that decode, and its forks with it; samples without a row wait for one."""
+        """Move a prefilled member to those that decode, and its forks with it; samples without a slot wait for one."""
         slot = self.num_decoding
         self._swap(self._members.index(member), slot)
         self.num_decoding += 1

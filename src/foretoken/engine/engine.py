@@ -217,7 +217,7 @@ class Engine:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Give waiting requests a row, as far as there is room, and what earlier rows left of their prompts."""
+        """Give waiting requests slots, as far as there is room, and what earlier rows left of their prompts."""
         admitted = self._batch.admit()
         for slot, member in enumerate(admitted, len(self._batch) - len(admitted)):
             self.profile.num_cached_tokens += self._reuse.recall(member, slot)

@@ -45,13 +45,13 @@ class Prefill:
         """Read a chunk of prompts that may be read together; those that are read to their end."""
         members = self._together()
         self._due.difference_update(members)
-        first_row = self._batch.slot_of(members[0])
+        first_slot = self._batch.slot_of(members[0])
         chunks = [
             member.row.token_ids[member.num_prefilled : member.num_prefilled + self._length(member)]
             for member in members
         ]
-        output = self._forwards.read(chunks, first_row)
-        self._batch.cache.commit([range(len(chunk)) for chunk in chunks], first_row)
+        output = self._forwards.read(chunks, first_slot)
+        self._batch.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
         if self._drafter.requires.reads_prompts:
             features = ForwardFeatures(output)
             shown = [

@@ -1,4 +1,4 @@
-"""One row of a batch: its tokens, parameters, law and counters."""
+"""A row: one text that is being generated, with its parameters, law and counters."""
 
 from __future__ import annotations
 

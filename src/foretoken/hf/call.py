@@ -17,7 +17,7 @@ from foretoken.engine.sequence import Sequence as EngineRow
 from foretoken.engine.stats import SequenceStats
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.processors import Place, is_shared, sampling_fields
-from foretoken.hf.prompts import Row
+from foretoken.hf.prompts import InputRow
 from foretoken.hf.tails import tail, tail_scores
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw
@@ -37,7 +37,7 @@ class Wishes:
       device: of ``input_ids``.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[InputRow]
     processors: Sequence[Any]
     seed: int | None
     endings: Endings

@@ -16,7 +16,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from foretoken.config.sampling import MIN_TEMPERATURE, SamplingParams
-from foretoken.hf.prompts import Row
+from foretoken.hf.prompts import InputRow
 
 Fields = dict[str, Any]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -35,7 +35,7 @@ class Place:
 
     index: int
     num_rows: int
-    row: Row
+    row: InputRow
     eos_token_ids: frozenset[int]
     device: torch.device
 

@@ -12,8 +12,8 @@ from foretoken.model.lm import CausalLM, layer_types
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of a batch.
+class InputRow:
+    """One row of the ``input_ids`` of a call.
 
     Args:
       token_ids: what the model sees.
@@ -31,7 +31,7 @@ class Row:
         return len(self.token_ids) + self.num_padding < len(self.shown_ids)
 
 
-def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
+def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[InputRow]:
     """Take the padding off.
 
     Args:
@@ -41,7 +41,7 @@ def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> l
     Raises: PromptError for a row without tokens, or with padding at its end; ConfigError for a mask of another shape.
     """
     if attention_mask is None:
-        return [Row(tuple(ids), tuple(ids), 0) for ids in input_ids.tolist()]
+        return [InputRow(tuple(ids), tuple(ids), 0) for ids in input_ids.tolist()]
     if attention_mask.shape != input_ids.shape:
         raise ConfigError(
             f"attention_mask has the shape {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}; a "
@@ -51,7 +51,7 @@ def read_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> l
     return [_read_row(place, ids, seen) for place, (ids, seen) in enumerate(rows)]
 
 
-def _read_row(place: int, ids: list[int], seen: list[bool]) -> Row:
+def _read_row(place: int, ids: list[int], seen: list[bool]) -> InputRow:
     if not any(seen):
         raise PromptError(f"row {place} holds no tokens: its attention_mask is 0 everywhere; leave the row out")
     if not seen[-1]:
@@ -60,10 +60,12 @@ def _read_row(place: int, ids: list[int], seen: list[bool]) -> Row:
             "(tokenizer.padding_side = 'left')"
         )
     visible = tuple(token for token, is_seen in zip(ids, seen, strict=True) if is_seen)
-    return Row(visible, tuple(ids), seen.index(True))
+    return InputRow(visible, tuple(ids), seen.index(True))
 
 
-def check_positions(rows: list[Row], attention_mask: torch.Tensor | None, position_ids: Any, target: CausalLM) -> None:
+def check_positions(
+    rows: list[InputRow], attention_mask: torch.Tensor | None, position_ids: Any, target: CausalLM
+) -> None:
     """Refuse positions that are not those of the text without its padding.
 
     Raises: ConfigError.

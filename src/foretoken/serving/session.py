@@ -30,7 +30,7 @@ TARGET = "target"
 
 @dataclass(eq=False)
 class Sample:
-    """One row of the engine, as the faces see it."""
+    """One row of the engine, as the faces see it: the i-th of n texts of a request."""
 
     row: Sequence
     text: TextStream

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
-    from foretoken.drafters.parts.draft import Draft
+    from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.model.cache.ragged import RowStates
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
@@ -98,7 +98,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self._cache = model.new_cache()
         self._rows = CachedRows(self._cache)
-        self._drafts: dict[int, Draft] = {}
+        self._drafts: dict[int, GrowingDraft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class DraftModelDrafter(Drafter):
             self.growth.grow(growing, self)
         return [self.growth.tree(draft, self.name) for draft in drafts]
 
-    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
         places = self._rows.align([draft.row.id for draft in drafts])
         self._cache.rollback([place.trunk for place in places])
@@ -191,7 +191,7 @@ class DraftModelDrafter(Drafter):
         last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
         return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
 
-    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = [self._rows[draft.row.id] for draft in drafts]
         return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)

@@ -18,7 +18,7 @@ else:
 
 
 @dataclass(eq=False)
-class Draft:
+class GrowingDraft:
     """The tree of one row in the making.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
 from foretoken.drafters.lengths import LengthPolicy
-from foretoken.drafters.parts.draft import Draft
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -30,11 +30,11 @@ else:
 class Expander(Protocol):
     """Says what follows the nodes of growing drafts. State per node is its own: nodes keep their numbers."""
 
-    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Logits (B, 1, V) after the pending token of every row."""
         ...
 
-    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Logits (B, F, V) after the nodes of every frontier, in its order; rows with a smaller one are padded."""
         ...
 
@@ -95,10 +95,10 @@ class Growth:
 
     # -- the life of a draft -----------------------------------------------------------------------------------
 
-    def begin(self, row: Sequence, budget: Budget, reach: int = sys.maxsize) -> Draft:
+    def begin(self, row: Sequence, budget: Budget, reach: int = sys.maxsize) -> GrowingDraft:
         """An empty draft for one row, as deep as policy, budget and the drafter's own ``reach`` allow."""
         allowed = Budget.of(budget)
-        return Draft(
+        return GrowingDraft(
             row,
             cap=min(self.policy.begin(row), allowed.depth, reach),
             max_nodes=allowed.max_nodes(self._max_nodes),
@@ -106,7 +106,7 @@ class Growth:
             beam_width=allowed.width(self._beam_width) if self.takes_trees else 1,
         )
 
-    def grow(self, drafts: Seq[Draft], expander: Expander) -> None:
+    def grow(self, drafts: Seq[GrowingDraft], expander: Expander) -> None:
         """Grow drafts to their end. Those with a cap of 0 stay as they are, but the expander is shown them."""
         self._extend(drafts, expander.open(drafts), 0)
         for level in range(1, max(draft.cap for draft in drafts)):
@@ -117,7 +117,7 @@ class Growth:
                 break
             self._extend(drafts, expander.expand(drafts), level)
 
-    def tree(self, draft: Draft, source: str) -> DraftTree:
+    def tree(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""
         tree = draft.tree(source, self.policy.take_plan(draft.row))
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
@@ -133,10 +133,10 @@ class Growth:
 
     # -- one level ---------------------------------------------------------------------------------------------
 
-    def _is_open(self, draft: Draft, level: int) -> bool:
+    def _is_open(self, draft: GrowingDraft, level: int) -> bool:
         return bool(draft.frontier) and level < draft.cap and (self._reranks or draft.room > 0)
 
-    def _extend(self, drafts: Seq[Draft], logits: torch.Tensor, level: int) -> None:
+    def _extend(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int) -> None:
         """Add the children of the frontier, and make the next frontier of them."""
         growing = self._growing(drafts, logits, level)
         picks = [_Pick(drafts[i], node, i, j) for i in growing for j, node in enumerate(drafts[i].frontier)]
@@ -153,7 +153,7 @@ class Growth:
                 else:
                     self._add_best(group, rows)
 
-    def _growing(self, drafts: Seq[Draft], logits: torch.Tensor, level: int) -> list[int]:
+    def _growing(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int) -> list[int]:
         """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         laws: Seq[torch.Tensor | None] = [None] * len(growing)
@@ -230,7 +230,7 @@ class Growth:
 class _Pick:
     """A frontier node that is about to get children, and where its logits lie: row and column."""
 
-    draft: Draft
+    draft: GrowingDraft
     node: int
     row_index: int
     column: int

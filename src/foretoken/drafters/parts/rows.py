@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.model.lm as lm
-    from foretoken.drafters.parts.draft import Draft
+    from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 else:
@@ -33,7 +33,7 @@ class Place:
     trunk: int = 0
     offset_of: dict[int, int] = field(default_factory=dict)
 
-    def fed_along(self, draft: Draft, tokens: Iterable[int]) -> list[int]:
+    def fed_along(self, draft: GrowingDraft, tokens: Iterable[int]) -> list[int]:
         """Columns, counted from the trunk, of the fed nodes along a path of tokens from the root."""
         children = {pair: node for node, pair in enumerate(zip(draft.parents, draft.tokens, strict=True)) if node}
         node, offsets = 0, []
@@ -101,7 +101,9 @@ class CachedRows:
         return [self._places[row_id] for row_id in row_ids]
 
 
-def feed(model: CausalLM, cache: KVCache, drafts: Seq[Draft], places: Seq[Place], *, are_chains: bool) -> torch.Tensor:
+def feed(
+    model: CausalLM, cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[Place], *, are_chains: bool
+) -> torch.Tensor:
     """Run the frontier of every draft through a model, behind what was fed before; logits (B, F, V).
 
     Draft i lies in row i of the cache. Rows with a smaller frontier are padded.
@@ -129,7 +131,7 @@ def known_tokens(model: CausalLM, rows: Seq[Seq[int]]) -> torch.Tensor:
 
 
 def _shape(
-    drafts: Seq[Draft], places: Seq[Place], num_fed: int, width: int
+    drafts: Seq[GrowingDraft], places: Seq[Place], num_fed: int, width: int
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
     """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
 

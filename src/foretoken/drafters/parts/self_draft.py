@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.model.lm as lm
-    from foretoken.drafters.parts.draft import Draft
+    from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
@@ -78,7 +78,7 @@ class SelfDrafter(Drafter):
         context = self.model.context_length
         return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
-    def open(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
         logits = self.model.forward(lm.Nodes.from_chains([[draft.row.pending] for draft in drafts]), self._cache)
         self._cache.commit([range(1)] * len(drafts))
@@ -86,7 +86,7 @@ class SelfDrafter(Drafter):
             place.trunk += 1
         return logits
 
-    def expand(self, drafts: Seq[Draft]) -> torch.Tensor:
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = self._places[: len(drafts)]
         return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
