@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from foretoken.errors import ConfigError
+from foretoken.engine.budget import Budget
+from foretoken.engine.features import NO_FEATURES, Features
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    import torch
-
     from foretoken.engine.sequence import Sequence
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
+
+__all__ = [
+    "NO_FEATURES",
+    "Budget",
+    "ContextDrafter",
+    "Drafter",
+    "Features",
+    "PromptChunk",
+    "Requirements",
+    "StepResult",
+]
 
 
 @dataclass(frozen=True)
@@ -52,69 +61,6 @@ class Requirements:
             prompt_logits=any(requires.prompt_logits for requires in several),
             choices=any(requires.choices for requires in several),
         )
-
-
-class Features:
-    """What the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
-
-    This base has nothing. Features hold what a forward has left in memory: ask for them while the call they were
-    handed to runs, and keep copies of what is to last.
-
-    Raises: ConfigError for what ``Drafter.requires`` does not name.
-    """
-
-    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
-        """The input of the output embedding at these nodes: (len(nodes), H)."""
-        raise _not_required("last_hidden")
-
-    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
-        """The input of a decoder layer at these nodes: (len(nodes), H)."""
-        raise _not_required("layer_inputs")
-
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
-        """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V)."""
-        raise _not_required("prompt_logits")
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """The target's own token after every node, accepted or not; -1 where it has no usable distribution.
-
-        It is what decoding would emit after that node's path, by the argmax or by the keyed noise of the row.
-        """
-        raise _not_required("choices")
-
-    def at(self, nodes: Seq[int]) -> Features:
-        """Features whose node i is ``nodes[i]`` here."""
-        return _FeaturesAt(self, nodes)
-
-
-NO_FEATURES = Features()
-
-
-class _FeaturesAt(Features):
-    """Features under other numbers."""
-
-    def __init__(self, features: Features, nodes: Seq[int]) -> None:
-        self._features = features
-        self._nodes = nodes
-
-    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
-        return self._features.last_hidden([self._nodes[node] for node in nodes])
-
-    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
-        return self._features.layer_input(layer, [self._nodes[node] for node in nodes])
-
-    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
-        return self._features.top_ids(k, [self._nodes[node] for node in nodes])
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        choices = self._features.choices
-        return tuple(choices[node] for node in self._nodes)
-
-
-def _not_required(name: str) -> ConfigError:
-    return ConfigError(f"a drafter asked for features that were not computed; let its `requires` name {name}")
 
 
 @dataclass(frozen=True)
@@ -159,50 +105,6 @@ class StepResult:
     def committed(self) -> Features:
         """Features of the committed tokens: of the pending one, and of the accepted ones, ``len(emitted)`` in all."""
         return self.features.at(self.path) if self.text_features is None else self.text_features
-
-
-class Budget(int):
-    """How much may be drafted for one row in one step. As a number it is the depth.
-
-    Args:
-      depth: tokens on one path, the pending one not counted; 0 for no draft.
-      nodes: of the whole draft, root included.
-      chains_only: whether only the continuation of first children will be verified.
-    """
-
-    nodes: int
-    chains_only: bool
-
-    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False) -> Self:
-        self = super().__new__(cls, depth)
-        self.nodes, self.chains_only = nodes, chains_only
-        return self
-
-    def __repr__(self) -> str:
-        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only})"
-
-    @property
-    def depth(self) -> int:
-        """Tokens on one path."""
-        return int(self)
-
-    @classmethod
-    def of(cls, budget: int) -> Budget:
-        """The budget itself, or one that limits the depth alone."""
-        return budget if isinstance(budget, Budget) else cls(budget)
-
-    def width(self, num_branches: int) -> int:
-        """How many of the wanted siblings are worth drafting."""
-        return 1 if self.chains_only else num_branches
-
-    def max_nodes(self, limit: int | None = None) -> int:
-        """Nodes of the draft, within a limit of the drafter's own."""
-        return self.nodes if limit is None else min(self.nodes, limit)
-
-    def cut(self, tree: DraftTree) -> DraftTree:
-        """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
-        tree = (tree.main_chain() if self.chains_only else tree).cut(self.depth)
-        return tree if len(tree) <= self.nodes else tree.restricted(range(max(1, self.nodes)))
 
 
 class Drafter(ABC):

@@ -5,15 +5,81 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-import torch
-
-from foretoken.engine.drafter import Features
+from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
+    import torch
+
     from foretoken.engine.accepting import Choices
     from foretoken.model.capture import Output
+else:
+    torch = Lazy("torch")
 
 _BLOCK = 128
+
+
+class Features:
+    """What the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
+
+    This base has nothing. Features hold what a forward has left in memory: ask for them while the call they were
+    handed to runs, and keep copies of what is to last.
+
+    Raises: ConfigError for what ``Drafter.requires`` does not name.
+    """
+
+    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+        """The input of the output embedding at these nodes: (len(nodes), H)."""
+        raise _not_required("last_hidden")
+
+    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+        """The input of a decoder layer at these nodes: (len(nodes), H)."""
+        raise _not_required("layer_inputs")
+
+    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+        """The likeliest next tokens after these nodes by the raw logits, best first: int64 (len(nodes), k or V)."""
+        raise _not_required("prompt_logits")
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The target's own token after every node, accepted or not; -1 where it has no usable distribution.
+
+        It is what decoding would emit after that node's path, by the argmax or by the keyed noise of the row.
+        """
+        raise _not_required("choices")
+
+    def at(self, nodes: Seq[int]) -> Features:
+        """Features whose node i is ``nodes[i]`` here."""
+        return _FeaturesAt(self, nodes)
+
+
+NO_FEATURES = Features()
+
+
+class _FeaturesAt(Features):
+    """Features under other numbers."""
+
+    def __init__(self, features: Features, nodes: Seq[int]) -> None:
+        self._features = features
+        self._nodes = nodes
+
+    def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
+        return self._features.last_hidden([self._nodes[node] for node in nodes])
+
+    def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
+        return self._features.layer_input(layer, [self._nodes[node] for node in nodes])
+
+    def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
+        return self._features.top_ids(k, [self._nodes[node] for node in nodes])
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        choices = self._features.choices
+        return tuple(choices[node] for node in self._nodes)
+
+
+def _not_required(name: str) -> ConfigError:
+    return ConfigError(f"a drafter asked for features that were not computed; let its `requires` name {name}")
 
 
 class ForwardFeatures:
