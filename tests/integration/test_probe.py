@@ -262,13 +262,19 @@ RUN = Execution.run
 
 
 def without_masks(self: Execution, **options: Any) -> Any:
-    return RUN(self, **({**options, "attention_mask": None} if self.kind == "packed" else options))
+    mask = options.get("attention_mask")
+    if self.kind == "packed" and mask is not None:
+        options["attention_mask"] = torch.zeros_like(mask) if mask.is_floating_point() else torch.ones_like(mask)
+    return RUN(self, **options)
 
 
 def with_counted_positions(self: Execution, **options: Any) -> Any:
     positions = options["position_ids"]
     if self.kind == "packed" and positions.shape[1] > 1:
-        options["position_ids"] = positions[:, :1] + torch.arange(positions.shape[1])
+        flat = options.get("flat_nodes")
+        rows = positions if flat is None else flat.spread(positions[0])
+        rows = rows[:, :1] + torch.arange(rows.shape[1])
+        options["position_ids"] = rows if flat is None else flat.listed(rows)[None]
     return RUN(self, **options)
 
 
@@ -430,7 +436,8 @@ def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatc
     forward = type(model).forward
 
     def counting(self: Any, input_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-        shapes.append(tuple(input_ids.shape))
+        flat = options.get("flat_nodes")
+        shapes.append(tuple(input_ids.shape) if flat is None else flat.shape)
         return forward(self, input_ids, *args, **options)
 
     counting.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]

@@ -15,6 +15,8 @@ from foretoken.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.model.nodes import FlatNodes
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -62,6 +64,7 @@ class Recorder:
         self._returned: torch.Tensor | None = None
         self._read: torch.Tensor | None = None
         self._layer_inputs: dict[int, torch.Tensor] = {}
+        self.flat: FlatNodes | None = None  # of the forward that is recorded
 
     def settle(self, forward: Callable[[], object]) -> None:
         """Learn from a forward that keeps all logits whether hidden states can be had without them."""
@@ -83,7 +86,10 @@ class Recorder:
     def output(self, logits: torch.Tensor) -> Output:
         """What was recorded last, beside the logits."""
         hidden = self._read if self.needs_logits else self._returned
-        return Output(logits, hidden, self._layer_inputs)
+        if self.flat is None:
+            return Output(logits, hidden, self._layer_inputs)
+        layers = {layer: self.flat.spread(states[0]) for layer, states in self._layer_inputs.items()}
+        return Output(logits, None if hidden is None else self.flat.spread(hidden[0]), layers)
 
     @contextmanager
     def _seeing(self, handles: list[RemovableHandle]) -> Iterator[None]:

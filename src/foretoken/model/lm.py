@@ -15,13 +15,13 @@ import torch
 from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
-from foretoken.model.execution.attention import use_grouped_sdpa
+from foretoken.model.execution.attention import NotPassedOnError, use_grouped_sdpa
 from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.packing import MIN_ELEMENTS
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
 from foretoken.model.masks import SLIDING, Masks
-from foretoken.model.nodes import Nodes
+from foretoken.model.nodes import FlatNodes, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.reduced import reduced
@@ -130,6 +130,8 @@ class CausalLM:
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
         self._masks = Masks(self._layer_types, self._window, self.dtype, self.device, is_additive, is_eager)
+        # the attention that is ours knows what to do with a list of nodes, if the model lets it
+        self._takes_lists = execution.uses_grouped_attention and execution.compiled is None
 
     def _judge(self, probe: Probe | None) -> None:
         self.probe = probe
@@ -262,25 +264,61 @@ class CausalLM:
         self.num_forwards += 1
         num_rows, width = nodes.tokens.shape
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        has_one_shape = bucket is None and view_length is not None
         if bucket is not None and view_length is None:
             view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
-        columns = cache.open(first_row, num_rows, width, view_length)
+        flat = self._recorder.flat = None if has_one_shape else self._flat(nodes)
+        columns = cache.open(first_row, num_rows, width, view_length, flat)
         starts = torch.tensor(trunks, device=self.device)[:, None]
         positions = starts + nodes.depths.to(self.device)  # (B, S + N)
         kept = range(width)[keep] if keep is not None else range(width)
-        if bucket is not None and num_rows * width > bucket.max_rows:
-            rows_per_call = (1, bucket.max_rows)
-        with self.execution.calls_of(rows_per_call):
-            output = self.execution.run(
-                input_ids=nodes.tokens.to(self.device),
-                position_ids=positions[:, nodes.num_fed :],
-                attention_mask=self._masks.of(nodes, starts, positions, columns, view_length is not None),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=_logits_to_keep(kept, width, self.device),
-            )
-        logits: torch.Tensor = output.logits
-        return logits[:, : len(kept)]
+        num_nodes = num_rows * width if flat is None else len(flat)
+        limit = rows_per_call
+        if bucket is not None and not bucket.min_rows <= num_nodes <= bucket.max_rows:
+            limit = bucket.min_rows, bucket.max_rows
+        arguments = {
+            "input_ids": nodes.tokens.to(self.device),
+            "position_ids": positions[:, nodes.num_fed :],
+            "attention_mask": self._masks.of(nodes, starts, positions, columns, view_length is not None),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        with self.execution.calls_of(limit):
+            if flat is None:
+                output = self.execution.run(**arguments, logits_to_keep=_logits_to_keep(kept, width, self.device))
+                return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
+            try:
+                return self._run_flat(flat, kept, arguments)
+            except NotPassedOnError:  # the model keeps from its attention which node is whose
+                self._takes_lists = False
+        self.num_forwards -= 1
+        return self.forward(
+            nodes,
+            cache,
+            first_row=first_row,
+            keep=keep,
+            view_length=view_length,
+            bucket=bucket,
+            rows_per_call=rows_per_call,
+        )
+
+    def _flat(self, nodes: Nodes) -> FlatNodes | None:
+        """The nodes as a list, where they would be padded otherwise and the model takes one."""
+        num_rows, width = nodes.tokens.shape
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+        return FlatNodes(nodes.counts, width, self.device) if is_padded and self._takes_lists else None
+
+    def _run_flat(self, flat: FlatNodes, kept: range, arguments: dict[str, Any]) -> torch.Tensor:
+        """Run the model over a list of nodes; logits (B, kept, V)."""
+        for name in ("input_ids", "position_ids"):
+            arguments[name] = flat.listed(arguments[name])[None]
+        if not len(kept):
+            logits: torch.Tensor = self.execution.run(**arguments, flat_nodes=flat, logits_to_keep=1).logits
+            return logits.new_empty(flat.shape[0], 0, logits.shape[2])
+        numbers, of_kept = flat.kept(kept)
+        keep = 0 if len(of_kept) == len(flat) else numbers
+        logits = self.execution.run(**arguments, flat_nodes=flat, logits_to_keep=keep).logits
+        return of_kept.spread(logits[0])
 
     @torch.inference_mode()
     def forward_with(

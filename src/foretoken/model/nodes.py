@@ -65,5 +65,53 @@ class Nodes:
         return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
 
     @property
+    def num_real(self) -> int:
+        """Nodes of all rows, padding not counted."""
+        return sum(self.counts)
+
+    @property
     def is_one_token(self) -> bool:
         return self.tokens.shape == (1, 1)
+
+
+class FlatNodes:
+    """The real nodes of a rectangle of rows as one list, row after row: what is not attention runs over it.
+
+    Rows of 1 and 3 nodes, padded to 3, have 4 nodes in the places 0 3 4 5 of the rectangle; the list is spread over it
+    by the numbers 0 0 0 1 2 3, where padding takes the first node along.
+
+    Args:
+      counts: real nodes of every row.
+      width: N, to which rows are padded in the rectangle.
+    """
+
+    def __init__(self, counts: Sequence[int], width: int, device: torch.device) -> None:
+        columns = np.arange(width)
+        is_real = columns < np.array(counts)[:, None]
+        places = np.flatnonzero(is_real)
+        numbers = np.zeros(is_real.size, dtype=np.int64)
+        numbers[places] = np.arange(len(places))
+        self.shape = is_real.shape
+        self._columns = places % width
+        self._places = torch.from_numpy(places).to(device)
+        self._numbers = torch.from_numpy(numbers).to(device)
+
+    def __len__(self) -> int:
+        """Number of nodes S."""
+        return len(self._places)
+
+    def listed(self, values: torch.Tensor) -> torch.Tensor:
+        """(B, N, ...) -> (S, ...)."""
+        return values.flatten(0, 1).index_select(0, self._places)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(S, ...) -> (B, N, ...); padding holds what the first node has."""
+        return values.index_select(0, self._numbers).view(*self.shape, *values.shape[1:])
+
+    def kept(self, columns: range) -> tuple[torch.Tensor, FlatNodes]:
+        """Numbers of the nodes in some columns of the rectangle, and these nodes as a list of their own."""
+        is_kept = (self._columns >= columns.start) & (self._columns < columns.stop)
+        rows = self._places.cpu().numpy() // self.shape[1]
+        counts = np.bincount(rows[is_kept], minlength=self.shape[0]).tolist()
+        device = self._places.device
+        return torch.from_numpy(np.flatnonzero(is_kept)).to(device), FlatNodes(counts, len(columns), device)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
 
 from foretoken.errors import ShapeError
 from foretoken.model.cache.storage import RaggedLayer, Window
+
+if TYPE_CHECKING:
+    from foretoken.model.nodes import FlatNodes
 
 RowStates: TypeAlias = tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
 """Keys and values of one row, layer by layer; None for a layer that keeps none."""
@@ -41,7 +44,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self.lengths: list[int] = [0] * num_rows
         self.capacity = capacity
         self.num_slots = max(num_rows, 1)
-        self.window = Window(0, 0, None, 0)
+        self.window = Window(0, 1, 0, None, 0)
 
     @property
     def num_rows(self) -> int:
@@ -55,20 +58,28 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # -- one forward -------------------------------------------------------------------------------------------
 
-    def open(self, first_row: int, num_rows: int, width: int, view_length: int | None = None) -> int:
+    def open(
+        self,
+        first_row: int,
+        num_rows: int,
+        width: int,
+        view_length: int | None = None,
+        flat: FlatNodes | None = None,
+    ) -> int:
         """Make room for ``width`` new columns after the committed ones of the given rows.
 
         Args:
           view_length: number of columns the model gets to see; by default just enough.
+          flat: the nodes come as a list.
         Returns: the number of columns T that attention will run over.
         """
         lengths = self.row_lengths(first_row, num_rows)
         needed = max(lengths) + width
         self.reserve(max(needed, view_length or 0), first_row + num_rows)
         columns = None
-        if min(lengths) != max(lengths):
+        if flat is not None or min(lengths) != max(lengths):
             columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        self.window = Window(first_row, max(lengths), columns, view_length or needed)
+        self.window = Window(first_row, num_rows, max(lengths), columns, view_length or needed, flat)
         return self.window.view_length
 
     def row_lengths(self, first_row: int, num_rows: int) -> list[int]:

@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.nodes import FlatNodes
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -44,8 +45,10 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         window = self._cache.window
-        rows = buffer[window.first_row : window.first_row + states.shape[0]]
-        if window.columns is None:
+        rows = buffer[window.first_row : window.first_row + window.num_rows]
+        if window.flat is not None:  # (1, heads, S, head_dim) of the real nodes of all rows
+            rows.transpose(1, 2)[window.row_index, window.columns] = states[0].transpose(0, 1)
+        elif window.columns is None:
             rows[:, :, window.offset : window.offset + states.shape[2]] = states
         else:
             # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer
@@ -79,13 +82,29 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class Window:
-    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own."""
+    """Where the running forward writes: rows from ``first_row`` on, at one offset or at columns (B, N) of their own.
 
-    __slots__ = ("columns", "first_row", "offset", "row_index", "view_length")
+    With ``flat``, states are those of a list of nodes, and columns (S,) theirs.
+    """
 
-    def __init__(self, first_row: int, offset: int, columns: torch.Tensor | None, view_length: int) -> None:
+    __slots__ = ("columns", "first_row", "flat", "num_rows", "offset", "row_index", "view_length")
+
+    def __init__(
+        self,
+        first_row: int,
+        num_rows: int,
+        offset: int,
+        columns: torch.Tensor | None,
+        view_length: int,
+        flat: FlatNodes | None = None,
+    ) -> None:
         self.first_row = first_row
+        self.num_rows = num_rows
         self.offset = offset
-        self.columns = columns
-        self.row_index = None if columns is None else torch.arange(len(columns), device=columns.device)[:, None]
         self.view_length = view_length
+        self.flat = flat
+        self.columns = columns
+        self.row_index = None if columns is None else torch.arange(num_rows, device=columns.device)[:, None]
+        if columns is not None and self.row_index is not None and flat is not None:
+            self.columns = flat.listed(columns)
+            self.row_index = flat.listed(self.row_index.expand_as(columns))

@@ -20,7 +20,13 @@ from transformers.masking_utils import sdpa_mask
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.model.nodes import FlatNodes
+
 GROUPED_SDPA = "foretoken_sdpa"
+
+
+class NotPassedOnError(Exception):
+    """A model keeps keyword arguments of its forward from its attention."""
 
 
 def grouped_sdpa(
@@ -32,6 +38,7 @@ def grouped_sdpa(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    flat_nodes: FlatNodes | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An attention function in the sense of `transformers`' `AttentionInterface`.
@@ -45,10 +52,20 @@ def grouped_sdpa(
       value: (B, H_kv, T, D_v).
       attention_mask: bool or additive, (B or 1, 1, N, T), or None when every query sees every column.
       scaling: factor of the scores; 1/sqrt(D) by default.
+      flat_nodes: the query is the list (1, H_q, S, D) of the real nodes of all rows, and so is the result.
 
     Returns: (B, N, H_q, D_v), contiguous, and None.
+    Raises: NotPassedOnError for a list that comes without ``flat_nodes``.
     Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
     """
+    if flat_nodes is not None:
+        spread = flat_nodes.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (B, H_q, N, D)
+        output, _ = grouped_sdpa(
+            module, spread, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return flat_nodes.listed(output)[None], None
+    if len(query) != len(key):
+        raise NotPassedOnError
     num_heads, num_queries = query.shape[1], query.shape[2]
     num_kv_heads, num_columns = key.shape[1], key.shape[2]
     is_plain = dropout == 0.0 and all(value is None or value is False for value in _special(kwargs))

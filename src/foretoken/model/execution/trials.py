@@ -206,29 +206,37 @@ class ModelTrial:
             for sizes in parts
         ):
             return False
-        together = self._logits(bucket, self._cache(lengths), drafts)
-        return all(map(torch.equal, alone, together))
+        for sizes in ((bucket.max_nodes,) * len(drafts), (1, bucket.max_nodes), (bucket.max_nodes, 1)):
+            shorter = [draft[:size] for draft, size in zip(drafts, sizes, strict=False)]
+            together = self._logits(bucket, self._cache(lengths), shorter)
+            own = [logits[: len(draft)] for logits, draft in zip(alone, shorter, strict=False)]
+            if not all(map(torch.equal, own, together)):
+                return False
+        return True
 
     def keeps_prompts_apart(self, rows: tuple[int, int]) -> bool:
         """Whether prompts leave the same bits alone and beside others; ``rows`` as in `Bucket.prefill_rows`."""
         width = min(5 * PREFILL_MULTIPLE, self._lm.context_length or sys.maxsize)
-        prompts = [self._tokens(width, seed) for seed in range(rows[1] // width + 1)]
+        prompts = [self._tokens(max(1, width - seed % PREFILL_MULTIPLE), seed) for seed in range(rows[1] // width + 1)]
         together = self._prefilled(prompts, rows)
         return all(
             torch.equal(states, own)
             for row, prompt in enumerate(prompts)
             for pair, other in zip(
-                together.export(row, width), self._prefilled([prompt], rows).export(0, width), strict=True
+                together.export(row, len(prompt)),
+                self._prefilled([prompt], rows).export(0, len(prompt)),
+                strict=True,
             )
             if pair is not None and other is not None
             for states, own in zip(pair, other, strict=True)
         )
 
     def _prefilled(self, prompts: Sequence[list[int]], rows: tuple[int, int]) -> KVCache:
-        """A cache that holds these prompts, of one length."""
-        cache, width = self._lm.new_cache(len(prompts)), len(prompts[0])
-        self._lm.forward(Nodes.from_chains(prompts), cache, keep=slice(0, 0), rows_per_call=rows)
-        cache.commit([range(width)] * len(prompts))
+        """A cache that holds these prompts, padded to one length."""
+        cache = self._lm.new_cache(len(prompts))
+        width = -(-max(map(len, prompts)) // PREFILL_MULTIPLE) * PREFILL_MULTIPLE
+        self._lm.forward(Nodes.from_chains(prompts, width), cache, keep=slice(0, 0), rows_per_call=rows)
+        cache.commit([range(len(prompt)) for prompt in prompts])
         return cache
 
     def _tokens(self, count: int, seed: int) -> list[int]:
