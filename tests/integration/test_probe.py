@@ -23,6 +23,7 @@ from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
+from foretoken.model.partial import representative
 from foretoken.model.probe import Check
 from foretoken.model.prober import Prober
 from foretoken.model.reduced import representatives
@@ -453,7 +454,7 @@ def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatc
 def test_one_layer_at_a_time_is_held_in_single_precision() -> None:
     model = build("gemma3", torch.bfloat16)
     lm = CausalLM(model, execution="eager", probe=False)
-    small = lm.reduced((0, 1), torch.float32, 4)
+    small = representative(lm, (0, 1), torch.float32, 4)
     seen: list[tuple[torch.dtype, ...]] = []
 
     def look(*_: Any) -> None:

@@ -13,11 +13,13 @@ from torch import nn
 
 from architectures import ARCHITECTURES, target_model
 from foretoken.model.execution import trials
-from foretoken.model.execution.execution import apply_execution, shadow
+from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kernels import ROW_COUNTS, Bucket, KernelFacts
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
 from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.partial import first_layers
 from foretoken.testing import toy_model
 from harness import first_attention
 
@@ -213,7 +215,7 @@ class TestFirstLayers:
         torch.manual_seed(0)
         model = type(target_model(name, first_attention(name)))(config).double().eval()
         deep = CausalLM(model, execution="eager", probe=False)
-        short = deep.first_layers(4)
+        short = first_layers(deep, 4)
         assert (len(short.layers), len(deep.layers)) == (4, 6)
         nodes = Nodes.from_chains([[3, 4, 5]])
         config = copy.deepcopy(config)
@@ -231,11 +233,11 @@ class TestFirstLayers:
         config.num_hidden_layers, config.layer_types = 7, ["sliding_attention"] * 6 + ["full_attention"]
         config._attn_implementation = first_attention("gemma3")
         lm = CausalLM(type(target_model("gemma3", first_attention("gemma3")))(config).eval(), probe=False)
-        assert len(lm.first_layers(4).layers) == 7
+        assert len(first_layers(lm, 4).layers) == 7
 
     def test_are_the_model_itself_where_it_is_shallow(self) -> None:
         lm = CausalLM(toy_model(), execution="eager", probe=False)
-        assert lm.first_layers(4) is lm
+        assert first_layers(lm, 4) is lm
 
 
 class TestRowLimit:

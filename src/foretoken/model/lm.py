@@ -5,28 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
-from foretoken.model.execution.attention import NotPassedOnError, use_grouped_sdpa
-from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype, shadow
+from foretoken.model.execution.attention import NotPassedOnError
+from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.packing import MIN_ELEMENTS
+from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
 from foretoken.model.masks import SLIDING, Masks
 from foretoken.model.nodes import FlatNodes, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
-from foretoken.model.reduced import reduced
 from foretoken.model.state import ModelState
-from foretoken.model.support import check_supported, exact_context_length, fit_vocabulary, layer_types
+from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
 from foretoken.model.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
@@ -66,6 +65,10 @@ class CausalLM:
       packs_all: pack small layers too. They run slower then, and a row keeps its bits among more numbers of rows.
       earlier: of another adapter of the same model; see `apply_execution`.
 
+    Attributes:
+      layer_types: kind of attention of every layer.
+      window: width of the sliding windows, if there are any.
+
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
       ProbeError: chains through the adapter differ from the model's own logits.
@@ -98,9 +101,10 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = compute_dtype(model)
         self.num_forwards = 0
-        self._check_autocast()
-        self._layer_types = layer_types(self.config)
-        self._window: int | None = getattr(self.config, "sliding_window", None)
+        check_autocast(self.device)
+        self.layer_types = layer_types(self.config)
+        slides = SLIDING in self.layer_types
+        self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
         self._shadow = shadow(model).eval()
         self._recorder = Recorder(self._shadow, self.num_layers)
         self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
@@ -111,7 +115,7 @@ class CausalLM:
         prober = Prober(self, is_packed=is_packed) if probe else None
         if prober is not None:
             prober.before()
-        self._run_by(
+        self.run_by(
             apply_execution(
                 self._shadow,
                 execution,
@@ -124,12 +128,13 @@ class CausalLM:
         if self.probe is not None:
             self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
 
-    def _run_by(self, execution: Execution) -> None:
+    def run_by(self, execution: Execution) -> None:
+        """Run forwards this way from now on."""
         self.execution = execution
         is_eager = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
-        self._masks = Masks(self._layer_types, self._window, self.dtype, self.device, is_additive, is_eager)
+        self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it
         self._takes_lists = execution.uses_grouped_attention and execution.compiled is None
 
@@ -192,15 +197,36 @@ class CausalLM:
 
         Exactness: neither this adapter nor the user's model is changed.
         """
-        other = copy.copy(self)
-        other._owner = _nobody
+        copied = shadow(self._shadow)
+        other = self.over(copied, self.execution.over(copied))
         other.name = f"{self.name} ({name})"
-        other._shadow = shadow(self._shadow)
-        other._recorder = Recorder(other._shadow, self.num_layers)
-        other.execution = self.execution.over(other._shadow)
-        edit(other, other._shadow)
+        edit(other, copied)
         other.num_forwards = 0
-        other._facts = {}
+        return other
+
+    def over(
+        self,
+        other_shadow: PreTrainedModel,
+        execution: Execution,
+        *,
+        dtype: torch.dtype | None = None,
+        window: int | None = None,
+        num_layers: int | None = None,
+    ) -> CausalLM:
+        """An adapter over another shadow of this model, which nobody owns.
+
+        Args:
+          dtype, window: where they differ.
+          num_layers: of the decoder layers, how many there are to be run; all by default.
+        """
+        other = copy.copy(self)
+        other._owner, other._facts, other._shadow = _nobody, {}, other_shadow
+        other._recorder = Recorder(other_shadow, self.num_layers)
+        other.dtype, other.window = dtype or self.dtype, window or self.window
+        if num_layers is not None:
+            del other._recorder.layers[num_layers:]
+            other.num_layers, other.layer_types = num_layers, self.layer_types[:num_layers]
+        other.run_by(execution)
         return other
 
     def kernel_facts(self, max_nodes: int) -> KernelFacts:
@@ -211,19 +237,6 @@ class CausalLM:
             self._facts[key] = measure(self, max_nodes)
             self.num_forwards = count
         return self._facts[key]
-
-    @torch.inference_mode()
-    def first_layers(self, num_layers: int) -> CausalLM:
-        """An adapter over the first layers only, more where a kind of attention comes later. Its text means nothing."""
-        kinds = [self._layer_types.index(kind) for kind in set(self._layer_types)]
-        count = max(num_layers, *(index + 1 for index in kinds))
-
-        def cut(other: CausalLM, _: PreTrainedModel) -> None:
-            del other._recorder.layers[count:]
-            other.num_layers, other._layer_types = count, self._layer_types[:count]
-            other._masks = replace(self._masks, layer_types=other._layer_types)
-
-        return self if count >= self.num_layers else self.variant("first layers", cut)
 
     @property
     def shadow(self) -> PreTrainedModel:
@@ -260,65 +273,33 @@ class CausalLM:
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
-        self._check_autocast()
+        check_autocast(self.device)
         self.num_forwards += 1
         num_rows, width = nodes.tokens.shape
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
         has_one_shape = bucket is None and view_length is not None
         if bucket is not None and view_length is None:
             view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
-        flat = self._recorder.flat = None if has_one_shape else self._flat(nodes)
-        columns = cache.open(first_row, num_rows, width, view_length, flat)
         starts = torch.tensor(trunks, device=self.device)[:, None]
         positions = starts + nodes.depths.to(self.device)  # (B, S + N)
         kept = range(width)[keep] if keep is not None else range(width)
-        num_nodes = num_rows * width if flat is None else len(flat)
-        limit = rows_per_call
-        if bucket is not None and not bucket.min_rows <= num_nodes <= bucket.max_rows:
-            limit = bucket.min_rows, bucket.max_rows
-        arguments = {
-            "input_ids": nodes.tokens.to(self.device),
-            "position_ids": positions[:, nodes.num_fed :],
-            "attention_mask": self._masks.of(nodes, starts, positions, columns, view_length is not None),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        with self.execution.calls_of(limit):
-            if flat is None:
-                output = self.execution.run(**arguments, logits_to_keep=_logits_to_keep(kept, width, self.device))
-                return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+        while True:
+            is_list = is_padded and self._takes_lists and not has_one_shape
+            flat = FlatNodes(nodes.counts, width, self.device) if is_list else None
+            columns = cache.open(first_row, num_rows, width, view_length, flat)
+            mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
+            limit = rows_per_call
+            if bucket is not None:
+                limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))
+            self._recorder.flat = flat
             try:
-                return self._run_flat(flat, kept, arguments)
+                with self.execution.calls_of(limit):
+                    return self.execution.logits(
+                        nodes.tokens.to(self.device), positions[:, nodes.num_fed :], mask, cache, kept, flat
+                    )
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False
-        self.num_forwards -= 1
-        return self.forward(
-            nodes,
-            cache,
-            first_row=first_row,
-            keep=keep,
-            view_length=view_length,
-            bucket=bucket,
-            rows_per_call=rows_per_call,
-        )
-
-    def _flat(self, nodes: Nodes) -> FlatNodes | None:
-        """The nodes as a list, where they would be padded otherwise and the model takes one."""
-        num_rows, width = nodes.tokens.shape
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
-        return FlatNodes(nodes.counts, width, self.device) if is_padded and self._takes_lists else None
-
-    def _run_flat(self, flat: FlatNodes, kept: range, arguments: dict[str, Any]) -> torch.Tensor:
-        """Run the model over a list of nodes; logits (B, kept, V)."""
-        for name in ("input_ids", "position_ids"):
-            arguments[name] = flat.listed(arguments[name])[None]
-        if not len(kept):
-            logits: torch.Tensor = self.execution.run(**arguments, flat_nodes=flat, logits_to_keep=1).logits
-            return logits.new_empty(flat.shape[0], 0, logits.shape[2])
-        numbers, of_kept = flat.kept(kept)
-        keep = 0 if len(of_kept) == len(flat) else numbers
-        logits = self.execution.run(**arguments, flat_nodes=flat, logits_to_keep=keep).logits
-        return of_kept.spread(logits[0])
 
     @torch.inference_mode()
     def forward_with(
@@ -335,66 +316,10 @@ class CausalLM:
         if not wanted:
             return Output(self.forward(nodes, cache, keep=keep, **options))
         if wanted.last_hidden and self._recorder.needs_logits is None:
-            count, one = self.num_forwards, Nodes.from_chains([[0, 0]])
-            self._recorder.settle(lambda: self.forward(one, self.new_cache(1, capacity=2)))
+            count, two = self.num_forwards, Nodes.from_chains([[0, 0]])
+            self._recorder.settle(lambda: self.forward(two, self.new_cache(1, capacity=2)))
             self.num_forwards = count
-        if wanted.last_hidden and self._recorder.needs_logits:
-            with self._recorder.recording(wanted):
-                logits = self.forward(nodes, cache, **options)
-            return self._recorder.output(logits if keep is None else logits[:, keep])
+        keeps_all = keep is None or (wanted.last_hidden and bool(self._recorder.needs_logits))
         with self._recorder.recording(wanted):
-            logits = self.forward(nodes, cache, keep=keep, **options)
-        return self._recorder.output(logits)
-
-    def _check_autocast(self) -> None:
-        """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
-        if torch.is_autocast_enabled(self.device.type):
-            raise ConfigError(
-                "torch.autocast is on, and foretoken computes in the dtype of the model; leave the context, or load "
-                "the model in that dtype"
-            )
-
-    # -- probe -------------------------------------------------------------------------------------------------
-
-    @property
-    def layer_types(self) -> tuple[str, ...]:
-        """Attention type of every layer."""
-        return self._layer_types
-
-    @property
-    def window(self) -> int | None:
-        """Width of the sliding windows, if there are any."""
-        return self._window if SLIDING in self._layer_types else None
-
-    def reduced(self, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:
-        """An adapter over a few of the layers, for the probe; see `foretoken.model.reduced`.
-
-        Args:
-          dtype: None for the whole model as it is.
-          window: of every sliding layer, if the model has any and theirs is wider.
-        """
-        other = copy.copy(self)
-        other._owner, other._facts = _nobody, {}
-        if self.window is not None:
-            other._window = min(self.window, window)
-        other._shadow = reduced(self._shadow, self.layers, layers, dtype, other.window)
-        other._recorder = Recorder(other._shadow, self.num_layers)
-        other.dtype = dtype or self.dtype
-        other._run_by(Execution(other._shadow, "eager"))
-        return other
-
-    def group_attention(self) -> None:
-        """Run attention as packed execution does."""
-        self.execution.uses_grouped_attention = use_grouped_sdpa(self._shadow)
-        self._run_by(self.execution)
-
-
-def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
-    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
-    if len(kept) == width:
-        return 0
-    if len(kept) == 0:
-        return 1
-    if kept.stop == width and kept.step == 1:
-        return len(kept)
-    return torch.tensor(list(kept), device=device)
+            logits = self.forward(nodes, cache, keep=None if keeps_all else keep, **options)
+        return self._recorder.output(logits[:, keep] if keep is not None and keeps_all else logits)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.errors import ProbeError
+from foretoken.model.partial import group_attention, representative
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
 from foretoken.model.reference import Reference, plain_forwards, sampled
@@ -115,13 +116,13 @@ class Prober:
         """
         lm, faults = self._lm, [fault for _, fault in FAULTS]
         rehearsal = Rehearsal.whole(lm.vocab_size, seed, faults)
-        small = lm.reduced(self._layers, self._dtype, WINDOW)
+        small = representative(lm, self._layers, self._dtype, WINDOW)
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
         noise = max(noise, *reference.rounding, *reference.shape, _epsilon(small.dtype) / 2)
         self._refuse_coarse(reference, small.dtype)
         if self._is_packed:
-            small.group_attention()
+            group_attention(small)
         results = self._run(rehearsal, small)
         errors = {step.name: reference.errors(rehearsal.texts(step), results[step.name]) for step in rehearsal.steps}
         controls: dict[str, float] = {}

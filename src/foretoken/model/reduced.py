@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from foretoken.model.execution.execution import shadow
+from foretoken.model.execution.shadows import shadow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

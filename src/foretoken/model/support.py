@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from foretoken.errors import UnsupportedModelError, UnsupportedStateError
+from foretoken.errors import ConfigError, UnsupportedModelError, UnsupportedStateError
 from foretoken.model.masks import FULL, SLIDING
 
 if TYPE_CHECKING:
@@ -52,6 +52,15 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} takes no explicit position_ids (ALiBi or counted positions), so the nodes of a draft cannot be "
             "given their positions. Use a model with rotary or learned absolute positions."
+        )
+
+
+def check_autocast(device: torch.device) -> None:
+    """Raises: ConfigError under autocast, which would round packed and other layers each in its own way."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            "torch.autocast is on, and foretoken computes in the dtype of the model; leave the context, or load the "
+            "model in that dtype"
         )
 
 

@@ -6,7 +6,6 @@ tensors, and everything this file does is done to the shadow.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import logging
 import platform
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.errors import ConfigError
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.compiled import CompiledForward
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
@@ -36,40 +35,19 @@ from foretoken.model.execution.packing import (
     packing_bytes,
 )
 from foretoken.model.independence import quantised_layers
-from foretoken.model.wrappers import take_out_compilation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
 
-__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16", "shadow"]
+    from foretoken.model.nodes import FlatNodes
+
+__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16"]
 
 logger = logging.getLogger("foretoken")
 
 KINDS = ("eager", "packed", "compiled")
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def shadow(model: Model) -> Model:
-    """A copy of the module tree, hooks and configs of ``model`` that shares every parameter, buffer and packed weight.
-
-    Raises: UnsupportedModelError when the module tree cannot be copied.
-    """
-    forwards = [vars(module).get("forward") for module in model.modules()]
-    shared = [
-        *model.parameters(),
-        *model.buffers(),
-        *(forward for forward in forwards if isinstance(forward, (PackedLinear, LimitedLinear, RMSNorm))),
-    ]
-    memo: dict[int, Any] = {id(item): item for item in shared}
-    try:
-        copied = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, copy.Error) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} holds something that cannot be copied ({error}), and foretoken only changes "
-            "copies. Remove the attribute, hook or wrapper that holds it, or load the model from its path."
-        ) from error
-    take_out_compilation(copied)
-    return copied
 
 
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -123,6 +101,33 @@ class Execution:
         if self.compiled is not None:
             return self.compiled(**kwargs)
         return self.model(**kwargs)
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Any,
+        cache: Cache,
+        kept: range,
+        flat: FlatNodes | None,
+    ) -> torch.Tensor:
+        """Run nodes (B, N); logits (B, kept, V).
+
+        Args:
+          kept: columns whose logits are wanted.
+          flat: run the real nodes as one list; only attention, which is ours, sees rows.
+        Raises: NotPassedOnError where the model does not let attention know of the list.
+        """
+        arguments = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        if flat is None:
+            columns = _logits_to_keep(kept, tokens.shape[1], tokens.device)
+            output = self.run(input_ids=tokens, position_ids=positions, **arguments, logits_to_keep=columns)
+            return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
+        numbers, of_kept = flat.kept(kept)
+        keep = 0 if len(of_kept) == len(flat) else numbers if len(kept) else 1
+        listed = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
+        output = self.run(**listed, **arguments, flat_nodes=flat, logits_to_keep=keep)
+        return of_kept.spread(output.logits[0])
 
     @contextmanager
     def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
@@ -257,3 +262,14 @@ def _shared_storages(model: nn.Module) -> set[int]:
         parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
     )
     return {address for address, count in owners.items() if count > 1}
+
+
+def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
+    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    if len(kept) == width:
+        return 0
+    if len(kept) == 0:
+        return 1
+    if kept.stop == width and kept.step == 1:
+        return len(kept)
+    return torch.tensor(list(kept), device=device)

@@ -74,6 +74,11 @@ class Bucket:
         """How many rows linear layers are given in one call where chunks of this width are read together; else None."""
         return self.prefill_rows if self.prefill_rows is not None and width <= self.prefill_rows[1] else None
 
+    def rows_in_a_call(self, num_rows: int) -> tuple[int, int] | None:
+        """The limits of a call of a linear layer, where this many rows do not keep to them anyway."""
+        limits = self.min_rows, self.max_rows
+        return None if limits[0] <= num_rows <= limits[1] else limits
+
     def view_length(self, length: int) -> int:
         """The view that holds ``length`` columns: 257 -> 512 for a multiple of 256."""
         return -(-length // self.view_multiple) * self.view_multiple

@@ -12,6 +12,7 @@ from torch import nn
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.nodes import Nodes
+from foretoken.model.partial import first_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +149,7 @@ class ModelTrial:
     """Forwards over caches of random content, by the first layers of a model. They are not counted."""
 
     def __init__(self, lm: CausalLM) -> None:
-        self._lm = lm.first_layers(MAX_TRIED_LAYERS)
+        self._lm = first_layers(lm, MAX_TRIED_LAYERS)
         cache = self._lm.new_cache(1)
         self._lm.forward(Nodes.from_chains([[0]]), cache)
         cache.commit([[0]])

@@ -1,0 +1,142 @@
+"""Rows of different width as one list: what is not attention runs over real nodes, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from foretoken.model.capture import Wanted
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import FlatNodes, Nodes
+from foretoken.testing import toy_model
+from foretoken.tree import DraftTree
+
+TREES = [
+    DraftTree.from_paths(3, [[4, 5, 6], [4, 7], [8]]),
+    DraftTree.root(9),
+    DraftTree.from_paths(1, [[2, 3], [5, 6, 7]]),
+    DraftTree.root(2),
+]
+PREFIXES = [[5, 6, 7, 8, 9], [1, 2], [3], [7, 7, 7, 7, 7, 7, 7]]
+
+
+@pytest.fixture
+def lm() -> CausalLM:
+    return CausalLM(toy_model(64), execution="packed", probe=False)
+
+
+def prefilled(lm: CausalLM) -> Any:
+    cache = lm.new_cache(len(PREFIXES), capacity=16)
+    lm.forward(Nodes.from_chains(PREFIXES), cache, keep=slice(0, 0))
+    cache.commit([range(len(prefix)) for prefix in PREFIXES])
+    return cache
+
+
+def as_rectangle(lm: CausalLM) -> CausalLM:
+    other = lm.variant("rectangle", lambda *_: None)
+    other._takes_lists = False
+    return other
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 3), st.data())
+def test_a_list_is_the_rectangle_without_its_padding(counts: list[int], more: int, data: Any) -> None:
+    width = max(1, *counts) + more
+    flat = FlatNodes(counts, width, torch.device("cpu"))
+    rectangle = torch.arange(len(counts) * width * 2).view(len(counts), width, 2)
+    real = torch.tensor([[row * width + column] for row, count in enumerate(counts) for column in range(count)])
+    assert len(flat) == sum(counts)
+    if not len(flat):
+        return
+    listed = flat.listed(rectangle)
+    assert torch.equal(listed, rectangle.flatten(0, 1)[real[:, 0]])
+    spread = flat.spread(listed)
+    for row, count in enumerate(counts):
+        assert torch.equal(spread[row, :count], rectangle[row, :count])
+        assert (spread[row, count:] == listed[0]).all()
+    start = data.draw(st.integers(0, width))
+    columns = range(start, data.draw(st.integers(start, width)))
+    numbers, kept = flat.kept(columns)
+    for row, count in enumerate(counts):
+        stop = max(columns.start, min(columns.stop, count))
+        if len(numbers):
+            got = kept.spread(listed[numbers])[row, : stop - columns.start]
+            assert torch.equal(got, rectangle[row, columns.start : stop])
+
+
+@pytest.mark.parametrize("keep", [None, slice(0, 0), slice(1, None), slice(0, 2), slice(2, 3)])
+def test_logits_features_and_cache_are_those_of_the_rectangle(lm: CausalLM, keep: slice | None) -> None:
+    nodes, wanted = Nodes.from_trees(TREES), Wanted(last_hidden=True, layer_inputs=(1,))
+    outputs, caches = [], []
+    for each in (lm, as_rectangle(lm)):
+        caches.append(prefilled(each))
+        outputs.append(each.forward_with(wanted, nodes, caches[-1], keep=keep))
+        caches[-1].commit([range(len(tree)) for tree in TREES])
+    got, want = outputs
+    assert got.logits.shape == want.logits.shape
+    columns = range(nodes.width) if keep is None else range(nodes.width)[keep]
+    for row, tree in enumerate(TREES):
+        real = [place for place, column in enumerate(columns) if column < len(tree)]
+        assert torch.allclose(got.logits[row, real], want.logits[row, real], atol=1e-12)
+        for own, others in (
+            (got.last_hidden, want.last_hidden),
+            (got.layer_inputs[1], want.layer_inputs[1]),
+        ):
+            assert own is not None
+            assert others is not None
+            assert torch.allclose(own[row, : len(tree)], others[row, : len(tree)], atol=1e-12)
+        length = len(PREFIXES[row]) + len(tree)
+        for pair, other in zip(caches[0].export(row, length), caches[1].export(row, length), strict=True):
+            assert pair is not None
+            assert other is not None
+            assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(pair, other, strict=True))
+
+
+@pytest.fixture
+def rows_of_linears(lm: CausalLM) -> Iterator[list[int]]:
+    """How many rows the down projections are given, call by call."""
+    rows: list[int] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:-1].numel()))
+        for name, module in lm.shadow.named_modules()
+        if name.endswith("down_proj")
+    ]
+    yield rows
+    for handle in handles:
+        handle.remove()
+
+
+def test_linear_layers_run_over_real_nodes(lm: CausalLM, rows_of_linears: list[int]) -> None:
+    cache = prefilled(lm)
+    rows_of_linears.clear()
+    lm.forward(Nodes.from_trees(TREES), cache)
+    assert rows_of_linears == [sum(map(len, TREES))] * lm.num_layers
+    rows_of_linears.clear()
+    lm.forward(Nodes.from_trees([DraftTree.root(1)] * 4), cache)  # no padding, no list
+    assert rows_of_linears == [4] * lm.num_layers
+
+
+def test_a_model_that_keeps_arguments_from_its_attention_runs_rows(
+    lm: CausalLM, rows_of_linears: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaAttention.forward
+    want = lm.forward(Nodes.from_trees(TREES), prefilled(lm))
+
+    def selfish(self: Any, *args: Any, flat_nodes: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", selfish)
+    cache, count = prefilled(lm), lm.num_forwards
+    rows_of_linears.clear()
+    for _ in range(2):
+        got = lm.forward(Nodes.from_trees(TREES), cache)
+        assert all(
+            torch.allclose(got[row, : len(tree)], want[row, : len(tree)], atol=1e-12) for row, tree in enumerate(TREES)
+        )
+    assert lm.num_forwards - count == 2
+    assert set(rows_of_linears) == {len(TREES) * max(map(len, TREES))}
