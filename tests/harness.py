@@ -10,6 +10,7 @@ import torch
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
 from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution.packing import can_pack
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import reference_node_logits
 from foretoken.tree import DraftTree
@@ -30,8 +31,12 @@ def first_attention(name: str) -> str:
 
 
 @cache
-def adapter(name: str, attention: str = "", execution: str = "eager") -> CausalLM:
-    """The float64 adapter of a tiny model; shared, so not to be changed."""
+def adapter(name: str, attention: str = "", execution: str = "") -> CausalLM:
+    """The float64 adapter of a tiny model; shared, so not to be changed.
+
+    By default packed, where that can be: in float64 no linear layer is, but attention and lists of nodes are ours.
+    """
+    execution = execution or ("packed" if can_pack() else "eager")
     return CausalLM(target_model(name, attention or first_attention(name)), execution=execution)
 
 

@@ -65,7 +65,11 @@ def writes_ragged_rows_at_one_offset(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: KVCache, *args: Any, **kwargs: Any) -> int:
         length = opened(self, *args, **kwargs)
-        self.window.columns = None
+        window, flat = self.window, self.window.flat
+        if flat is None:
+            window.columns = None
+        else:
+            window.columns = flat.listed(window.offset + torch.arange(flat.shape[1]).expand(flat.shape))
         return length
 
     patch.setattr(KVCache, "open", wrong)

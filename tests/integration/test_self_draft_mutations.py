@@ -27,7 +27,7 @@ from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ForetokenError
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import execution
+from foretoken.model.execution import shadows
 from foretoken.model.lm import CausalLM
 from foretoken.testing import Trace, compare, decode
 from harness import adapter
@@ -127,7 +127,7 @@ TOUCHING = {
     "leaves-its-columns": skipped(KVCache, "rollback"),
     "commits-its-first-column": rolls_back_elsewhere(1),
     "drops-a-column-of-the-target": rolls_back_elsewhere(-1),
-    "edits-the-target-itself": replaced(execution, "shadow", lambda model: model),
+    "edits-the-target-itself": replaced(shadows, "shadow", lambda model: model),
 }
 
 
