@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a drafter wants of the target's forwards beside the logits, which decode steps have anyway.
+    """The outputs of the target's forwards that a drafter wants beside the logits, which decode steps have anyway.
 
     Args:
       last_hidden: the input of the output embedding, after the final norm; of prompts and of decode steps.

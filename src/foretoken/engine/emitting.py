@@ -1,4 +1,4 @@
-"""What a step adds to a row: the accepted tokens and the bonus, cut where the row ends."""
+"""The tokens that a step adds to a row: the accepted ones and the bonus, cut where the row ends."""
 
 from __future__ import annotations
 

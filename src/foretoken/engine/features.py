@@ -1,4 +1,4 @@
-"""What a forward of the target has computed, as drafters see it: gathered and ranked when it is asked for."""
+"""Features of the target's forwards, as drafters see them: gathered and ranked when they are asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = 128
 
 
 class Features:
-    """What the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
+    """Values that the target has computed at the nodes of one row: of a draft, or of a chunk of a prompt.
 
     This base has nothing. Features hold what a forward has left in memory: ask for them while the call they were
     handed to runs, and keep copies of what is to last.

@@ -1,4 +1,4 @@
-"""What rows that have ended leave to prompts that begin like them: columns of the cache, and a drafter's memory."""
+"""Columns of the cache and memories of drafters, left by rows that have ended to prompts that begin like them."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LengthPolicy(ABC):
             plan.entropy = entropy
 
     def take_plan(self, row: Sequence) -> DraftPlan | None:
-        """What was planned for the draft that has just been made; once."""
+        """The plan of the draft that has just been made; handed out once."""
         return self._plans.pop(row.id, None)
 
     @abstractmethod

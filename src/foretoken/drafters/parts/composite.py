@@ -100,7 +100,7 @@ class CompositeDrafter(Drafter):
 
 
 class _Memories(tuple[object, ...]):
-    """What the parts keep of a row, one entry each."""
+    """The memories that the parts keep of a row, one each."""
 
 
 def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:
