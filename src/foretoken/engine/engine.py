@@ -23,6 +23,7 @@ from foretoken.engine.prefill import Prefill
 from foretoken.engine.proposing import Proposing
 from foretoken.engine.requests import Requests
 from foretoken.engine.reuse import Reuse
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
 from foretoken.errors import ConfigError, EngineBusyError
@@ -83,6 +84,7 @@ class Engine:
         self.drafter.bind(target, self.cache)
         self.profile = StepProfile()
         self._batch = Batch(self.cache, self.config.max_num_seqs)
+        self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self._proposing = Proposing(drafter, target, self._forwards, self.config)
@@ -131,7 +133,7 @@ class Engine:
             for member in [*self._batch.decoding, *self._batch.prefilling]:
                 if member.row.request_id == request_id:
                     ended += [member, *member.forks]
-                    self._retire(member)
+                    self._scheduler.retire(member)
             for member in ended:
                 member.row.finish_reason = "abort"
             return [member.row for member in ended]
@@ -142,7 +144,7 @@ class Engine:
             for member in self._batch.decoding:
                 if member.row is row:
                     row.finish_reason = "abort"
-                    self._retire(member)
+                    self._scheduler.retire(member)
 
     def forget_prefixes(self) -> None:
         """Drop what earlier rows left, for instance because the weights have changed."""
@@ -178,10 +180,10 @@ class Engine:
           with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
         with self._exclusive():
-            self._admit()
+            self._scheduler.admit(self.profile)
             if self._prefill.is_due:
                 start = perf_counter()
-                self._enter(self._prefill.step(self.profile))
+                self._scheduler.enter(self._prefill.step(self.profile))
                 self.profile.prefill_seconds += perf_counter() - start
                 return []
             decoding = self._batch.decoding
@@ -208,39 +210,8 @@ class Engine:
             self._entered.release()
 
     def _end_all(self) -> None:
-        """Leave nothing of the rows of a step that broke off; may itself be cut off and called again."""
-        self.drafter.forget([member.row for member in self._batch.running])
-        for member in self._batch.clear():
-            member.row.finish_reason = member.row.finish_reason or "abort"
+        self._scheduler.end_all()
         self._is_broken = False
-
-    # -- rows --------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Give waiting requests slots, as far as there is room, and what earlier rows left of their prompts."""
-        admitted = self._batch.admit()
-        for slot, member in enumerate(admitted, len(self._batch) - len(admitted)):
-            self.profile.num_cached_tokens += self._reuse.recall(member, slot)
-        # those of one token, and those that earlier rows have left whole
-        self._enter([member for member in admitted if member.is_prefilled])
-
-    def _enter(self, members: list[Member]) -> None:
-        """Let prefilled members decode, with the other samples of their requests."""
-        if not members:
-            return
-        self.drafter.start([member.row for member in members])
-        for member in members:
-            entered = self._batch.enter(member)
-            for entry in entered:
-                entry.num_changes = member.num_changes
-            if entered[1:]:
-                self.drafter.fork(member.row, [entry.row for entry in entered[1:]])
-
-    def _retire(self, member: Member) -> None:
-        """Take a member out of the batch."""
-        self._reuse.keep(member, self._batch.slot_of(member))
-        self.drafter.forget([member.row])
-        self._batch.remove(member, erase=member.row.finish_reason in (None, "error"))
 
     # -- decode ------------------------------------------------------------------------------------------------
 
@@ -270,7 +241,7 @@ class Engine:
         self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
         for member in members:
             if member.row.is_finished:
-                self._retire(member)
+                self._scheduler.retire(member)
         clock.lap("observe_seconds")
         self.profile.num_steps += 1
         return outputs
