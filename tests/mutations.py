@@ -204,23 +204,30 @@ def accepts_whatever_was_drafted(patch: pytest.MonkeyPatch) -> None:
     def match_rows(rows: Any, trees: Any, logits: torch.Tensor, choices: Any = None) -> list[Verdict]:
         leaves = [tree.leaves[0] for tree in trees]
         return [
-            Verdict(tree.path(leaf), int(logits[row, leaf].argmax()))
+            Verdict(tree.path(leaf), int(logits[row][leaf].argmax()))
             for row, (tree, leaf) in enumerate(zip(trees, leaves, strict=True))
         ]
 
     patch.setattr(accept, "match_rows", match_rows)
 
 
+def rectangle(logits: Any) -> torch.Tensor:
+    """Logits (B, N, V) of rows that may be of different width; padding holds the last node."""
+    rows = [logits[i] for i in range(len(logits))]
+    width = max(map(len, rows))
+    return torch.stack([torch.cat([row, row[-1:].expand(width - len(row), -1)]) for row in rows])
+
+
 def draws_from_the_law_before(patch: pytest.MonkeyPatch) -> None:
     """Every node answers with the logits of its predecessor in the tensor."""
-    with_arguments(accept, "accept_rows", lambda call: {"logits": call.logits.roll(1, dims=1)})(patch)
+    with_arguments(accept, "accept_rows", lambda call: {"logits": rectangle(call.logits).roll(1, dims=1)})(patch)
 
 
 def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
     """Where anything was drafted, the first row answers for the last."""
 
     def change(call: Call) -> dict[str, Any]:
-        return {"logits": call.logits.flip(0)} if max(map(len, call.trees)) > 1 else {}
+        return {"logits": rectangle(call.logits).flip(0)} if max(map(len, call.trees)) > 1 else {}
 
     with_arguments(accept, "accept_rows", change)(patch)
 

@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.accepting import accept_rows, choose_all
+from foretoken.engine.sequence import Sequence
+from foretoken.law.sampling import SamplingLaw
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM
-from foretoken.model.nodes import FlatNodes, Nodes
+from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
 from foretoken.testing import toy_model
 from foretoken.tree import DraftTree
 
@@ -95,6 +99,44 @@ def test_logits_features_and_cache_are_those_of_the_rectangle(lm: CausalLM, keep
             assert pair is not None
             assert other is not None
             assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(pair, other, strict=True))
+
+
+def test_logits_as_a_list_are_those_of_the_rectangle(lm: CausalLM) -> None:
+    nodes = Nodes.from_trees(TREES)
+    want = lm.forward(nodes, prefilled(lm))
+    got = lm.forward(nodes, prefilled(lm), listed=True)
+    assert isinstance(got, NodeLogits)
+    assert [len(got[row]) for row in range(len(got))] == list(map(len, TREES))
+    for row, tree in enumerate(TREES):
+        assert torch.equal(got[row], want[row, : len(tree)])
+        assert torch.equal(got.of([row, 0])[1], got[0])
+    equal = Nodes.from_trees([DraftTree.root(1)] * 4)
+    assert isinstance(lm.forward(equal, prefilled(lm), listed=True), torch.Tensor)
+
+
+@pytest.mark.parametrize("rule", ["match", "standard"])
+@pytest.mark.parametrize("temperatures", [(0.0,) * 4, (0.8,) * 4, (0.0, 0.8, 0.0, 0.8), (0.8, 0.0, 0.0, 0.0)])
+def test_choices_and_verdicts_do_not_depend_on_the_form_of_logits(rule: str, temperatures: tuple[float, ...]) -> None:
+    """Three forms: a list, a rectangle, and one with a padded row as in strict mode."""
+    rows = []
+    for i, (temperature, prefix) in enumerate(zip(temperatures, PREFIXES, strict=True)):
+        params = SamplingParams(temperature=temperature, top_p=0.9)
+        law = SamplingLaw(params, vocab_size=64, prompt_ids=prefix)
+        law.seed = i
+        rows.append(Sequence(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99))
+    counts, width = list(map(len, TREES)), max(map(len, TREES))
+    values = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    flat = FlatNodes(counts, width, values.device)
+    rectangle = flat.spread(values)
+    forms = NodeLogits(values, counts), rectangle, torch.cat([rectangle, rectangle[:1]])
+    choices = [choose_all(rows, TREES, form) for form in forms]
+    verdicts = [accept_rows(rule, rows, TREES, form) for form in forms]
+    assert choices[0] == choices[1] == choices[2]
+    assert verdicts[0] == verdicts[1] == verdicts[2]
+    if rule == "match":
+        assert [verdict.next_token for verdict in verdicts[0]] == [
+            chosen[verdict.path[-1]] for chosen, verdict in zip(choices[0], verdicts[0], strict=True)
+        ]
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from foretoken.bench.arms import EngineArm, Run, Sampling
 from foretoken.bench.measure import no_garbage_collection
 from foretoken.engine.costs import seconds_of
@@ -129,7 +127,7 @@ def drafter_models(arm: EngineArm) -> list[CausalLM]:
 def _noting(model: CausalLM, is_target: bool, noted: Record) -> Iterator[None]:
     original = model.forward
 
-    def forward(nodes: Nodes, cache: KVCache, **arguments: Any) -> torch.Tensor:
+    def forward(nodes: Nodes, cache: KVCache, **arguments: Any) -> Any:
         first_row, num_rows = arguments.get("first_row", 0), nodes.tokens.shape[0]
         lengths = tuple(cache.row_lengths(first_row, num_rows))
         noted.forwards.append(NotedForward(model, is_target, nodes, lengths, arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import torch
 
@@ -11,6 +12,7 @@ from foretoken.accept.rules import Verdict, block, match, rejection, walk
 from foretoken.config.acceptance import RULES
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, probs
+from foretoken.model.nodes import Logits, NodeLogits
 from foretoken.tree import DraftTree
 
 Choices = list[tuple[int, ...]]
@@ -18,13 +20,13 @@ Choices = list[tuple[int, ...]]
 
 
 def accept_rows(
-    rule: str, rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, choices: Choices | None = None
+    rule: str, rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits, choices: Choices | None = None
 ) -> list[Verdict]:
     """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule.
 
     Args:
       rule: a name of `foretoken.config.acceptance.RULES`.
-      logits: (B or more, N, V).
+      logits: (B or more, N, V), or a list.
       choices: from `choose_all`, where it was called already.
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
@@ -34,7 +36,7 @@ def accept_rows(
     greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
     verdicts = {}
     if greedy:
-        walked = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], logits[greedy])
+        walked = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], _of(logits, greedy))
         verdicts = dict(zip(greedy, walked, strict=True))
     for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         if i not in verdicts:
@@ -51,11 +53,11 @@ def _accept_sampled(rule: str, row: Sequence, tree: DraftTree, logits: torch.Ten
     return (rejection if RULES[rule].takes_trees else block)(tree, target_probs, noise)
 
 
-def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> Choices:
+def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Choices:
     """The token that decoding would emit after every node, accepted or not: one call for all nodes of all rows.
 
     Args:
-      logits: (B or more, N, V), N at least the size of the largest tree.
+      logits: (B or more, N, V), N at least the size of the largest tree; or a list.
     """
     choices = _argmaxes(rows, trees, logits)
     sampled = [i for i in range(len(rows)) if i not in choices]
@@ -67,7 +69,7 @@ def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor)
 
 
 def match_rows(
-    rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor, choices: Choices | None = None
+    rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits, choices: Choices | None = None
 ) -> list[Verdict]:
     """Walk every tree with the target's own tokens: one choice per visited node, all rows at once.
 
@@ -98,28 +100,42 @@ def match_rows(
     return [verdicts[i] for i in range(len(rows))]
 
 
-def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor) -> dict[int, tuple[int, ...]]:
+def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> dict[int, tuple[int, ...]]:
     """The tokens after all nodes of the rows whose choice is the argmax, by row."""
     plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
     if not plain:
         return {}
-    if len(plain) == len(rows):
-        best = argmax(logits if len(logits) == len(rows) else logits[: len(rows)]).tolist()  # strict mode pads
-    elif logits.device.type == "cpu":
-        best = [argmax(logits[i]).tolist() for i in plain]
+    if len(plain) < len(rows) and logits.device.type == "cpu":
+        best = [argmax(logits[i]).tolist() for i in plain]  # without a copy
     else:
-        best = argmax(logits[plain]).tolist()
+        best = _argmax_of_each(logits if len(plain) == len(logits) else _of(logits, plain))
     return {i: tuple(tokens[: len(trees[i])]) for i, tokens in zip(plain, best, strict=True)}
 
 
-def _choose(
-    rows: Seq[Sequence], logits: torch.Tensor, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]
-) -> list[int]:
+def _argmax_of_each(logits: Logits) -> list[list[int]]:
+    """Of all nodes of all rows, in one operation."""
+    if not isinstance(logits, NodeLogits):
+        tokens: list[list[int]] = argmax(logits).tolist()
+        return tokens
+    best: list[int] = argmax(logits.values).tolist()
+    return [best[start:end] for start, end in pairwise(logits.starts)]
+
+
+def _of(logits: Logits, rows: Seq[int]) -> Logits:
+    """The logits of some rows; of the first ones without a copy."""
+    if isinstance(logits, NodeLogits):
+        return logits.of(rows)
+    return logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
+
+
+def _choose(rows: Seq[Sequence], logits: Logits, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]) -> list[int]:
     """The target's tokens at (row, node) pairs, the draft tokens that lead to each given."""
-    if nodes == [(i, 0) for i in range(len(nodes))]:
+    if not isinstance(logits, NodeLogits) and nodes == [(i, 0) for i in range(len(nodes))]:
         picked = logits[: len(nodes), 0]
     elif logits.device.type == "cpu":
-        picked = torch.stack([logits[i, node] for i, node in nodes])  # faster than an index
+        picked = torch.stack([logits[i][node] for i, node in nodes])  # faster than an index
+    elif isinstance(logits, NodeLogits):
+        picked = logits.values[[logits.starts[i] + node for i, node in nodes]]
     else:
         picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]

@@ -115,10 +115,10 @@ class RowFeatures(Features):
         return super().layer_input(layer, nodes) if states is None else _selected(states[self._row], nodes)
 
     def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
-        logits = self._forward.output.logits
-        if not logits.shape[1]:  # a prompt of which no logits were wanted
+        logits = self._forward.output.logits[self._row]
+        if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
-        return largest_ids(_selected(logits[self._row], nodes), k)
+        return largest_ids(_selected(logits, nodes), k)
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -100,14 +100,14 @@ class Forwards:
         )
 
     def verify(self, trees: Seq[DraftTree]) -> Output:
-        """Run drafts, one for each of the first rows: logits (B, N, V) of every node."""
+        """Run drafts, one for each of the first rows; logits of every node."""
         wanted, bucket = self._wanted, self.bucket
         if self._has_one_shape:
             padding = [DraftTree.root(0)] * (self._config.max_num_seqs - len(trees))
             nodes = Nodes.from_trees([*trees, *padding], self._config.strict_width)
             return self._target.forward_with(wanted, nodes, self._cache, view_length=self._view_length)
         if bucket is None or not all(tree.is_chain for tree in trees):
-            return self._target.forward_with(wanted, Nodes.from_trees(trees), self._cache)
+            return self._target.forward_with(wanted, Nodes.from_trees(trees), self._cache, listed=True)
         width = max(map(len, trees))
         nodes = Nodes.from_trees(trees, bucket.width(len(trees), width))
-        return self._target.forward_with(wanted, nodes, self._cache, bucket=bucket)
+        return self._target.forward_with(wanted, nodes, self._cache, bucket=bucket, listed=True)

@@ -15,7 +15,7 @@ from foretoken.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.model.nodes import FlatNodes
+    from foretoken.model.nodes import FlatNodes, Logits
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Output:
     """The result of a forward over B rows of N nodes.
 
     Args:
-      logits: (B, kept, V) of the nodes whose logits were wanted.
+      logits: (B, kept, V) of the nodes whose logits were wanted; as a list where that was asked for, and they ran so.
       last_hidden: (B, N, H) of all nodes, whether their logits were wanted or not; None unless asked for.
       layer_inputs: (B, N, H) by layer, of those that were asked for.
     """
 
-    logits: torch.Tensor
+    logits: Logits
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class Recorder:
         with self._seeing(handles):
             yield
 
-    def output(self, logits: torch.Tensor) -> Output:
+    def output(self, logits: Logits) -> Output:
         """What was recorded last, beside the logits."""
         hidden = self._read if self.needs_logits else self._returned
         if self.flat is None:

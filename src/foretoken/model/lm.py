@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -21,7 +21,7 @@ from foretoken.model.execution.packing import MIN_ELEMENTS
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
 from foretoken.model.masks import SLIDING, Masks
-from foretoken.model.nodes import FlatNodes, Nodes
+from foretoken.model.nodes import FlatNodes, Logits, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.state import ModelState
@@ -248,7 +248,13 @@ class CausalLM:
         """The decoder layers of the shadow, in order."""
         return list(self._recorder.layers)
 
-    @torch.inference_mode()
+    @overload
+    def forward(self, nodes: Nodes, cache: KVCache, *, listed: Literal[True], **options: Any) -> Logits: ...
+
+    @overload
+    def forward(self, nodes: Nodes, cache: KVCache, **options: Any) -> torch.Tensor: ...
+
+    @torch.inference_mode()  # type: ignore[misc]  # the options are those below
     def forward(
         self,
         nodes: Nodes,
@@ -259,7 +265,8 @@ class CausalLM:
         view_length: int | None = None,
         bucket: Bucket | None = None,
         rows_per_call: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
+        listed: bool = False,
+    ) -> Logits:
         """Logits of every node, given the committed part of its row and its own ancestors.
 
         Nodes are written after the committed columns; call ``cache.commit`` to keep any.
@@ -270,6 +277,7 @@ class CausalLM:
           view_length: fix the number of cache columns that attention runs over.
           bucket: run at shapes that keep the bits of a row, as measured; the nodes are padded already.
           rows_per_call: how many nodes linear layers are given in one call at least and at most, over all rows.
+          listed: where nodes run as a list, return their logits as one, too: `NodeLogits`.
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
         """
@@ -296,7 +304,7 @@ class CausalLM:
             try:
                 with self.execution.calls_of(limit):
                     return self.execution.logits(
-                        nodes.tokens.to(self.device), positions[:, nodes.num_fed :], mask, cache, kept, flat
+                        nodes.tokens.to(self.device), positions[:, nodes.num_fed :], mask, cache, kept, flat, listed
                     )
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -92,6 +94,7 @@ class FlatNodes:
         numbers = np.zeros(is_real.size, dtype=np.int64)
         numbers[places] = np.arange(len(places))
         self.shape = is_real.shape
+        self.counts = tuple(counts)
         self._columns = places % width
         self._places = torch.from_numpy(places).to(device)
         self._numbers = torch.from_numpy(numbers).to(device)
@@ -115,3 +118,36 @@ class FlatNodes:
         counts = np.bincount(rows[is_kept], minlength=self.shape[0]).tolist()
         device = self._places.device
         return torch.from_numpy(np.flatnonzero(is_kept)).to(device), FlatNodes(counts, len(columns), device)
+
+
+class NodeLogits:
+    """Logits of the nodes of several rows, without padding: ``logits[i]`` are those of row i, (nodes, V).
+
+    Args:
+      values: (S, V), row after row.
+      counts: nodes of every row.
+    """
+
+    def __init__(self, values: torch.Tensor, counts: Sequence[int]) -> None:
+        self.values = values
+        self.starts = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self.values[self.starts[row] : self.starts[row + 1]]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def of(self, rows: Sequence[int]) -> NodeLogits:
+        """Those of some rows, in this order."""
+        several = [self[row] for row in rows]
+        return NodeLogits(torch.cat(several), [len(each) for each in several])
+
+
+Logits: TypeAlias = torch.Tensor | NodeLogits
+"""Logits of the nodes of rows, padded to one width (B, N, V) or not: ``logits[i]`` are those of row i either way."""

@@ -35,12 +35,13 @@ from foretoken.model.execution.packing import (
     packing_bytes,
 )
 from foretoken.model.independence import quantised_layers
+from foretoken.model.nodes import NodeLogits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from foretoken.model.nodes import FlatNodes
+    from foretoken.model.nodes import FlatNodes, Logits
 
 __all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16"]
 
@@ -110,12 +111,14 @@ class Execution:
         cache: Cache,
         kept: range,
         flat: FlatNodes | None,
-    ) -> torch.Tensor:
+        listed: bool = False,
+    ) -> Logits:
         """Run nodes (B, N); logits (B, kept, V).
 
         Args:
           kept: columns whose logits are wanted.
           flat: run the real nodes as one list; only attention, which is ours, sees rows.
+          listed: of a list return what it has, without padding.
         Raises: NotPassedOnError where the model does not let attention know of the list.
         """
         arguments = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
@@ -125,9 +128,10 @@ class Execution:
             return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
         numbers, of_kept = flat.kept(kept)
         keep = 0 if len(of_kept) == len(flat) else numbers if len(kept) else 1
-        listed = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
-        output = self.run(**listed, **arguments, flat_nodes=flat, logits_to_keep=keep)
-        return of_kept.spread(output.logits[0])
+        inputs = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
+        output = self.run(**inputs, **arguments, flat_nodes=flat, logits_to_keep=keep)
+        logits = output.logits[0]
+        return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
 
     @contextmanager
     def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
