@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import foretoken.model.lm as lm
     from foretoken.law import noise, sampling
 else:
+    torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
     noise = Lazy("foretoken.law.noise")
     sampling = Lazy("foretoken.law.sampling")
@@ -57,7 +58,8 @@ class Growth:
       max_nodes: limit of a draft, root included; None for what depth and branches amount to.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
-    path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858).
+    path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviation: where the target draws with the same noise, by the
+    shares of siblings under that noise.
     Raises: ConfigError when a number is out of range.
     """
 
@@ -188,12 +190,26 @@ class Growth:
             tokens, scores = best.indices, (best.values - best.values[:, :1]).double()
         else:
             tokens, scores = sampling.choose_siblings(logits, laws, paths, positions, self._num_branches)
-        if self._reranks:  # among nodes of all depths, so by how likely they are and not by how near to the best
-            scores = sampling.log_probs(logits, laws, paths).gather(1, tokens.clamp(min=0)).double()
+        if self._reranks:
+            scores = self._chances(logits, picks, tokens, scores)
         return [
             [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
             for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
         ]
+
+    def _chances(
+        self, logits: torch.Tensor, picks: Seq[_Pick], tokens: torch.Tensor, gaps: torch.Tensor
+    ) -> torch.Tensor:
+        """How likely siblings (M, k) are to be right, as logarithms: comparable among nodes of all depths.
+
+        Of greedy rows the probability of the token. Where the target draws with the same noise, the token that wins
+        here wins there unless another comes near: the share of each by its distance to the winner.
+        """
+        laws, paths, _ = _context(picks)
+        shares = gaps - gaps.logsumexp(-1, keepdim=True)
+        likely = sampling.log_probs(logits, laws, paths).gather(1, tokens.clamp(min=0)).double()
+        is_certain = torch.tensor([self._is_greedy or law.is_greedy for law in laws], device=gaps.device)
+        return torch.where(is_certain[:, None], likely, shares)
 
     def _add_only_children(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
         """One child per node: by the target's own noise, or the likeliest."""
