@@ -95,7 +95,7 @@ class FlatNodes:
         numbers[places] = np.arange(len(places))
         self.shape = is_real.shape
         self.counts = tuple(counts)
-        self._columns = places % width
+        self._rows, self._columns = np.divmod(places, width)
         self._places = torch.from_numpy(places).to(device)
         self._numbers = torch.from_numpy(numbers).to(device)
 
@@ -114,8 +114,7 @@ class FlatNodes:
     def kept(self, columns: range) -> tuple[torch.Tensor, FlatNodes]:
         """Numbers of the nodes in some columns of the rectangle, and these nodes as a list of their own."""
         is_kept = (self._columns >= columns.start) & (self._columns < columns.stop)
-        rows = self._places.cpu().numpy() // self.shape[1]
-        counts = np.bincount(rows[is_kept], minlength=self.shape[0]).tolist()
+        counts = np.bincount(self._rows[is_kept], minlength=self.shape[0]).tolist()
         device = self._places.device
         return torch.from_numpy(np.flatnonzero(is_kept)).to(device), FlatNodes(counts, len(columns), device)
 

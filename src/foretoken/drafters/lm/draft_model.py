@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.rows import CachedRows, feed
+from foretoken.drafters.parts.rows import CachedRows, feed, known_tokens, reach
 from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -140,12 +139,7 @@ class DraftModelDrafter(Drafter):
 
     def _fits(self, row: Sequence) -> bool:
         """Whether the drafter's context has room for the text and a draft."""
-        return self._reach(row) > 0
-
-    def _reach(self, row: Sequence) -> int:
-        """How many tokens can be drafted: the last is never fed; 0 or less for none."""
-        context = self.model.context_length
-        return sys.maxsize if context is None else context - len(row.token_ids) + 1
+        return reach(self.model, row) > 0
 
     def _feed(self, texts: Mapping[int, Seq[int]]) -> None:
         """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
@@ -157,15 +151,17 @@ class DraftModelDrafter(Drafter):
                 self._cache.commit([range(len(chunk)) for chunk in chunks], slots[0])
 
     def _chains(self, chains: Seq[Seq[int]]) -> lm.Nodes:
-        """Rows of tokens; the drafter's last token stands for those of a larger vocabulary that it does not know."""
+        """Rows of tokens that the drafter knows."""
         nodes = lm.Nodes.from_chains(chains)
-        nodes.tokens.clamp_(max=self.model.vocab_size - 1)
+        known_tokens(self.model, nodes.tokens)
         return nodes
 
     # -- propose -----------------------------------------------------------------------------------------------
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [self.growth.begin(row, budget, self._reach(row)) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [
+            self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
+        ]
         self._drafts.update((draft.row.id, draft) for draft in drafts)
         growing = [draft for draft in drafts if draft.cap > 0]
         if growing:

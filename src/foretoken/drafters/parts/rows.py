@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.engine.sequence import Sequence
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 else:
@@ -113,7 +115,7 @@ def feed(
     for draft, place in zip(drafts, places, strict=True):
         place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
     fed = [[draft.tokens[node] for node in draft.frontier] for draft in drafts]
-    tokens = known_tokens(model, [row + [0] * (width - len(row)) for row in fed])
+    tokens = known_tokens(model, torch.tensor([row + [0] * (width - len(row)) for row in fed]))
     counts = tuple(map(len, fed))
     if are_chains:
         nodes = lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)
@@ -124,10 +126,15 @@ def feed(
     return logits
 
 
-def known_tokens(model: CausalLM, rows: Seq[Seq[int]]) -> torch.Tensor:
-    """Rows of equal length as int64; the last token of a drafter stands for those that it does not know."""
-    last = model.vocab_size - 1
-    return torch.tensor([[min(token, last) for token in row] for row in rows])
+def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """These tokens, in place; the drafter's last one stands for those of a larger vocabulary that it does not know."""
+    return tokens.clamp_(max=model.vocab_size - 1)
+
+
+def reach(model: CausalLM, row: Sequence) -> int:
+    """How many tokens a model can draft after a row: the last is never fed; 0 or less for none."""
+    context = model.context_length
+    return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
 
 def _shape(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.rows import Place, feed
+from foretoken.drafters.parts.rows import Place, feed, reach
 from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
@@ -61,8 +60,9 @@ class SelfDrafter(Drafter):
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         self._before_drafting(rows)
-        reach = self._reach
-        drafts = [self.growth.begin(row, budget, reach(row)) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [
+            self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
+        ]
         last = max((slot for slot, draft in enumerate(drafts) if draft.cap > 0), default=-1)
         if last >= 0:
             lengths = self._cache.lengths[: len(rows)]
@@ -72,11 +72,6 @@ class SelfDrafter(Drafter):
             finally:
                 self._cache.rollback(lengths)
         return [self.growth.tree(draft, self.name) for draft in drafts]
-
-    def _reach(self, row: Sequence) -> int:
-        """How many tokens can be drafted: the last is never fed; 0 or less for none."""
-        context = self.model.context_length
-        return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""

@@ -126,8 +126,8 @@ class Execution:
             columns = _logits_to_keep(kept, tokens.shape[1], tokens.device)
             output = self.run(input_ids=tokens, position_ids=positions, **arguments, logits_to_keep=columns)
             return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
-        numbers, of_kept = flat.kept(kept)
-        keep = 0 if len(of_kept) == len(flat) else numbers if len(kept) else 1
+        numbers, of_kept = (0, flat) if len(kept) == tokens.shape[1] else flat.kept(kept)
+        keep = numbers if len(kept) else 1
         inputs = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
         output = self.run(**inputs, **arguments, flat_nodes=flat, logits_to_keep=keep)
         logits = output.logits[0]
