@@ -17,6 +17,7 @@ LAYERS = (
     ("law",),
     ("accept",),
     ("model",),
+    ("heads",),
     ("engine",),
     ("retrieval", "gguf"),
     ("zoo",),
