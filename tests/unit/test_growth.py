@@ -78,8 +78,8 @@ def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
             law = torch.log_softmax(oracle.logits([*text, *path]).float(), dim=-1)
-            best = law.topk(siblings)
-            for token, score in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:siblings]  # equal ones by id
+            for token, score in best:
                 if score > -math.inf:  # NaN is not
                     level.append((found.get(path, 0.0) + score, (*path, token)))
         level.sort(key=lambda candidate: -candidate[0])

@@ -88,24 +88,31 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return _padded(tokens, values.where((best >= 0)[:, None], -torch.inf), k)
 
 
-def perturbed_best(warper: Warper, scores: Tensor, keys: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of log p + noise per row, and their distance to the largest: int64 and float64 (M, k).
+def perturbed_best(
+    warper: Warper, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest of log p + noise per row, and their distance to the largest: columns int64 and float64 (M, k).
 
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
+      columns: int64 (V,), the tokens that columns stand for, whose noise they get; their own numbers by default.
     """
     if scores.device.type != "cpu" or not warper.has_shortcut:
-        return perturbed_best_dense(warper, scores, keys, k)
-    tokens, values = Race(warper, scores, list(keys), k).run()
-    return torch.from_numpy(tokens), torch.from_numpy(_distances(values))
+        return perturbed_best_dense(warper, scores, keys, k, columns)
+    race = Race(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())
+    found, values = race.run()
+    return torch.from_numpy(found), torch.from_numpy(_distances(values))
 
 
-def perturbed_best_dense(warper: Warper, scores: Tensor, keys: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+def perturbed_best_dense(
+    warper: Warper, scores: Tensor, keys: Sequence[int], k: int, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The same on any device, with noise for the whole vocabulary."""
     logits = warper.scaled(scores.float())
     healthy = logits.amax(dim=-1).isfinite()
-    tokens = torch.arange(logits.shape[1], device=logits.device)
+    tokens = torch.arange(logits.shape[1]) if columns is None else columns
+    tokens = tokens.to(logits.device)
     words = noise.bits(torch.tensor(noise.as_int64(keys), device=logits.device)[:, None], tokens)
     perturbed = warper.truncated(logits).double() + noise.gumbel_of_bits(words)
     perturbed = perturbed.where(healthy[:, None], -torch.inf)

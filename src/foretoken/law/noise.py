@@ -176,6 +176,12 @@ class Scratch:
         steps = _weyl_steps(vocab_size)
         return cls(np.empty_like(steps), np.empty_like(steps), np.empty(vocab_size, dtype=bool), steps)
 
+    @classmethod
+    def of_tokens(cls, token_ids: np.ndarray) -> Scratch:
+        """For rows whose columns stand for these tokens."""
+        steps = (token_ids.astype(np.uint64) + _ONE) * _GOLDEN
+        return cls(np.empty_like(steps), np.empty_like(steps), np.empty(len(steps), dtype=bool), steps)
+
 
 @lru_cache(maxsize=4)
 def _weyl_steps(vocab_size: int) -> np.ndarray:

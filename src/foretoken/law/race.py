@@ -46,9 +46,13 @@ class Race:
     Args:
       scores: (M, V) of any float dtype, before the temperature.
       keys: M keys of the match stream.
+      columns: int64 (V,), the tokens that columns stand for; their own numbers by default.
     """
 
-    def __init__(self, warper: Warper, scores: Tensor, keys: list[int], k: int) -> None:
+    def __init__(
+        self, warper: Warper, scores: Tensor, keys: list[int], k: int, columns: np.ndarray | None = None
+    ) -> None:
+        self._columns = columns
         self._warper = warper
         self._scores = scores
         self._keys = keys
@@ -56,10 +60,16 @@ class Race:
 
     @cached_property
     def _scratch(self) -> noise.Scratch:
+        if self._columns is not None:
+            return noise.Scratch.of_tokens(self._columns)
         return noise.Scratch.of(self._scores.shape[1])
 
+    def _noise(self, keys: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Match noise of the tokens in these columns."""
+        return noise.token_gumbel(keys, columns if self._columns is None else self._columns[columns])
+
     def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens int64 (M, k), best first, and their scores with noise, float64; -1 and -inf where there is none."""
+        """Columns int64 (M, k), best first, and their scores with noise, float64; -1 and -inf where there is none."""
         tokens = np.full((len(self._keys), self._k), -1, dtype=np.int64)
         values = np.full((len(self._keys), self._k), -np.inf)
         supports = {}
@@ -101,9 +111,9 @@ class Race:
         keys = np.array([self._keys[index] for index in supports], dtype=np.uint64)
         parts = list(supports.values())
         if len(parts) == 1:
-            return [0], parts[0].scores + noise.token_gumbel(keys, parts[0].ids)
+            return [0], parts[0].scores + self._noise(keys, parts[0].ids)
         sizes = [len(part.ids) for part in parts]
-        drawn = noise.token_gumbel(keys.repeat(sizes), np.concatenate([part.ids for part in parts]))
+        drawn = self._noise(keys.repeat(sizes), np.concatenate([part.ids for part in parts]))
         drawn += np.concatenate([part.scores for part in parts])
         return [sum(sizes[:i]) for i in range(len(sizes))], drawn
 
@@ -121,7 +131,7 @@ class Race:
         heavy = (support.scores >= bound).nonzero()[0]
         if len(heavy) > few:  # many equal scores: some of them will do, and none of the others is larger
             heavy, bound = heavy[:few], support.peak
-        perturbed = support.scores[heavy] + noise.token_gumbel(np.array(key, dtype=np.uint64), support.ids[heavy])
+        perturbed = support.scores[heavy] + self._noise(np.array(key, dtype=np.uint64), support.ids[heavy])
         best = perturbed[ranked(perturbed, self._k)]
         worst = float(best[-1]) if len(best) == self._k else -math.inf
         keep = noise.noisiest(key, worst - bound, self._scratch)

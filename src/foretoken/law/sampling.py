@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.errors import NumericsError
+from foretoken.errors import NumericsError, ShapeError
 from foretoken.law import noise
 from foretoken.law.choice import argmax, largest, perturbed_best
 from foretoken.law.race import healthy_rows
@@ -104,13 +104,19 @@ def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], p
 
 
 def choose_siblings(
-    logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], positions: Sequence[int], k: int
+    logits: Tensor,
+    laws: Sequence[SamplingLaw],
+    paths: Sequence[Path],
+    positions: Sequence[int],
+    k: int,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best tokens at each node under the noise of `choose`: the natural children of a drafted node.
 
     Source: Gumbel-top-k sampling without replacement (Kool et al. 2019, arXiv:1903.06059).
 
-    Args: as for `choose`; k: 1 or more.
+    Args: as for `choose`; k: 1 or more; columns: int64 (V,), ascending, the tokens that the columns of the logits stand
+      for, where a drafter knows only some. None of the laws may have processors then, for these name tokens.
 
     Returns: tokens int64 (M, k), best first, the first column equal to `choose`; scores float64 (M, k), perturbed log-
       probability minus the row's best (log-probability when greedy). Where fewer than k tokens are possible, and in bad
@@ -120,14 +126,19 @@ def choose_siblings(
     """
     scores = processed(logits, laws, paths)
     groups = _by_kind(laws)
+    if columns is not None:
+        if scores is not logits:
+            raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
+        names = torch.cat([columns.to(logits.device), columns.new_full((1,), -1, device=logits.device)])
     if len(groups) == 1:
-        return _best(scores, laws, positions, k)
+        found, values = _best(scores, laws, positions, k, columns)
+        return (found if columns is None else names[found]), values  # the last name is that of no column, -1
     tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
     values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
     for rows in groups:
-        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k)
+        group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k, columns)
         tokens[rows], values[rows] = group
-    return tokens, values
+    return (tokens if columns is None else names[tokens]), values
 
 
 def failure(logits: Tensor, law: SamplingLaw) -> NumericsError:
@@ -160,13 +171,15 @@ def _by_warper(laws: Sequence[SamplingLaw], scores: Tensor) -> list[tuple[Warper
     return [(warper, rows if len(groups) > 1 else None) for warper, rows in groups.items()]
 
 
-def _best(scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    """The k best tokens of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
+def _best(
+    scores: Tensor, laws: Sequence[SamplingLaw], positions: Sequence[int], k: int, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best columns of rows of one kind, and their distance to the best: (M, k) int64 and float64."""
     if laws[0].is_greedy:
         return largest(scores, k)
     warper = laws[0].warper
     keys = [noise.row_key(law.seed, position) for law, position in zip(laws, positions, strict=True)]
-    return perturbed_best(warper, scores, keys, k)
+    return perturbed_best(warper, scores, keys, k, columns)
 
 
 def _log_law(scores: Tensor, warper: Warper) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
 from foretoken.drafters.lengths import LengthPolicy
+from foretoken.drafters.parts.candidates import Candidates, Places
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
@@ -19,13 +20,11 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.model.lm as lm
-    from foretoken.law import noise, sampling
+    from foretoken.heads.vocabulary import DraftVocabulary
+    from foretoken.law import noise
 else:
     torch = Lazy("torch")
-    lm = Lazy("foretoken.model.lm")
     noise = Lazy("foretoken.law.noise")
-    sampling = Lazy("foretoken.law.sampling")
 
 
 class Expander(Protocol):
@@ -56,6 +55,7 @@ class Growth:
       acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
         a stream of their own, the tree carries their law, and only first draws are expanded.
       max_nodes: limit of a draft, root included; None for what depth and branches amount to.
+      vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviation: where the target draws with the same noise, by the
@@ -74,6 +74,7 @@ class Growth:
         sample_method: str = "probabilistic",
         acceptance: str = "match",
         max_nodes: int | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
             if value < 1:
@@ -88,7 +89,7 @@ class Growth:
         self._max_nodes = max_nodes or sys.maxsize
         self._is_greedy = sample_method == "greedy"
         self._shares_noise = RULES[acceptance].shares_noise
-        self._vocab_size = target_vocab_size
+        self._candidates = Candidates(target_vocab_size, vocabulary, is_greedy=self._is_greedy)
 
     @property
     def drafts_chains(self) -> bool:
@@ -147,7 +148,7 @@ class Growth:
         for is_sampled in (False, True):
             group = [pick for pick in picks if self._is_sampled(pick.draft.row) == is_sampled]
             if group:
-                rows = self._fit(_picked(logits, group))
+                rows = _picked(logits, group)
                 if is_sampled:
                     self._add_sampled(group, rows)
                 elif self.drafts_chains:
@@ -160,8 +161,8 @@ class Growth:
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         laws: Seq[torch.Tensor | None] = [None] * len(growing)
         if growing and self.policy.wants_log_probs(level):
-            paths = [drafts[i].path_tokens(drafts[i].frontier[0]) for i in growing]
-            laws = list(sampling.log_probs(self._fit(logits[growing, 0]), [drafts[i].row.law for i in growing], paths))
+            picks = [_Pick(drafts[i], drafts[i].frontier[0], i, 0) for i in growing]
+            laws = list(self._candidates.log_probs(logits[growing, 0], places_of(picks)))
         return [i for i, law in zip(growing, laws, strict=True) if self.policy.keep_drafting(drafts[i].row, level, law)]
 
     def _is_sampled(self, row: Sequence) -> bool:
@@ -170,55 +171,22 @@ class Growth:
 
     def _add_best(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
         """Children by the target's own noise, or the likeliest; the best nodes of every row are expanded next."""
-        candidates: dict[int, list[tuple[float, _Pick, int, float]]] = {}
-        for pick, children in zip(picks, self._children(picks, logits), strict=True):
-            for token, score in children[: pick.draft.num_branches]:
+        found: dict[int, list[tuple[float, _Pick, int, float]]] = {}
+        children = self._candidates.best(logits, places_of(picks), self._num_branches, as_chances=self._reranks)
+        for pick, scored in zip(picks, children, strict=True):
+            for token, score in scored[: pick.draft.num_branches]:
                 total = pick.draft.scores[pick.node] + score
-                candidates.setdefault(pick.row_index, []).append((total, pick, token, score))
-        for of_row in candidates.values():
+                found.setdefault(pick.row_index, []).append((total, pick, token, score))
+        for of_row in found.values():
             draft = of_row[0][1].draft
             of_row.sort(key=lambda candidate: -candidate[0])
             staying = of_row if self._reranks else of_row[: min(draft.beam_width, draft.room)]
             nodes = [draft.add(pick.node, token, score) for _, pick, token, score in staying]
             draft.frontier = nodes[: draft.beam_width]
 
-    def _children(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[list[tuple[int, float]]]:
-        """(token, score) of the children of every picked node, best first."""
-        laws, paths, positions = _context(picks)
-        if self._is_greedy:
-            best = sampling.log_probs(logits, laws, paths).topk(min(self._num_branches, logits.shape[-1]), dim=-1)
-            tokens, scores = best.indices, (best.values - best.values[:, :1]).double()
-        else:
-            tokens, scores = sampling.choose_siblings(logits, laws, paths, positions, self._num_branches)
-        if self._reranks:
-            scores = self._chances(logits, picks, tokens, scores)
-        return [
-            [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
-            for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
-        ]
-
-    def _chances(
-        self, logits: torch.Tensor, picks: Seq[_Pick], tokens: torch.Tensor, gaps: torch.Tensor
-    ) -> torch.Tensor:
-        """How likely siblings (M, k) are to be right, as logarithms: comparable among nodes of all depths.
-
-        Of greedy rows the probability of the token. Where the target draws with the same noise, the token that wins
-        here wins there unless another comes near: the share of each by its distance to the winner.
-        """
-        laws, paths, _ = _context(picks)
-        shares = gaps - gaps.logsumexp(-1, keepdim=True)
-        likely = sampling.log_probs(logits, laws, paths).gather(1, tokens.clamp(min=0)).double()
-        is_certain = torch.tensor([self._is_greedy or law.is_greedy for law in laws], device=gaps.device)
-        return torch.where(is_certain[:, None], likely, shares)
-
     def _add_only_children(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
         """One child per node: by the target's own noise, or the likeliest."""
-        laws, paths, positions = _context(picks)
-        if self._is_greedy:
-            tokens = sampling.argmax(sampling.log_probs(logits, laws, paths))
-        else:
-            tokens = sampling.choose(logits, laws, paths, positions)
-        for pick, token in zip(picks, tokens.tolist(), strict=True):
+        for pick, token in zip(picks, self._candidates.only(logits, places_of(picks)), strict=True):
             if token >= 0:
                 pick.draft.frontier.append(pick.draft.add(pick.node, token))
 
@@ -227,19 +195,15 @@ class Growth:
 
         None of them may be dropped for its value, so all stay and the first draw is the one that is expanded.
         """
-        owners, paths, _ = _context(picks)
-        laws = sampling.log_probs(logits, owners, paths)
-        for pick, path, law in zip(picks, paths, laws, strict=True):
+        places = places_of(picks)
+        laws = self._candidates.whole(logits, places)
+        for pick, path, law in zip(picks, places.paths, laws, strict=True):
             draft, row = pick.draft, pick.draft.row
             own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
             probs = law.exp()
             tokens = own.draft(len(path), probs, min(draft.num_branches, draft.room))
             draft.frontier = [draft.add(pick.node, token) for token in tokens][:1]
             draft.laws[pick.node] = probs
-
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """(M, V of the drafter) -> (M, V of the target): padding tokens are cut off or impossible."""
-        return lm.fit_vocabulary(logits, self._vocab_size)
 
 
 @dataclass(frozen=True)
@@ -259,8 +223,8 @@ def _picked(logits: torch.Tensor, picks: Seq[_Pick]) -> torch.Tensor:
     return logits[[pick.row_index for pick in picks], [pick.column for pick in picks]]
 
 
-def _context(picks: Seq[_Pick]) -> tuple[list[sampling.SamplingLaw], list[tuple[int, ...]], list[int]]:
+def places_of(picks: Seq[_Pick]) -> Places:
     """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
     paths = [pick.draft.path_tokens(pick.node) for pick in picks]
     positions = [len(pick.draft.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
-    return [pick.draft.row.law for pick in picks], paths, positions
+    return Places([pick.draft.row.law for pick in picks], paths, positions)

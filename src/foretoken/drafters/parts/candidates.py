@@ -1,0 +1,172 @@
+"""The tokens that may follow a node by a drafter's logits, of its whole vocabulary or of the part that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.model.lm as lm
+    from foretoken.heads.vocabulary import DraftVocabulary
+    from foretoken.law import choice, sampling
+else:
+    torch = Lazy("torch")
+    lm = Lazy("foretoken.model.lm")
+    choice = Lazy("foretoken.law.choice")
+    sampling = Lazy("foretoken.law.sampling")
+
+Result = TypeVar("Result")
+Scored = list[tuple[int, float]]
+"""Tokens and their scores, the best one first."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """M nodes that get children.
+
+    Args:
+      laws: of their rows.
+      paths: draft tokens up to each node, its own included.
+      positions: of the tokens that follow.
+    """
+
+    laws: Seq[sampling.SamplingLaw]
+    paths: Seq[tuple[int, ...]]
+    positions: Seq[int]
+
+    def of(self, rows: Seq[int]) -> Places:
+        """Some of them."""
+        return Places(
+            [self.laws[row] for row in rows], [self.paths[row] for row in rows], [self.positions[row] for row in rows]
+        )
+
+
+class Candidates:
+    """Ranks what may follow nodes.
+
+    A drafter with a reduced vocabulary has logits of its own tokens alone. They are used as they are, unless a row has
+    processors, which name tokens of the target: its logits are spread over the whole vocabulary then.
+
+    Args:
+      target_vocab_size: V; other widths are cut or padded to it.
+      vocabulary: of the drafter, where it knows some of the target's tokens only.
+      is_greedy: rank by the drafter's law alone, in sampled rows too.
+    """
+
+    def __init__(self, target_vocab_size: int, vocabulary: DraftVocabulary | None, *, is_greedy: bool) -> None:
+        self._vocab_size = target_vocab_size
+        self._vocabulary = None if vocabulary is None or vocabulary.is_full else vocabulary
+        self._is_greedy = is_greedy
+
+    def log_probs(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+        """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
+        if self._vocabulary is None or any(law.is_processed for law in places.laws):
+            return self.whole(logits, places)
+        return sampling.log_probs(logits, places.laws, places.paths)
+
+    def whole(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+        """The processed law after each node over all of the target's tokens (M, V)."""
+        return sampling.log_probs(self._spread(logits), places.laws, places.paths)
+
+    def best(self, logits: torch.Tensor, places: Places, k: int, *, as_chances: bool) -> list[Scored]:
+        """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
+
+        Args:
+          as_chances: scores are logarithms of how likely children are to be right, comparable among nodes of all
+            depths; else how far each is behind the best.
+        """
+
+        def ranked(logits: torch.Tensor, places: Places, columns: torch.Tensor | None) -> list[Scored]:
+            found: list[Scored] = [[] for _ in places.laws]
+            for is_certain in (True, False):
+                rows = [i for i, law in enumerate(places.laws) if (self._is_greedy or law.is_greedy) == is_certain]
+                if rows:
+                    some = logits if len(rows) == len(found) else logits[rows]
+                    rank = self._by_law if is_certain else self._by_noise
+                    for i, scored in zip(rows, rank(some, places.of(rows), k, columns, as_chances), strict=True):
+                        found[i] = scored
+            return found
+
+        return self._mapped(logits, places, ranked)
+
+    def only(self, logits: torch.Tensor, places: Places) -> list[int]:
+        """The best child of every node, -1 where there is no law."""
+
+        def chosen(logits: torch.Tensor, places: Places, columns: torch.Tensor | None) -> list[int]:
+            if self._is_greedy:
+                found = sampling.argmax(sampling.log_probs(logits, places.laws, places.paths))
+                return _named(found, columns).tolist()
+            if columns is None:
+                return sampling.choose(logits, places.laws, places.paths, places.positions).tolist()
+            best, _ = sampling.choose_siblings(logits, places.laws, places.paths, places.positions, 1, columns)
+            return best[:, 0].tolist()
+
+        return self._mapped(logits, places, chosen)
+
+    # -- one kind of rows ------------------------------------------------------------------------------------------
+
+    def _by_law(
+        self, logits: torch.Tensor, places: Places, k: int, columns: torch.Tensor | None, as_chances: bool
+    ) -> list[Scored]:
+        laws = sampling.log_probs(logits, places.laws, places.paths)
+        found, gaps = choice.largest(laws, min(k, laws.shape[-1]))
+        scores = laws.gather(1, found.clamp(min=0)).double() if as_chances else gaps
+        return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
+
+    def _by_noise(
+        self, logits: torch.Tensor, places: Places, k: int, columns: torch.Tensor | None, as_chances: bool
+    ) -> list[Scored]:
+        """By the noise that the target draws with.
+
+        The token that wins here wins there unless another comes near: the chance of each is its share by its distance
+        to the winner.
+        """
+        laws, paths, positions = places.laws, places.paths, places.positions
+        found, gaps = sampling.choose_siblings(logits, laws, paths, positions, k, columns)
+        return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
+
+    def _mapped(
+        self,
+        logits: torch.Tensor,
+        places: Places,
+        function: Callable[[torch.Tensor, Places, torch.Tensor | None], list[Result]],
+    ) -> list[Result]:
+        """Call a function with nodes whose logits are of the whole vocabulary, and with those of the reduced one."""
+        if self._vocabulary is None:
+            return function(lm.fit_vocabulary(logits, self._vocab_size), places, None)
+        ids = self._vocabulary.target_ids
+        spread = [i for i, law in enumerate(places.laws) if law.is_processed]
+        if not spread:
+            return function(logits, places, ids)
+        results: dict[int, Result] = dict(
+            zip(spread, function(self._spread(logits[spread]), places.of(spread), None), strict=True)
+        )
+        rest = [i for i in range(len(places.laws)) if i not in results]
+        if rest:
+            results |= dict(zip(rest, function(logits[rest], places.of(rest), ids), strict=True))
+        return [results[i] for i in range(len(places.laws))]
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""
+        if self._vocabulary is not None:
+            return self._vocabulary.spread(logits)
+        return lm.fit_vocabulary(logits, self._vocab_size)
+
+
+def _named(found: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """Tokens of columns; -1 stays."""
+    return found if columns is None else torch.where(found >= 0, columns.to(found.device)[found.clamp(min=0)], -1)
+
+
+def _paired(tokens: torch.Tensor, scores: torch.Tensor) -> list[Scored]:
+    """Tokens (M, k) and scores, without what is impossible or not a number."""
+    return [
+        [(token, score) for token, score in zip(*columns, strict=True) if token >= 0 and score > float("-inf")]
+        for columns in zip(tokens.tolist(), scores.tolist(), strict=True)
+    ]

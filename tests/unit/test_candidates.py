@@ -1,0 +1,72 @@
+"""What may follow a node: a reduced vocabulary gives the children that spreading its logits over all tokens gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.parts.candidates import Candidates, Places
+from foretoken.errors import ShapeError
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.law.sampling import SamplingLaw, choose_siblings
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.9, seed=3),
+    "top-k": SamplingParams(temperature=1.2, top_k=7, seed=4),
+    "top-p": SamplingParams(temperature=0.7, top_p=0.8, min_p=0.01, seed=5),
+    "typical-p": SamplingParams(temperature=1.0, typical_p=0.9, seed=6),
+    "biased": SamplingParams(temperature=0.0, logit_bias={11: 4.0, 12: 4.0}),
+    "penalised": SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=7),
+}
+
+
+def places(names: list[str], size: int) -> Places:
+    laws = [SamplingLaw(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
+    return Places(laws, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+@pytest.mark.parametrize("as_chances", [False, True])
+@pytest.mark.parametrize(("size", "num_kept"), [(40, 17), (6000, 4000)])
+def test_a_reduced_vocabulary_has_the_children_of_the_whole_one(
+    size: int, num_kept: int, as_chances: bool, is_greedy: bool
+) -> None:
+    """All kinds of rows at once; few different logits in the small case, so that children tie."""
+    generator = torch.Generator().manual_seed(size)
+    ids = torch.randperm(size, generator=generator)[:num_kept].tolist()
+    vocabulary = DraftVocabulary.of({11, *ids}, size)
+    names = [*PARAMS, *PARAMS]
+    logits = torch.randint(-4, 5, (len(names), len(vocabulary)), generator=generator).float()
+    if size > 100:
+        logits = logits + torch.rand(logits.shape, generator=generator)
+    where = places(names, size)
+    own = Candidates(size, vocabulary, is_greedy=is_greedy)
+    whole = Candidates(size, None, is_greedy=is_greedy)
+    spread = vocabulary.spread(logits)
+    for k in (1, 4):
+        got, want = (each.best(x, where, k, as_chances=as_chances) for each, x in ((own, logits), (whole, spread)))
+        for mine, theirs, name in zip(got, want, names, strict=True):
+            assert [token for token, _ in mine] == [token for token, _ in theirs], name
+            assert [score for _, score in mine] == pytest.approx([score for _, score in theirs], abs=1e-5), name
+            assert all(token in vocabulary.target_ids for token, _ in mine)
+    assert own.only(logits, where) == whole.only(spread, where)
+    assert torch.allclose(own.whole(logits, where).exp(), whole.whole(spread, where).exp())
+    unprocessed = places(["greedy", "sampled"], size)
+    assert own.log_probs(logits[:2], unprocessed).shape == (2, len(vocabulary))
+
+
+def test_no_child_where_there_is_no_law() -> None:
+    vocabulary = DraftVocabulary.of(range(0, 40, 2), 40)
+    logits = torch.full((2, 20), torch.nan)
+    where = places(["greedy", "sampled"], 40)
+    for is_greedy in (False, True):
+        own = Candidates(40, vocabulary, is_greedy=is_greedy)
+        assert own.best(logits, where, 3, as_chances=True) == [[], []]
+        assert own.only(logits, where) == [-1, -1]
+
+
+def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
+    with pytest.raises(ShapeError, match="spread them first"):
+        choose_siblings(torch.zeros(1, 3), places(["biased"], 40).laws, [()], [0], 1, torch.tensor([1, 2, 3]))
