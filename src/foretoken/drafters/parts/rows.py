@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from foretoken.lazy import Lazy
 
@@ -110,20 +110,42 @@ def feed(
 
     Draft i lies in row i of the cache. Rows with a smaller frontier are padded.
     """
+    nodes = frontier_nodes(cache, drafts, places, are_chains=are_chains)
+    known_tokens(model, nodes.tokens)
+    logits = model.forward(nodes, cache)
+    cache.commit([range(nodes.width)] * len(drafts))
+    return logits
+
+
+class Frontier(Protocol):
+    """What is to be known of a draft whose nodes are fed level by level."""
+
+    @property
+    def tokens(self) -> Seq[int]: ...
+
+    @property
+    def depths(self) -> Seq[int]: ...
+
+    @property
+    def frontier(self) -> Seq[int]: ...
+
+    def path(self, node: int) -> Seq[int]:
+        """Nodes from below the root to this one."""
+        ...
+
+
+def frontier_nodes(cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], *, are_chains: bool) -> lm.Nodes:
+    """The frontier of every draft, behind what was fed before, which its places note; draft i lies in row i."""
     width = max(1, *(len(draft.frontier) for draft in drafts))
     num_fed = cache.lengths[places[0].slot] - places[0].trunk
     for draft, place in zip(drafts, places, strict=True):
         place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
     fed = [[draft.tokens[node] for node in draft.frontier] for draft in drafts]
-    tokens = known_tokens(model, torch.tensor([row + [0] * (width - len(row)) for row in fed]))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in fed])
     counts = tuple(map(len, fed))
     if are_chains:
-        nodes = lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)
-    else:
-        nodes = lm.Nodes(tokens, *_shape(drafts, places, num_fed, width), num_fed=num_fed)
-    logits = model.forward(nodes, cache)
-    cache.commit([range(width)] * len(drafts))
-    return logits
+        return lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)
+    return lm.Nodes(tokens, *_shape(drafts, places, num_fed, width), num_fed=num_fed)
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
@@ -138,7 +160,7 @@ def reach(model: CausalLM, row: Sequence) -> int:
 
 
 def _shape(
-    drafts: Seq[GrowingDraft], places: Seq[Place], num_fed: int, width: int
+    drafts: Seq[Frontier], places: Seq[Place], num_fed: int, width: int
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
     """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
 

@@ -1,0 +1,108 @@
+"""Dynamic trees from a head of EAGLE: expanded level by level, the likeliest nodes of the whole pool kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from foretoken.drafters.parts.eagle_rows import EagleRows
+from foretoken.drafters.parts.growth import Growth
+from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.drafters.parts.rows import Place
+    from foretoken.heads.eagle import EagleHead
+    from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
+else:
+    torch = Lazy("torch")
+
+
+class GrownEagleDrafter(Drafter):
+    """Drafts with a head of EAGLE, and a tree that takes shape by what the head is sure of.
+
+    Source: EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviations: where the target draws tokens, siblings share its
+    noise (see `Growth`); children, frontier and final nodes have limits of their own.
+
+    Args:
+      name: of the method.
+      head: on the device of the target, in its dtype.
+      target: whose features it reads.
+      growth: arguments of `Growth`.
+
+    Exactness: lossless for any head.
+    Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
+    Cost: a step runs the head once over the committed tokens and once per further level, for all rows together.
+    """
+
+    def __init__(self, name: str, head: EagleHead, target: CausalLM, **growth: Any) -> None:
+        self.name = name
+        self.growth = Growth(vocabulary=head.vocabulary, **growth)
+        self.growth.takes_trees = target.supports_trees
+        self.states = EagleRows(head, target)
+        self.requires = self.states.requires
+        self._places: list[Place] = []
+        self._outputs: torch.Tensor  # (B, F, H) of the level that was expanded last
+        self._columns: list[dict[int, int]] = []  # by draft, where its nodes stand in it
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self.states.recall(row, memory, num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self.states.read(rows, chunks)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.states.fork(row, copies)
+
+    def keep(self, row: Sequence) -> object:
+        return self.states.keep(row)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self.growth.forget(rows)
+        self.states.forget(rows)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.states.observe(rows, results)
+        for row, result in zip(rows, results, strict=True):
+            self.growth.end(row, result)
+
+    # -- propose -----------------------------------------------------------------------------------------------
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget if row in self.states else Budget(0))
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+        growing = [draft for draft in drafts if draft.cap > 0]
+        if growing:
+            try:
+                self.growth.grow(growing, self)
+            finally:
+                self.states.end(self._places)
+        return [self.growth.tree(draft, self.name) for draft in drafts]
+
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """What follows the pending tokens was computed when these became known; the output layer is missing."""
+        self._places, self._outputs = self.states.begin([draft.row for draft in drafts])
+        self._columns = [{0: 0} for _ in drafts]
+        return self.states.logits(self._outputs)
+
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """Feed the frontier of every draft, each node with the output of its parent."""
+        width = max(1, *(len(draft.frontier) for draft in drafts))
+        above = [
+            [columns[draft.parents[node]] for node in draft.frontier]
+            for draft, columns in zip(drafts, self._columns, strict=True)
+        ]
+        index = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._outputs.device)
+        features = self._outputs.gather(1, index[..., None].expand(-1, -1, self._outputs.shape[-1]))
+        self._outputs = self.states.feed(drafts, self._places, features, are_chains=self.growth.drafts_chains)
+        self._columns = [{node: column for column, node in enumerate(draft.frontier)} for draft in drafts]
+        return self.states.logits(self._outputs)
