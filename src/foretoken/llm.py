@@ -148,6 +148,7 @@ class LLM:
                 stored_dtype=loaded.stored_dtype,
                 is_dtype_chosen=dtype != "auto",
                 drafter=self.drafting.info,
+                heads=self.drafting.heads,
             ),
         )
         if is_zoo(model):
@@ -184,7 +185,10 @@ class LLM:
         """
 
         def attempt(config: SpeculativeConfig) -> None:
-            if config.model_part is None or self.drafting.model is None:
+            has_head = config.method in [
+                part.method for part in self.speculative_config.parts if part.model is not None
+            ]
+            if not has_head and (config.model_part is None or self.drafting.model is None):
                 self._pairing.drafting(config)
 
         return applicable(attempt)

@@ -47,6 +47,7 @@ OF_THEIR_OWN = {
     "policy": "an object, which the options name",
     "layer_set": "an object, which the options name",
     "matrix": "what the zoo brings",
+    "vocabulary": "of the head",
     "history": "made of the options",
     "lookup": "made of the options",
     "start": "made of the options",

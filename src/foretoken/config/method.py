@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from foretoken.config.contents import Contents
 from foretoken.config.options import Key, Options
 from foretoken.errors import ConfigError
 
@@ -27,7 +28,7 @@ ATTRIBUTE = "METHOD"
 WITHOUT_METHODS = ("lengths", "parts")
 """Packages inside of `GROUP` that hold what drafters are made of."""
 
-ORDER = ("none", "lm", "lookup", "iterate", "selfdraft", "compose")
+ORDER = ("none", "lm", "lookup", "iterate", "selfdraft", "heads", "compose")
 """The order in which methods are listed: by the package that holds them. Those of other packages come last."""
 
 
@@ -42,6 +43,7 @@ class Method:
       summary: what it does, in a few words that follow "drafts".
       aliases: names of other tools and older ones.
       sign: of a method that combines others: how they are joined in a name, as in "a+b".
+      recognizes: whether what lies in a folder is a drafter of this method, so that naming the folder is enough.
       sample: keys with which to try whether a model can draft this way, where the defaults are not enough.
     """
 
@@ -51,6 +53,7 @@ class Method:
     aliases: tuple[str, ...] = ()
     sign: str = ""
     sample: Mapping[str, Any] = field(default_factory=dict)
+    recognizes: Callable[[Contents], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -69,13 +72,27 @@ class Method:
 
     @property
     def takes_model(self) -> bool:
-        """Whether it drafts with a model that the config may name."""
-        return "model" in self.keys
+        """Whether it drafts with a causal language model that the config may name."""
+        return "model" in self.keys and not self.takes_head
+
+    @property
+    def takes_head(self) -> bool:
+        """Whether what the config names as a model is a head over the target's features."""
+        return getattr(self.options, "model_is_head", False)
 
     @property
     def combines(self) -> bool:
         """Whether it is made of other methods."""
         return "drafters" in self.keys
+
+
+def recognized(model: object) -> Method | None:
+    """The method whose drafter lies in this folder; None where it is none that any method knows."""
+    contents = Contents.of(model)
+    if contents is None:
+        return None
+    known = (method for method in methods().values() if method.recognizes is not None)
+    return next((method for method in known if method.recognizes and method.recognizes(contents)), None)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.config.acceptance import RULES, AcceptanceRule
 from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.config.keywords import canonical, native, respelled, spelling
-from foretoken.config.method import Method, compositions, method_aliases, methods
+from foretoken.config.method import Method, compositions, method_aliases, methods, recognized
 from foretoken.config.options import Key, Options
 from foretoken.config.written import read_text
 from foretoken.errors import ConfigError
@@ -79,8 +79,8 @@ class SpeculativeConfig:
     their ranges and defaults; so does ``foretoken info --keys --method NAME``.
 
     Args:
-      method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a model
-        means ``draft_model``, a key of one method means that method.
+      method: a name such as "ngram", or several as in "ngram+suffix". Left out, it follows from the other keys: a
+        folder with a head means the method of that head, any other model ``draft_model``, a key of one method that one.
       options: to start from, of the same method; other keys go before them.
       keys: of the method, under their own names or an alias. A key that is left out, or None, takes its default.
 
@@ -168,8 +168,9 @@ class SpeculativeConfig:
         return next((part.model_part for part in self.parts if part.model_part is not None), None)
 
     def without_model(self) -> SpeculativeConfig:
-        """The same config, without a reference to any loaded model."""
-        values = {name: value for name, value in self.as_dict().items() if name != "model"}
+        """The same config, without a reference to any loaded model; heads stay."""
+        keeps = self.definition.takes_head
+        values = {name: value for name, value in self.as_dict().items() if keeps or name != "model"}
         if self.definition.combines:
             values["drafters"] = [part.without_model() for part in self.parts]
         return SpeculativeConfig(**values)
@@ -229,12 +230,17 @@ def method_named(name: str) -> Method:
 
 
 def _inferred(given: Mapping[str, Any]) -> Method:
-    """The one method that a key belongs to, or the only one that has all of them."""
+    """The one method that a key belongs to, or the only one that has all of them; a folder may hold a head."""
+    found = recognized(given["model"]) if "model" in given else None
+    if found is not None:
+        return found
     single = [method for method in methods().values() if not method.combines]
     owners = {key: [method for method in single if key in method.keys] for key in given}
     fitting = list({owner[0].name: owner[0] for owner in owners.values() if len(owner) == 1}.values())
     if not fitting:
-        fitting = [method for method in single if given and given.keys() <= method.keys.keys()]
+        fitting = [
+            method for method in single if given and given.keys() <= method.keys.keys() and not method.takes_head
+        ]
     if len(fitting) != 1:
         raise ConfigError(
             f"the method does not follow from the keys {sorted(given)}; add method, one of {', '.join(methods())}"

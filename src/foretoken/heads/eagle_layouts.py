@@ -16,18 +16,8 @@ from torch import Tensor
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, fill
 from foretoken.heads.eagle import EagleHead
-from foretoken.heads.eagle_structure import FIRST, StructureReader, TargetFacts
-
-_RENAMED = (
-    (re.compile(r"^model\."), ""),
-    (re.compile(r"^midlayer\."), "layers.0."),
-    (re.compile(r"^transformer\."), "layers.0."),
-    (re.compile(r"^fusion_fc\."), "fc."),
-    (re.compile(r"^(embedding_layernorm|embed_layernorm)\."), "embed_norm."),
-    (re.compile(r"^(pre_lm_head_layernorm|lm_head_layernorm)\."), "norm."),
-    (re.compile(r"^(post_embedding_layernorm|hidden_layernorm)\."), "layers.0.input_layernorm."),
-)
-"""Names of other layouts -> ours, applied one after the other."""
+from foretoken.heads.eagle_structure import StructureReader, TargetFacts
+from foretoken.heads.recognition import eagle_generation, eagle_name
 
 _WITHOUT_USE = re.compile(r"^(verifier_norm|verifier_lm_head|verifier_lm_head_embed)\.|rotary_emb\.")
 """Copies of the target's tensors, and tables of positions."""
@@ -46,24 +36,6 @@ class EagleLayout:
     notes: tuple[str, ...] = field(default=())
 
 
-def is_eagle(config: Mapping[str, Any], names: frozenset[str]) -> int | None:
-    """The generation of the head with these tensors: 1 or 3, None where it is none of EAGLE's.
-
-    Args:
-      names: of its tensors; without any, the config alone decides.
-    """
-    if names:
-        short = {_short(name) for name in names}
-        if "fc.weight" not in short or not any(name.startswith(FIRST) for name in short):
-            return None
-        return 3 if f"{FIRST}hidden_norm.weight" in short else 1
-    kind = str(config.get("speculators_model_type", "")).lower()
-    titles = " ".join(map(str, config.get("architectures") or ())).lower()
-    if kind == "eagle3" or "eagle3" in titles:
-        return 3
-    return 1 if kind == "eagle" or "eagle" in titles else None
-
-
 def read_eagle(
     checkpoint: Checkpoint, target: TargetFacts, *, generation: int | None = None, rope_theta: float | None = None
 ) -> EagleLayout:
@@ -77,7 +49,7 @@ def read_eagle(
       target.
     """
     name = checkpoint.name
-    found = is_eagle(checkpoint.config, frozenset(checkpoint.tensors))
+    found = eagle_generation(checkpoint.config, frozenset(checkpoint.tensors))
     if found is None:
         raise CheckpointError(f"{name} holds no head of EAGLE: it has no fc.weight and no decoder layer beside it")
     if generation is not None and found != generation:
@@ -166,17 +138,11 @@ def _speculators_name(name: str) -> str:
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
-def _short(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
-
-
 def _renamed(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Tensors under our names, without those that are of no use."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        short = _short(name)
+        short = eagle_name(name)
         if _WITHOUT_USE.search(short):
             continue
         if short in tensors:
@@ -189,3 +155,23 @@ def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with that of the decoder layer, which speculators nests, on one level."""
     nested = config.get("transformer_layer_config")
     return {**(nested if isinstance(nested, Mapping) else {}), **config}
+
+
+def check_fits(head: EagleHead, target: TargetFacts, generation: int) -> None:
+    """Refuse a head in memory that is of another target or generation.
+
+    Raises: CheckpointError.
+    """
+    shape = head.shape
+    if shape.generation != generation:
+        raise CheckpointError(f"the head is of generation {shape.generation}, and this method takes {generation}")
+    wanted = (target.hidden_size, target.num_layers)
+    if (shape.target_size, shape.num_layers_of_target) != wanted:
+        raise CheckpointError(
+            f"the head is for a target of {shape.num_layers_of_target} layers and hidden size {shape.target_size}, and "
+            f"{target.name} has {wanted[1]} and {wanted[0]}"
+        )
+    if head.vocabulary is not None and head.vocabulary.target_size != target.vocab_size:
+        raise CheckpointError(
+            f"the head drafts for {head.vocabulary.target_size} tokens, and {target.name} has {target.vocab_size}"
+        )

@@ -13,10 +13,8 @@ from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import integer
 from foretoken.heads.eagle import EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
+from foretoken.heads.recognition import FIRST
 from foretoken.heads.vocabulary import DraftVocabulary
-
-FIRST = "layers.0."
-"""What the names of the first decoder layer's tensors begin with."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ def load_line(
     stored_dtype: torch.dtype | None = None,
     is_dtype_chosen: bool = False,
     drafter: ModelInfo | None = None,
+    heads: Iterable[str] = (),
 ) -> str:
     """Describe in one line for people the model that was loaded and how it will decode.
 
@@ -97,6 +98,7 @@ def load_line(
       stored_dtype: of the checkpoint, where it is known.
       is_dtype_chosen: the user named the dtype.
       drafter: of the method ``draft_model``.
+      heads: names of heads that draft.
     """
     dtype = info.dtype
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
@@ -107,10 +109,11 @@ def load_line(
         parts.append("plain decoding (no speculative_config was given)")
     elif method == "none":
         parts.append("plain decoding")
-    elif drafter is None:
-        parts.append(f"method {method}")
     else:
-        parts.append(f"method {method} with {drafter.name}, {count(drafter.num_parameters)}")
+        given = [f"the head {head}" for head in heads]
+        if drafter is not None:
+            given.append(f"{drafter.name}, {count(drafter.num_parameters)}")
+        parts.append(f"method {method} with {' and '.join(given)}" if given else f"method {method}")
     return f"{info.name}: {', '.join(parts)}"
 
 

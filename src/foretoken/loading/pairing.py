@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from foretoken import zoo
+from foretoken.config.method import recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
-from foretoken.errors import TokenizerMismatchError
+from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
 from foretoken.loading.models import load_model, tokenizer_beside
 from foretoken.model.lm import CausalLM
@@ -26,11 +27,13 @@ class Drafting:
     Args:
       new_drafter: makes a drafter without state, as often as one is needed.
       model, info: of the method ``draft_model``.
+      heads: names of the heads that draft, of methods that have one.
     """
 
     new_drafter: DrafterFactory
     model: CausalLM | None = None
     info: ModelInfo | None = None
+    heads: tuple[str, ...] = ()
 
     def refresh(self) -> None:
         """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
@@ -67,13 +70,15 @@ class Pairing:
         materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter
+        heads = head_names(config)
         if part is None or name is None:
-            return Drafting(drafter_factory(config, materials))
+            return Drafting(drafter_factory(config, materials), heads=heads)
+        check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
-        return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm))
+        return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm), heads)
 
     @property
     def _own_drafter(self) -> str | None:
@@ -102,6 +107,30 @@ class Pairing:
         num_tokens = None if ours is None else len(ours)
         drafter_size = draft.model.config.get_text_config(decoder=True).vocab_size
         check_vocab_sizes(self.target.vocab_size, drafter_size, self.loaded.name, draft.name, num_tokens)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------
+
+
+def head_names(config: SpeculativeConfig) -> tuple[str, ...]:
+    """The heads that a config names, as messages call them."""
+    parts = [part for part in config.parts if part.definition.takes_head and part.model is not None]
+    return tuple(
+        type(part.model).__name__ if isinstance(part.model, torch.nn.Module) else str(part.model) for part in parts
+    )
+
+
+def check_no_head(name: Any, config: SpeculativeConfig) -> None:
+    """Refuse a head where a causal language model is wanted.
+
+    Raises: ConfigError, naming the method of that head.
+    """
+    found = recognized(name)
+    if found is not None:
+        raise ConfigError(
+            f"{name} holds a head over a target's features, not a model that method {config.method!r} could draft "
+            f"with; use method {found.name!r}"
+        )
 
 
 # -- one tokenizer for two models --------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ class GrownEagleDrafter(Drafter):
     noise (see `Growth`); children, frontier and final nodes have limits of their own.
 
     Args:
-      name: of the method.
       head: on the device of the target, in its dtype.
       target: whose features it reads.
       growth: arguments of `Growth`.
@@ -40,8 +39,7 @@ class GrownEagleDrafter(Drafter):
     Cost: a step runs the head once over the committed tokens and once per further level, for all rows together.
     """
 
-    def __init__(self, name: str, head: EagleHead, target: CausalLM, **growth: Any) -> None:
-        self.name = name
+    def __init__(self, head: EagleHead, target: CausalLM, **growth: Any) -> None:
         self.growth = Growth(vocabulary=head.vocabulary, **growth)
         self.growth.takes_trees = target.supports_trees
         self.states = EagleRows(head, target)

@@ -1,0 +1,1 @@
+"""Drafters that are small networks over the target's own features."""

@@ -1,0 +1,99 @@
+"""From what a config names to a head in memory, in the dtype and on the device of its target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from foretoken.errors import ConfigError
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    import foretoken.heads.checkpoint as checkpoint
+    import foretoken.model.execution.packing as packing
+    from foretoken.config.drafting import ModelOptions
+    from foretoken.drafters.materials import Materials
+    from foretoken.heads.checkpoint import Checkpoint
+    from foretoken.model.lm import CausalLM
+else:
+    checkpoint = Lazy("foretoken.heads.checkpoint")
+    packing = Lazy("foretoken.model.execution.packing")
+
+Head = TypeVar("Head", bound="nn.Module")
+
+logger = logging.getLogger("foretoken")
+
+
+def load_head(
+    options: ModelOptions,
+    materials: Materials,
+    kind: type[Head],
+    read: Callable[[Checkpoint], tuple[Head, Seq[str]]],
+    published: Seq[str] = (),
+) -> Head:
+    """The head that a config names; loaded once, and kept for the drafters to come.
+
+    Args:
+      options: of a method whose ``model`` is a head: a folder, a hub id or a loaded one.
+      kind: the class of loaded ones.
+      read: makes the head of a checkpoint, and says where its config was wrong.
+      published: hub ids of heads for targets of this size.
+
+    Raises: ConfigError where none is named, or a loaded one does not fit the target's device or dtype; CheckpointError
+      for a checkpoint that does not fit.
+    """
+    target, given, method = materials.target, options.model, options.method
+    if given is None:
+        known = f"; published for targets of this size: {', '.join(published)}" if published else ""
+        raise ConfigError(
+            f"method {method!r} needs a head that was trained for this target{materials.brings_none}; give model, a "
+            f"folder or hub id{known}"
+        )
+    if options.dtype is not None and str(options.dtype).removeprefix("torch.") != name_of(target):
+        raise ConfigError(f"dtype is {options.dtype!r}, and a head runs in that of its target, {name_of(target)}")
+    if isinstance(given, kind):
+        parameter = next(given.parameters())
+        if (parameter.dtype, parameter.device.type) != (target.dtype, target.device.type):
+            raise ConfigError(
+                f"the head is {parameter.dtype} on {parameter.device}, and its target {target.dtype} on "
+                f"{target.device}; move it with head.to(...)"
+            )
+        return given
+    if not isinstance(given, str) and not hasattr(given, "__fspath__"):
+        raise ConfigError(
+            f"model is {type(given).__name__}, and method {method!r} drafts with a head; give a folder, a hub id or a "
+            f"{kind.__name__}"
+        )
+    return materials.keep((kind.__name__, str(given), options.revision), lambda: _loaded(options, target, read))
+
+
+def _loaded(options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Seq[str]]]) -> Head:
+    found = checkpoint.read_checkpoint(options.model, options.revision)
+    head, notes = read(found)
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    head = head.to(device=target.device, dtype=target.dtype).eval()
+    for parameter in head.parameters():
+        parameter.requires_grad_(False)
+    if target.execution.kind != "eager":
+        pack(head)
+    logger.info("%s: a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method)
+    for note in notes:
+        logger.info("%s: %s", found.name, note)
+    return head
+
+
+def pack(head: nn.Module) -> None:
+    """Run the linear layers of a head that nobody else holds through oneDNN, as those of the target are."""
+    for layer in list(packing.packable(head)):
+        packed: Any = packing.PackedLinear(layer)
+        layer.forward = packed
+        packed.release()
+
+
+def name_of(target: CausalLM) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(target.dtype).removeprefix("torch.")
