@@ -15,7 +15,7 @@ from foretoken.config.method import methods
 from foretoken.llm import LLM
 from foretoken.testing import toy_model
 
-HEADS = {name for name, method in methods().items() if method.takes_head}
+HEADS = {name for name, method in methods().items() if method.drafts_with_heads}
 """Methods that need a head which somebody has trained for the target."""
 
 

@@ -73,10 +73,10 @@ class Method:
     @property
     def takes_model(self) -> bool:
         """Whether it drafts with a causal language model that the config may name."""
-        return "model" in self.keys and not self.takes_head
+        return "model" in self.keys and not self.drafts_with_heads
 
     @property
-    def takes_head(self) -> bool:
+    def drafts_with_heads(self) -> bool:
         """Whether what the config names as a model is a head over the target's features."""
         return getattr(self.options, "model_is_head", False)
 

@@ -169,7 +169,7 @@ class SpeculativeConfig:
 
     def without_model(self) -> SpeculativeConfig:
         """The same config, without a reference to any loaded model; heads stay."""
-        keeps = self.definition.takes_head
+        keeps = self.definition.drafts_with_heads
         values = {name: value for name, value in self.as_dict().items() if keeps or name != "model"}
         if self.definition.combines:
             values["drafters"] = [part.without_model() for part in self.parts]
@@ -239,7 +239,7 @@ def _inferred(given: Mapping[str, Any]) -> Method:
     fitting = list({owner[0].name: owner[0] for owner in owners.values() if len(owner) == 1}.values())
     if not fitting:
         fitting = [
-            method for method in single if given and given.keys() <= method.keys.keys() and not method.takes_head
+            method for method in single if given and given.keys() <= method.keys.keys() and not method.drafts_with_heads
         ]
     if len(fitting) != 1:
         raise ConfigError(

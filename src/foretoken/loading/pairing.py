@@ -114,7 +114,7 @@ class Pairing:
 
 def head_names(config: SpeculativeConfig) -> tuple[str, ...]:
     """The heads that a config names, as messages call them."""
-    parts = [part for part in config.parts if part.definition.takes_head and part.model is not None]
+    parts = [part for part in config.parts if part.definition.drafts_with_heads and part.model is not None]
     return tuple(
         type(part.model).__name__ if isinstance(part.model, torch.nn.Module) else str(part.model) for part in parts
     )

@@ -1,0 +1,463 @@
+"""Heads of EAGLE in the engine: what they draft is what the published algorithm says, and their cache never drifts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_heads import VOCAB_SIZE, Unrolled, logits_of, model, random_head, streams_of, target, trained
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.heads.eagle3 import Eagle3Drafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts import eagle_rows
+from foretoken.drafters.parts.eagle_rows import EagleRows
+from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
+from foretoken.engine.drafter import Budget
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.layers import Placed
+from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.masks import Masks
+from foretoken.model.nodes import Nodes
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, compare, decode
+from foretoken.tree import DraftTree
+
+NUM_NODES, NUM_BRANCHES = 9, 3
+FORWARD = EagleHead.forward
+"""As it is, whatever faults change."""
+
+DRAFTERS: dict[int, type[GrownEagleDrafter]] = {1: Eagle2Drafter, 3: Eagle3Drafter}
+
+
+def drafter(head: EagleHead, depth: int, **growth: Any) -> GrownEagleDrafter:
+    given = {"num_branches": NUM_BRANCHES, "reranks": True, "max_nodes": NUM_NODES, **growth}
+    return DRAFTERS[head.shape.generation](head, target(), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth), **given)
+
+
+def chains(head: EagleHead, depth: int) -> GrownEagleDrafter:
+    return drafter(head, depth, num_branches=1, reranks=False, max_nodes=None)
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_conformance(generation: int) -> None:
+    """With a head that is right at every depth, greedy and sampled, alone and in ragged batches."""
+    check_drafter(partial(drafter, trained(generation)), target(), depths=(1, 4))
+
+
+@pytest.mark.parametrize("generation", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_chains_and_hopeless_heads_conform(generation: int) -> None:
+    check_drafter(partial(chains, trained(generation)), target(), depths=(3,))
+    check_drafter(partial(drafter, random_head(generation)), target(), depths=(2,))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("make", [drafter, chains])
+@pytest.mark.parametrize("generation", [1, 3])
+def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(
+    generation: int, make: Callable[..., GrownEagleDrafter], params: SamplingParams
+) -> None:
+    """24 tokens, 6 per step at best: a shift, a wrong position or a wrong mask would show at the deeper levels."""
+    engine = Engine(target(), make(trained(generation), 5))
+    rows = [engine.add_request(prompt, replace(params, max_tokens=24))[0] for prompt in (PROMPTS[0], PROMPTS[4])]
+    while engine.has_unfinished:
+        engine.step()
+    for row in rows:
+        assert row.stats.num_steps <= 6
+        assert row.stats.num_accepted_draft_tokens >= 18
+
+
+def test_a_step_runs_the_head_once_per_level_for_all_rows_together() -> None:
+    """Five ragged rows: one forward of the target; of the head one per level after the first, and one to take it in."""
+    head = trained(1)
+    calls = []
+    handle = head.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        engine = Engine(target(), drafter(head, 4))
+        rows = [engine.add_request(prompt, replace(SAMPLED, max_tokens=60))[0] for prompt in PROMPTS]
+        while not all(row.output_ids for row in rows):
+            engine.step()
+        for _ in range(3):
+            calls.clear()
+            before = target().num_forwards
+            engine.step()
+            assert target().num_forwards == before + 1
+            assert len(calls) == 4
+    finally:
+        handle.remove()
+
+
+# -- against a head that is run from scratch -----------------------------------------------------------------------
+
+
+def from_scratch(head: EagleHead, text: Seq[int], path: Seq[int] = ()) -> tuple[Unrolled, torch.Tensor]:
+    """The cache of a text and of drafted tokens behind it, entry by entry, and the last output (H,).
+
+    Of a text of n tokens, the last one pending, there are n - 1 entries.
+    """
+    ids = torch.tensor([list(text)])
+    features = head.features(streams_of(ids, head, head.dtype))[:, :-1]
+    embedding = model().get_input_embeddings().weight
+    cache = Unrolled()
+
+    def fed(tokens: torch.Tensor, features: torch.Tensor, first: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        positions = torch.arange(first, first + count)[None]
+        mask = torch.ones(count, first + count, dtype=torch.bool).tril(first)[None, None]
+        return FORWARD(head, embedding[tokens], features, Placed(*head.place(positions), mask, cache))
+
+    output = fed(ids[:, 1:], features, 0)[:, -1:]
+    for i, token in enumerate(path):
+        output = fed(torch.tensor([[token]]), output, len(text) - 1 + i)
+    return cache, output[0, -1]
+
+
+def pool(head: EagleHead, row: Sequence, depth: int) -> dict[tuple[int, ...], float]:
+    """Every candidate of EAGLE-2 by its path, with its score, in the order in which they come up."""
+    found: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        level: list[tuple[float, tuple[int, ...]]] = []
+        for path in frontier:
+            law = torch.log_softmax(logits_of(head, from_scratch(head, row.token_ids, path)[1]).float(), dim=-1)
+            best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:NUM_BRANCHES]
+            for column, score in best:
+                token = column if head.vocabulary is None else int(head.vocabulary.target_ids[column])
+                level.append((found.get(path, 0.0) + score, (*path, token)))
+        level.sort(key=lambda candidate: -candidate[0])
+        found |= {path: score for score, path in level}
+        frontier = [path for _, path in level[:NUM_BRANCHES]]
+    return found
+
+
+class Watched(EmptyDrafter):
+    """Hands everything on, and checks drafts and entries after every call."""
+
+    def __init__(self, drafter: GrownEagleDrafter, depth: int, checks_trees: bool = True) -> None:
+        self.drafter, self.depth, self.checks_trees = drafter, depth, checks_trees
+        self.requires = drafter.requires
+        self.num_trees = self.num_entries = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        handed_on = ("recall", "read", "fork", "keep", "forget", "start", "bind")
+        return getattr(self.drafter, name) if name in handed_on else super().__getattribute__(name)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        for row in rows:
+            self.check_entries(row)
+        trees = self.drafter.propose(rows, budgets)
+        for row, tree, budget in zip(rows, trees, budgets, strict=True):
+            self.check_entries(row)
+            if self.checks_trees and row.law.is_greedy and len(row.token_ids) > 1:
+                self.check_tree(row, tree, min(self.depth, budget))
+        return trees
+
+    def observe(self, rows: Seq[Sequence], results: Any) -> None:
+        self.drafter.observe(rows, results)
+        for row in rows:
+            self.check_entries(row)
+
+    def check_entries(self, row: Sequence) -> None:
+        """The cache of a row equals one that is made from scratch."""
+        states = self.drafter.states
+        num_entries = len(row.token_ids) - 1
+        if num_entries == 0:
+            assert row not in states
+            return
+        place = states.rows[row.id]
+        assert place.trunk == states.cache.lengths[place.slot] == num_entries
+        cache, output = from_scratch(states.head, row.token_ids)
+        torch.testing.assert_close(states._last[row.id], output, rtol=0, atol=1e-9)
+        for layer, (keys, values) in cache.states.items():
+            own = states.cache.layers[layer]
+            torch.testing.assert_close(own.keys[place.slot, :, :num_entries], keys[0], rtol=0, atol=1e-9)
+            torch.testing.assert_close(own.values[place.slot, :, :num_entries], values[0], rtol=0, atol=1e-9)
+        self.num_entries += 1
+
+    def check_tree(self, row: Sequence, tree: DraftTree, depth: int) -> None:
+        """A draft holds the best candidates of the pool."""
+        candidates = pool(self.drafter.states.head, row, depth) if depth > 0 else {}
+        best = sorted(candidates, key=lambda path: -candidates[path])[: NUM_NODES - 1]
+        assert {tree.path_tokens(node) for node in range(1, len(tree))} == set(best)
+        self.num_trees += 1
+
+
+def run_watched(
+    head: EagleHead, depth: int = 3, max_tokens: int = 8, checks_trees: bool = True, **config: Any
+) -> tuple[Watched, list[Sequence]]:
+    """Five ragged rows, greedy and sampled ones, two at a time, prompts in chunks of three."""
+    watched = Watched(drafter(head, depth), depth, checks_trees)
+    engine = Engine(target(), watched, EngineConfig(**{"max_num_seqs": 2, "prefill_chunk_size": 3, **config}))
+    with torch.inference_mode():
+        rows = [
+            row
+            for i, prompt in enumerate(PROMPTS)
+            for row in engine.add_request(
+                prompt, replace((GREEDY, SAMPLED)[i % 2], max_tokens=max_tokens, n=3 if i == 3 else 1)
+            )
+        ]
+        while engine.has_unfinished:
+            engine.step()
+    return watched, rows
+
+
+VARIANTS: dict[str, Callable[[], EagleHead]] = {
+    "eagle": lambda: random_head(1, has_fc_bias=True),
+    "eagle-with-norms": lambda: random_head(1, embed_norm=True, input_norm=True, output_norm=True),
+    "eagle3": lambda: random_head(3),
+    "eagle3-speculators": lambda: random_head(3, norm_before_residual=True, norm_before_fc=True, num_layers=2),
+    "eagle3.1": lambda: random_head(3, fc_norm=True, norm_output=True),
+    "eagle3-last-hidden": lambda: random_head(3, streams=(2,)),
+    "trained": lambda: trained(3),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_and_cache_are_those_of_a_head_that_is_run_from_scratch(name: str) -> None:
+    watched, _ = run_watched(VARIANTS[name]())
+    assert watched.num_trees >= 5
+    assert watched.num_entries >= 40
+
+
+def test_one_batch_of_all_rows_has_the_same_cache() -> None:
+    watched, _ = run_watched(random_head(3), max_num_seqs=8, prefill_chunk_size=64, checks_trees=False)
+    assert watched.num_entries >= 40
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+
+
+def deeper_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted nodes stand one position too far."""
+    original = eagle_rows.frontier_nodes
+
+    def changed(*args: Any, **options: Any) -> Nodes:
+        nodes = original(*args, **options)
+        return replace(nodes, depths=nodes.depths + 1)
+
+    monkeypatch.setattr(eagle_rows, "frontier_nodes", changed)
+
+
+def siblings_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted nodes see all that were fed before them."""
+
+    class Open(Masks):
+        def visible(self, nodes: Nodes, starts: torch.Tensor, columns: int) -> torch.Tensor:
+            return super().visible(replace(nodes, ancestors=None, num_fed=0), starts + nodes.num_fed, columns)
+
+    monkeypatch.setattr(eagle_rows.masks, "Masks", Open)
+
+
+def shifted_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every entry is made of the feature before its own."""
+    original = EagleRows._streams
+    monkeypatch.setattr(EagleRows, "_streams", lambda self, *args: original(self, *args).roll(1, 0))
+
+
+def stale_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts begin at what was known a step ago."""
+    original = EagleRows.observe
+
+    def changed(self: EagleRows, rows: Any, results: Any) -> None:
+        before = dict(self._last)
+        original(self, rows, results)
+        self._last.update(before)
+
+    monkeypatch.setattr(EagleRows, "observe", changed)
+
+
+def predicted_features_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fed of drafts is not forgotten."""
+    monkeypatch.setattr(EagleRows, "end", lambda self, places: None)
+
+
+def own_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every entry is made of its own token, not of the next one."""
+    original = EagleRows._take_in
+
+    def changed(self: EagleRows, rows: Any, streams: Any, starts: Any) -> None:
+        for row in rows:
+            row.token_ids.insert(0, 0)
+        try:
+            original(self, rows, streams, starts)
+        finally:
+            for row in rows:
+                del row.token_ids[0]
+
+    monkeypatch.setattr(EagleRows, "_take_in", changed)
+
+
+def feature_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feature and embedding change places."""
+    original = EagleHead.forward
+    monkeypatch.setattr(
+        EagleHead, "forward", lambda self, embedded, features, placed: original(self, features, embedded, placed)
+    )
+
+
+def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted nodes are fed the output of the last one's parent."""
+    original = EagleRows.feed
+
+    def changed(self: EagleRows, drafts: Any, places: Any, features: torch.Tensor, **options: Any) -> torch.Tensor:
+        return original(self, drafts, places, features[:, -1:].expand_as(features), **options)
+
+    monkeypatch.setattr(EagleRows, "feed", changed)
+
+
+def unmapped_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the reduced output layer are taken for tokens."""
+    from foretoken.drafters.parts import candidates
+
+    monkeypatch.setattr(candidates, "_named", lambda found, columns: found)
+
+
+FAULTS = [
+    deeper_positions,
+    siblings_seen,
+    shifted_features,
+    stale_features,
+    predicted_features_kept,
+    own_token,
+    feature_first,
+    wrong_parent,
+    unmapped_tokens,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_are_caught(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        run_watched(trained(3) if fault is wrong_parent else random_head(3))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_change_no_token(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [(prompt, replace(params, max_tokens=6)) for prompt in PROMPTS[:3] for params in (GREEDY, SAMPLED)]
+    plain = decode(target(), EmptyDrafter(), requests)
+    if fault is predicted_features_kept:
+        pytest.skip("the fault breaks the bookkeeping of the cache, and drafting with it")
+    fault(monkeypatch)
+    compare(decode(target(), drafter(random_head(3), 3), requests), plain, fault.__name__)
+
+
+# -- prefixes, budgets, what is not a number -----------------------------------------------------------------------
+
+
+def trees_of(engine: Engine, prompt: Seq[int], seen: list[DraftTree]) -> list[DraftTree]:
+    """The drafts of one request."""
+    seen.clear()
+    engine.add_request(prompt, replace(GREEDY, max_tokens=9))
+    while engine.has_unfinished:
+        engine.step()
+    return list(seen)
+
+
+class Recording(EmptyDrafter):
+    """Hands everything on, and remembers drafts and how much of prompts was read."""
+
+    def __init__(self, drafter: GrownEagleDrafter) -> None:
+        self.drafter, self.requires = drafter, drafter.requires
+        self.trees: list[DraftTree] = []
+        self.num_read = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        handed_on = ("recall", "fork", "keep", "forget", "start", "bind", "observe")
+        return getattr(self.drafter, name) if name in handed_on else super().__getattribute__(name)
+
+    def read(self, rows: Seq[Sequence], chunks: Any) -> None:
+        self.num_read += sum(chunk.num_tokens for chunk in chunks)
+        self.drafter.read(rows, chunks)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        trees = self.drafter.propose(rows, budgets)
+        self.trees += trees
+        return trees
+
+
+@pytest.mark.parametrize("generation", [1, 3])
+def test_a_prompt_that_begins_like_an_earlier_text_is_not_read_again(generation: int) -> None:
+    """As in a chat: the second turn begins with the first and its answer; drafts are those of a fresh drafter."""
+    first = PROMPTS[0]
+    recording = Recording(drafter(trained(generation), 4))
+    engine = Engine(target(), recording, prefixes=PrefixStore(4))
+    trees_of(engine, first, recording.trees)
+    answer = decode(target(), EmptyDrafter(), [(first, replace(GREEDY, max_tokens=9))]).outputs["0.0"]
+    second = (*first, *answer, 7, 8, 9)
+    recording.num_read = 0
+    again = trees_of(engine, second, recording.trees)
+    assert recording.num_read <= len(second) - 1 - len(first)  # the last step of the first turn was not observed
+    fresh = Recording(drafter(trained(generation), 4))
+    assert [(tree.tokens, tree.parents) for tree in again] == [
+        (tree.tokens, tree.parents) for tree in trees_of(Engine(target(), fresh), second, fresh.trees)
+    ]
+
+
+def test_another_head_recalls_nothing() -> None:
+    store = PrefixStore(4)
+    for head in (trained(1), random_head(1)):
+        recording = Recording(drafter(head, 4))
+        trees_of(Engine(target(), recording, prefixes=store), PROMPTS[0], recording.trees)
+        assert recording.num_read == len(PROMPTS[0]) - 1
+
+
+@pytest.fixture
+def started() -> tuple[GrownEagleDrafter, list[Sequence]]:
+    """A drafter that has read two prompts."""
+    own = drafter(trained(3), 5)
+    engine = Engine(target(), own)
+    rows = [engine.add_request(prompt, replace(GREEDY, max_tokens=30))[0] for prompt in (PROMPTS[0], PROMPTS[4])]
+    while any(not row.output_ids for row in rows):
+        engine.step()
+    return own, rows
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 9, 50])
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_budgets_are_obeyed_to_the_node(
+    started: tuple[GrownEagleDrafter, list[Sequence]], depth: int, nodes: int
+) -> None:
+    own, rows = started
+    for chains_only in (False, True):
+        budget = Budget(depth, nodes, chains_only)
+        for tree in own.propose(rows, [budget, budget]):
+            assert len(tree) <= min(nodes, NUM_NODES)
+            assert tree.depth <= depth
+            assert not chains_only or tree.is_chain
+            full = min(nodes, depth + 1) if chains_only else min(nodes, NUM_NODES, 1 + depth * NUM_BRANCHES)
+            assert len(tree) >= (full if depth else 1)
+
+
+def test_features_that_are_not_numbers_spoil_no_other_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache stays finite, so that whoever gets the slot next drafts as ever."""
+    own = drafter(trained(3), 4)
+    engine = Engine(target(), own, EngineConfig(max_num_seqs=1))
+    original = EagleRows._streams
+    with monkeypatch.context() as patch:
+        patch.setattr(EagleRows, "_streams", lambda self, *args: original(self, *args) * torch.nan)
+        engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=8))
+        while engine.has_unfinished:
+            engine.step()
+    assert all(bool(layer.keys.isfinite().all()) for layer in own.states.cache.layers)
+    (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=24))
+    while engine.has_unfinished:
+        engine.step()
+    assert row.stats.num_steps <= 6
+
+
+def test_a_head_that_says_nothing_is_followed_by_plain_steps() -> None:
+    head = random_head(1)
+    with torch.no_grad():
+        head.fc.weight.fill_(torch.nan)
+    trace = decode(target(), drafter(head, 4), [(PROMPTS[0], replace(GREEDY, max_tokens=5))])
+    compare(trace, decode(target(), EmptyDrafter(), [(PROMPTS[0], replace(GREEDY, max_tokens=5))]), "NaN weights")
