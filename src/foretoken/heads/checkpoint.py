@@ -207,7 +207,7 @@ def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> Di
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Give a module the tensors of a checkpoint: all of its parameters, and no others.
+    """Give a module the tensors of a checkpoint, in their own dtypes: all of its parameters, and no others.
 
     Args:
       tensors: by the names that the module has for them.
@@ -231,9 +231,8 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
     broken = sorted(key for key, tensor in tensors.items() if not bool(tensor.isfinite().all()))
     if broken:
         raise CheckpointError(f"weights of {name} hold NaN or infinite values: {_listed(broken)}; copy it again")
-    with torch.no_grad():
-        for key, parameter in own.items():
-            parameter.copy_(tensors[key])
+    for key, parameter in own.items():
+        parameter.data = tensors[key].detach()
 
 
 def integer(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
