@@ -196,8 +196,8 @@ class LLM:
     def _speculate(self, config: SpeculativeConfig) -> None:
         """Draft this way from now on."""
         self.speculative_config = config
-        acceptance = config.rejection_sample_method
-        self.engine_config = replace(self.engine_config, acceptance=acceptance)
+        acceptance, limits = config.rejection_sample_method, config.typical_limits
+        self.engine_config = replace(self.engine_config, acceptance=acceptance, typical=limits)
         self.drafting = self._pairing.drafting(config)
         longest = config.num_speculative_tokens
         payoff = PayoffWatch(config.title, longest, self._model_argument)

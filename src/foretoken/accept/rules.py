@@ -4,6 +4,7 @@
     match       any tree                                        lossless; equal tokens under keyed noise
     rejection   chain or tree sampled from a known law          lossless in distribution
     block       chain sampled from a known law                  lossless in distribution, accepts more
+    typical     any tree (`foretoken.accept.typical`)           lossy: likely tokens become likelier
 
 In docstrings p is the target's law and q the drafter's, both at one node. A rule reads the laws of the nodes
 that it visits and of no others. All uniforms lie in [0, 1) and all tests are strict (``u * q < p``), so a

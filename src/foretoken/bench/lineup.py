@@ -53,7 +53,9 @@ class Lineup:
         drafter = drafter or self.drafter
         materials = Materials(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
         make = drafter_factory(parsed, materials)
-        engine = EngineConfig(max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method)
+        engine = EngineConfig(
+            max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method, typical=parsed.typical_limits
+        )
         return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine)
 
     def plain_arm(self, num_rows: int = 1) -> EngineArm:

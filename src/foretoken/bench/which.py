@@ -229,6 +229,7 @@ class Which:
         config = EngineConfig(
             max_num_seqs=1,
             acceptance=candidate.config.rejection_sample_method,
+            typical=candidate.config.typical_limits,
             exactness=exactness or self.settings.exactness,
         )
         return EngineArm(candidate.name, self.target, make(), self._eos, config)

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3
+"""Medusa's numbers, as its ``generate`` has them; its helper functions have them the other way round."""
+
+
+@dataclass(frozen=True)
+class TypicalLimits:
+    """When ``typical`` accepts a token of the target's law p: if p(x) > min(threshold, alpha exp(-H(p))).
+
+    Args:
+      threshold: 0 to 1; the lower, the more is accepted.
+      alpha: 0 or more; how much less a token may have where the target is unsure. Medusa advises about sqrt(threshold).
+    """
+
+    threshold: float = POSTERIOR_THRESHOLD
+    alpha: float = POSTERIOR_ALPHA
+
 
 @dataclass(frozen=True)
 class AcceptanceRule:
@@ -43,6 +59,15 @@ STANDARD = AcceptanceRule(
 BLOCK = AcceptanceRule(
     "block", takes_trees=False, shares_noise=False, needs_law=True, is_lossless=True, keeps_tokens=False
 )
+TYPICAL = AcceptanceRule(
+    "typical",
+    takes_trees=True,
+    shares_noise=False,
+    needs_law=False,
+    is_lossless=False,
+    keeps_tokens=False,
+    aliases=("typical_acceptance", "typical_acceptance_sampler"),
+)
 
-RULES = {rule.name: rule for rule in (MATCH, STANDARD, BLOCK)}
+RULES = {rule.name: rule for rule in (MATCH, STANDARD, BLOCK, TYPICAL)}
 """Every rule by its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +10,12 @@ from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule
 from foretoken.config.options import Options, anything, one_of, option, whole
 from foretoken.errors import ConfigError
 
-_RULE = one_of(tuple(RULES), {alias: rule.name for rule in RULES.values() for alias in rule.aliases})
+
+def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
+    """The field ``rejection_sample_method`` of methods that take these rules."""
+    rules = tuple(rules)
+    aliases = {alias: rule.name for rule in rules for alias in rule.aliases}
+    return option(one_of(tuple(rule.name for rule in rules), aliases), MATCH.name, help)
 
 
 def draft_length(default: int) -> Any:
@@ -38,8 +44,9 @@ class DraftOptions(Options):
     drafts_trees: ClassVar[bool] = False
 
     num_speculative_tokens: int = draft_length(0)
-    rejection_sample_method: str = option(
-        _RULE, MATCH.name, "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block"
+    rejection_sample_method: str = acceptance(
+        [rule for rule in RULES.values() if rule.is_lossless],
+        "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block",
     )
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule
+from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule, TypicalLimits
 from foretoken.errors import ConfigError
 
 
@@ -16,13 +16,14 @@ class EngineConfig:
       max_num_seqs: rows that run at once.
       max_model_len: limit for prompt and output together; the model's context by default.
       prefill_chunk_size: prompt tokens of one row per prefill step.
-      acceptance: "match", "standard" (rejection) or "block".
+      acceptance: "match", "standard" (rejection), "block", or "typical", which changes the law of the text.
       exactness: "strict" runs every step at shapes that keep the bits of a row on this machine, so that plain and
         speculative decoding round alike and agree bit for bit, whatever the dtype; trees are reduced to chains.
         "default" does so in half precision for drafts that are chains, where CPU kernels allow it. "relaxed" never
         does: every step runs at its own shape, and near-ties may fall differently.
       strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
         at them too, so compare results of one width.
+      typical: what "typical" accepts.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
     """
 
@@ -32,6 +33,7 @@ class EngineConfig:
     acceptance: str = MATCH.name
     exactness: str = "default"
     strict_width: int = 16
+    typical: TypicalLimits = field(default_factory=TypicalLimits)
     output_scores: bool = False
     output_logits: bool = False
 

@@ -147,9 +147,6 @@ SPECULATIVE_KEYS = {
     "num_speculative_tokens_per_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
     "disable_by_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
     "speculative_disable_by_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
-    "speculative_token_tree": Foreign(
-        "the shape follows from num_draft_branches, num_speculative_tokens and max_draft_nodes"
-    ),
     "parallel_drafting": Foreign(
         "there are no drafters that predict a block in parallel in this version", (None, False)
     ),
@@ -168,9 +165,6 @@ _HEADS = "heads that are trained for one target"
 
 METHODS_ELSEWHERE = {
     "auto": "the choice of one by measured speed",
-    "medusa": _HEADS,
-    "hydra": _HEADS,
-    "hydra++": _HEADS,
     "eagle": _HEADS,
     "eagle1": _HEADS,
     "mtp": _HEADS,

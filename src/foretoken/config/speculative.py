@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from foretoken.config.acceptance import RULES, AcceptanceRule
+from foretoken.config.acceptance import RULES, AcceptanceRule, TypicalLimits
 from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.config.keywords import canonical, native, respelled, spelling
 from foretoken.config.method import Method, compositions, method_aliases, methods, recognized
@@ -49,6 +49,11 @@ ALIASES = {
     # mlx-lm, LM Studio
     "draft_model": "model",
     "num_draft_tokens": "num_speculative_tokens",
+    # trees and typical acceptance, Medusa's and vLLM's names
+    "head_tree": "speculative_token_tree",
+    "medusa_choices": "speculative_token_tree",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     # shorter or older spellings
     "drafter": "model",
     "draft_dtype": "dtype",
@@ -143,6 +148,12 @@ class SpeculativeConfig:
         return RULES[self.rejection_sample_method]
 
     @property
+    def typical_limits(self) -> TypicalLimits:
+        """What the rule "typical" accepts."""
+        given = {"threshold": self.posterior_threshold, "alpha": self.posterior_alpha}
+        return TypicalLimits(**_if(**given))
+
+    @property
     def is_speculative(self) -> bool:
         return self.method != "none"
 
@@ -206,7 +217,8 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
         raise ConfigError(f"method is {name!r}; choose one of {', '.join(methods())}")
     spelled = spelling(name).lower()
     _check_available(spelled)
-    for sign, composition in compositions().items():
+    is_whole = spelled in methods() or spelled in method_aliases()  # "hydra++" has a sign in it
+    for sign, composition in () if is_whole else compositions().items():
         if sign in spelled:
             if given.get("drafters") is not None:
                 raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")

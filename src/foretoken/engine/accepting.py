@@ -9,7 +9,8 @@ import torch
 
 from foretoken.accept.noise import RejectionNoise
 from foretoken.accept.rules import Verdict, block, match, rejection, walk
-from foretoken.config.acceptance import RULES
+from foretoken.accept.typical import typical
+from foretoken.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import argmax, choose, probs
 from foretoken.model.nodes import Logits, NodeLogits
@@ -20,7 +21,12 @@ Choices = list[tuple[int, ...]]
 
 
 def accept_rows(
-    rule: str, rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits, choices: Choices | None = None
+    rule: str,
+    rows: Seq[Sequence],
+    trees: Seq[DraftTree],
+    logits: Logits,
+    choices: Choices | None = None,
+    limits: TypicalLimits | None = None,
 ) -> list[Verdict]:
     """Walk every tree by the acceptance rule; greedy rows by the argmax under every rule.
 
@@ -28,6 +34,7 @@ def accept_rows(
       rule: a name of `foretoken.config.acceptance.RULES`.
       logits: (B or more, N, V), or a list.
       choices: from `choose_all`, where it was called already.
+      limits: of the rule "typical".
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
@@ -40,16 +47,19 @@ def accept_rows(
         verdicts = dict(zip(greedy, walked, strict=True))
     for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         if i not in verdicts:
-            verdicts[i] = _accept_sampled(rule, row, tree, logits[i])
+            verdicts[i] = _accept_sampled(rule, row, tree, logits[i], limits)
     return [verdicts[i] for i in range(len(rows))]
 
 
-def _accept_sampled(rule: str, row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-    noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
-
+def _accept_sampled(
+    rule: str, row: Sequence, tree: DraftTree, logits: torch.Tensor, limits: TypicalLimits | None
+) -> Verdict:
     def target_probs(node: int) -> torch.Tensor:
         return probs(logits[node : node + 1], [row.law], [tree.path_tokens(node)])[0]
 
+    if rule == TYPICAL.name:
+        return typical(tree, target_probs, limits)
+    noise = RejectionNoise(row.seed, row.num_steps, len(row.token_ids))
     return (rejection if RULES[rule].takes_trees else block)(tree, target_probs, noise)
 
 

@@ -55,7 +55,7 @@ class Engine:
 
     Exactness: under "match" the tokens equal plain decoding with the same seed, whatever is drafted.
     Randomness: a pure function of (seed of the row, absolute position, token id) under "match"; keyed streams of
-    (seed, step, position, purpose) under "standard" and "block".
+    (seed, step, position, purpose) under "standard" and "block". None under "typical", which is lossy.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Engine:
         logits = output.logits
         clock.lap("verify_seconds")
         choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
-        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices)
+        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
         outputs = [
             emit(member, tree, verdict, logits[i], self.config)

@@ -128,8 +128,8 @@ class Speculation:
         return self
 
     def _engine_config(self, num_rows: int, **options: Any) -> EngineConfig:
-        acceptance = self.config.rejection_sample_method
-        return EngineConfig(max_num_seqs=num_rows, acceptance=acceptance, **options)
+        acceptance, limits = self.config.rejection_sample_method, self.config.typical_limits
+        return EngineConfig(max_num_seqs=num_rows, acceptance=acceptance, typical=limits, **options)
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +12,7 @@ from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.rows import CachedRows, feed, known_tokens, reach
+from foretoken.drafters.parts.rows import CachedRows, feed, known_tokens, neighbours, reach
 from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
 
     def _feed(self, texts: Mapping[int, Seq[int]]) -> None:
         """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
-        for slots in _neighbours(slot for slot, text in texts.items() if text):
+        for slots in neighbours(slot for slot, text in texts.items() if text):
             several = [texts[slot] for slot in slots]
             for start in range(0, max(map(len, several)), PREFILL_CHUNK):
                 chunks = [text[start : start + PREFILL_CHUNK] for text in several]
@@ -202,17 +202,6 @@ class DraftModelDrafter(Drafter):
             place.trunk += len(kept)
             place.offset_of = {}
             self.growth.end(row, result)
-
-
-def _neighbours(slots: Iterable[int]) -> list[list[int]]:
-    """Runs of consecutive slots: 1 2 4 makes [1, 2], [4]."""
-    runs: list[list[int]] = []
-    for slot in sorted(slots):
-        if runs and runs[-1][-1] == slot - 1:
-            runs[-1].append(slot)
-        else:
-            runs.append([slot])
-    return runs
 
 
 def build(options: DraftModelOptions, materials: Materials) -> DraftModelDrafter:

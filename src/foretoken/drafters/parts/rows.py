@@ -159,6 +159,17 @@ def reach(model: CausalLM, row: Sequence) -> int:
     return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
 
+def neighbours(slots: Iterable[int]) -> list[list[int]]:
+    """Runs of consecutive slots: 1 2 4 makes [1, 2], [4]."""
+    runs: list[list[int]] = []
+    for slot in sorted(slots):
+        if runs and runs[-1][-1] == slot - 1:
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
 def _shape(
     drafts: Seq[Frontier], places: Seq[Place], num_fed: int, width: int
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:

@@ -1,0 +1,192 @@
+"""Hydra and Hydra++: heads that see the tokens drafted before theirs, so that every path of a tree is of one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.method import Method
+from foretoken.drafters.heads.options import HeadOptions
+from foretoken.drafters.parts.head_loading import load_head
+from foretoken.drafters.parts.head_states import LastStates, PrefixStates, RowContexts, last_hidden
+from foretoken.drafters.parts.ranked import Pick, RankedGrowth
+from foretoken.engine.drafter import Budget, Drafter, Features, PromptChunk, Requirements, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.heads.names import is_hydra
+from foretoken.lazy import Lazy
+from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.heads.hydra as hydra
+    import foretoken.heads.hydra_layout as layout
+    from foretoken.config.contents import Contents
+    from foretoken.drafters.materials import Materials
+    from foretoken.heads.checkpoint import Checkpoint
+    from foretoken.heads.hydra import HydraHeads
+    from foretoken.heads.layers import LayerShape
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    hydra = Lazy("foretoken.heads.hydra")
+    layout = Lazy("foretoken.heads.hydra_layout")
+
+USUAL_ACCURACIES = [
+    [share * scale for share in (0.62, 0.12, 0.06, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008)]
+    for scale in (1.0, 0.95, 0.9, 0.85, 0.8)
+]
+"""How often the candidate of each rank is right where what stands before it is, by depth: assumed, since no such table
+was published."""
+
+
+PUBLISHED = {
+    (4096, 32, 32000): ("ankner/hydra-vicuna-7b-v1.3",),
+    (5120, 40, 32000): ("ankner/hydra-vicuna-13b-v1.3",),
+    (6656, 60, 32000): ("ankner/hydra-vicuna-33b-v1.3",),
+}
+"""(hidden size, layers, vocabulary) of targets -> hub ids of heads for one of this size; others do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraOptions(HeadOptions):
+    """Keys of drafting with Hydra's heads."""
+
+    method: ClassVar[str] = "hydra"
+
+
+class HydraDrafter(Drafter):
+    """A static tree from heads that are each given the path that they continue.
+
+    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix layer where the heads have one (Hydra++).
+    Deviations: as for Medusa, paths are followed from parent to child; under sampling the candidates are drawn with the
+    target's own noise; the prefix layer has a cache of its own.
+
+    Args:
+      heads: see `HydraHeads`; on the device of the target.
+      num_target_layers: of the target, for heads that read an earlier hidden state than the last one.
+      growth: arguments of `RankedGrowth`.
+
+    Exactness: lossless for any heads, but for acceptance="typical".
+    Randomness: keyed, see ``acceptance`` of `RankedGrowth`; none when greedy.
+    Cost: one call of a head per level, for the nodes of all rows together; with a prefix layer, that layer once over
+    all tokens, and its keys and values.
+    """
+
+    name = "hydra"
+
+    def __init__(self, heads: HydraHeads, num_target_layers: int = 0, **growth: Any) -> None:
+        growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
+        self.heads = heads
+        self.growth = RankedGrowth(**growth)
+        take = last_hidden
+        self.requires = Requirements(last_hidden=True)
+        if heads.shape.offset:
+            layer = num_target_layers - heads.shape.offset
+            self.requires = Requirements(layer_inputs=(layer,))
+            take = partial(_layer_input, layer)
+        device = heads.lm_heads[0].weight.device
+        self.contexts: RowContexts = (
+            LastStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, device)  # type: ignore[arg-type]
+        )
+        self._embed: Any = None
+        self._inputs: torch.Tensor | None = None  # (M, (depth + 1) H) of the last level, and whose they are
+        self._place: dict[tuple[int, int], int] = {}
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self.growth.takes_trees = target.supports_trees
+        self._embed = target.shadow.get_input_embeddings()
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self.contexts.recall(row, memory, num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self.contexts.read(rows, chunks)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.contexts.fork(row, copies)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget if row in self.contexts else Budget(0))
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+        growing = [draft for draft in drafts if draft.depth > 0]
+        if growing:
+            self._inputs = self.contexts.of([draft.row for draft in growing])
+            self._place = {(i, -1): i for i in range(len(growing))}
+            self.growth.fill(growing, self)
+            self._inputs = None
+        return [draft.tree(self.name) for draft in drafts]
+
+    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
+        """What head ``depth`` says after every node, given the path that leads there."""
+        assert self._inputs is not None
+        above = [self._place[pick.index, pick.draft.shape.parents[pick.node]] for pick in picks]
+        tokens = torch.tensor([pick.draft.tokens[pick.node] for pick in picks], device=self._inputs.device)
+        self._inputs = torch.cat([self._inputs[above], self._embed(tokens)], dim=-1)
+        self._place = {(pick.index, pick.node): i for i, pick in enumerate(picks)}
+        return self.heads.logits(depth, self._inputs), range(len(picks))
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.contexts.observe(rows, results)
+
+    def keep(self, row: Sequence) -> object:
+        return self.contexts.keep(row)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self.contexts.forget(rows)
+
+
+def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tensor:
+    return features.layer_input(layer, nodes)
+
+
+def _layer_of(target: CausalLM) -> LayerShape:
+    """Sizes of the target's decoder layers, which published prefix layers have."""
+    from foretoken.heads.layers import LayerShape
+
+    config = target.config
+    num_heads = config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
+    )
+
+
+def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
+    """Drafts with the heads that the config names; whether they have a prefix layer (Hydra++) is seen from them."""
+    target = materials.target
+    materials.check_trees(options.method)
+    size, layer = int(target.config.hidden_size), _layer_of(target)
+
+    def read(found: Checkpoint) -> tuple[HydraHeads, Seq[str]]:
+        return layout.read_hydra(found, size, target.vocab_size, layer)
+
+    known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
+    heads = load_head(options, materials, hydra.HydraHeads, read, known)
+    tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
+    return HydraDrafter(heads, target.num_layers, **options.growth(tree, target))
+
+
+def recognizes(contents: Contents) -> bool:
+    """Whether these are heads of Hydra or Hydra++."""
+    return is_hydra(contents.config, contents.names)
+
+
+METHOD = Method(
+    HydraOptions,
+    build,
+    summary="with heads that see the tokens drafted before theirs",
+    aliases=("hydra++", "hydra_plus_plus"),
+    recognizes=recognizes,
+)

@@ -1,0 +1,151 @@
+"""Medusa: heads that each guess one of the next tokens from the target's last hidden state; a tree of guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.method import Method
+from foretoken.drafters.heads.options import HeadOptions
+from foretoken.drafters.parts.head_loading import load_head
+from foretoken.drafters.parts.head_states import LastStates, last_hidden
+from foretoken.drafters.parts.ranked import Pick, RankedGrowth
+from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
+from foretoken.engine.sequence import Sequence
+from foretoken.heads.names import is_medusa
+from foretoken.lazy import Lazy
+from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.heads.medusa as medusa
+    import foretoken.heads.medusa_layout as layout
+    from foretoken.config.contents import Contents
+    from foretoken.drafters.materials import Materials
+    from foretoken.heads.checkpoint import Checkpoint
+    from foretoken.heads.medusa import MedusaHeads, OutputLayer
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    medusa = Lazy("foretoken.heads.medusa")
+    layout = Lazy("foretoken.heads.medusa_layout")
+
+USUAL_ACCURACIES = [
+    [0.56, 0.11, 0.05, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008],
+    [0.32, 0.09, 0.05, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008],
+    [0.20, 0.07, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.008, 0.007],
+    [0.15, 0.06, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008, 0.007],
+    [0.12, 0.05, 0.03, 0.02, 0.018, 0.015, 0.012, 0.01, 0.008, 0.007],
+]
+"""How often the candidate of each rank is right, by head. First ranks and the sum of the first five of head 0 are those
+of the published training log of Medusa v0.1 (Vicuna-7B); the others are assumed to fall off alike."""
+
+
+PUBLISHED = {
+    (4096, 32, 32000): ("FasterDecoding/medusa-vicuna-7b-v1.3",),
+    (5120, 40, 32000): ("FasterDecoding/medusa-vicuna-13b-v1.3",),
+    (6656, 60, 32000): ("FasterDecoding/medusa-vicuna-33b-v1.3",),
+}
+"""(hidden size, layers, vocabulary) of targets -> hub ids of heads for one of this size; others do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadOptions):
+    """Keys of drafting with Medusa's heads."""
+
+    method: ClassVar[str] = "medusa"
+
+
+class MedusaDrafter(Drafter):
+    """A static tree from heads that do not see one another: all nodes of a level have the same candidates.
+
+    Source: Medusa (Cai et al. 2024, arXiv:2401.10774). Deviations: heads run on the last accepted node alone, not on
+    all nodes of the tree; paths are followed from parent to child, without padding; under sampling the candidates are
+    drawn with the target's own noise, which keeps the target's law and tokens.
+
+    Args:
+      heads: see `MedusaHeads`; on the device of the target.
+      growth: arguments of `RankedGrowth`.
+
+    Exactness: lossless for any heads, but for acceptance="typical".
+    Randomness: keyed, see ``acceptance`` of `RankedGrowth`; none when greedy.
+    Cost: one pass over the heads that the tree is deep, for all rows together; no cache.
+    """
+
+    name = "medusa"
+    requires = Requirements(last_hidden=True)
+
+    def __init__(self, heads: MedusaHeads, **growth: Any) -> None:
+        growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
+        self.heads = heads
+        self.growth = RankedGrowth(vocabulary=heads.vocabulary, **growth)
+        self._states = LastStates(last_hidden)
+        self._output: OutputLayer | None = None
+        self._logits: torch.Tensor | None = None  # (B, D, V) of the rows that draft now
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self.growth.takes_trees = target.supports_trees
+        self._output = target.shadow.get_output_embeddings()
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self._states.recall(row, memory, num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self._states.read(rows, chunks)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self._states.fork(row, copies)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget if row in self._states else Budget(0))
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+        growing = [draft for draft in drafts if draft.depth > 0]
+        if growing:
+            hidden = self._states.of([draft.row for draft in growing])
+            self._logits = self.heads(hidden, max(draft.depth for draft in growing), self._output)
+            self.growth.fill(growing, self)
+            self._logits = None
+        return [draft.tree(self.name) for draft in drafts]
+
+    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
+        """What head ``depth`` says: one row of logits per draft, for all of its nodes."""
+        assert self._logits is not None
+        indices = sorted({pick.index for pick in picks})
+        place = {index: i for i, index in enumerate(indices)}
+        return self._logits[indices, depth], [place[pick.index] for pick in picks]
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self._states.observe(rows, results)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        self._states.forget(rows)
+
+
+def build(options: MedusaOptions, materials: Materials) -> MedusaDrafter:
+    """Drafts with the heads that the config names."""
+    target = materials.target
+    materials.check_trees(options.method)
+    size = int(target.config.hidden_size)
+
+    def read(found: Checkpoint) -> tuple[MedusaHeads, Seq[str]]:
+        return layout.read_medusa(found, size, target.vocab_size)
+
+    known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
+    heads = load_head(options, materials, medusa.MedusaHeads, read, known)
+    tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
+    return MedusaDrafter(heads, **options.growth(tree, target))
+
+
+def recognizes(contents: Contents) -> bool:
+    """Whether these are Medusa's heads, alone or inside of a model that was trained with them."""
+    return is_medusa(contents.config, contents.names)
+
+
+METHOD = Method(
+    MedusaOptions, build, summary="with heads that each guess one of the next tokens", recognizes=recognizes
+)

@@ -1,0 +1,248 @@
+"""Static trees as paths of ranks: published ones, cartesian products, and trees grown from measured accuracies."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from ast import literal_eval
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from foretoken.drafters.parts.published_trees import PUBLISHED_TREES
+from foretoken.drafters.parts.treeshape import TreeShape
+from foretoken.engine.budget import Budget
+from foretoken.errors import CheckpointError, ConfigError
+
+Ranks = tuple[int, ...]
+"""The ranks on the way from the pending token to a node, 0 for the likeliest successor; () is the pending token."""
+
+MAX_SIBLINGS = 10
+"""Of a node of a grown tree, as in the published ones."""
+
+MAX_NODES = 4096
+"""Of a tree; nobody can want more."""
+
+
+@dataclass(frozen=True)
+class RankTree:
+    """The shape of a draft: which successors of which nodes are tried, by rank.
+
+    Args:
+      paths: nodes below the root in the order of worth. Parents and better siblings stand before a node, so that the
+        first n paths are a tree for every n.
+      name: for messages.
+
+    Raises: ConfigError for paths that are not a tree, saying which and why.
+    """
+
+    paths: tuple[Ranks, ...]
+    name: str = "tree"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.paths) <= MAX_NODES:
+            raise ConfigError(f"{self.name} has {len(self.paths)} nodes below its root; want 1 to {MAX_NODES}")
+        seen: set[Ranks] = {()}
+        for path in self.paths:
+            if path in seen:
+                raise ConfigError(f"{self.name} names the node {list(path)} twice; name it once")
+            missing = self._missing_before(path, seen)
+            if missing is not None:
+                raise ConfigError(
+                    f"{self.name} has the node {list(path)} without {list(missing)}, {_why(path, missing)}; add it"
+                )
+            seen.add(path)
+
+    @staticmethod
+    def _missing_before(path: Ranks, seen: set[Ranks]) -> Ranks | None:
+        """The parent or the next better sibling, where it does not stand before a node."""
+        needed = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if path[-1] > 0 else [])
+        return next((node for node in needed if node not in seen), None)
+
+    # -- where trees come from -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, paths: Iterable[Seq[int]], name: str = "tree") -> RankTree:
+        """From paths in any order, which is kept where it puts parents and better siblings first.
+
+        Raises: ConfigError for what is not a list of paths, or not a tree.
+        """
+        given = [_ranks(path, name) for path in paths]
+        ordered = _in_order(given)
+        return cls(tuple(given if ordered is None else ordered), name)
+
+    @classmethod
+    def published(cls, name: str) -> RankTree:
+        """One of `PUBLISHED_TREES`."""
+        return cls(tuple(tuple(map(int, path)) for path in PUBLISHED_TREES[name].split()), name)
+
+    @classmethod
+    def cartesian(cls, widths: Seq[int], name: str = "") -> RankTree:
+        """Every combination of the best ``widths[d]`` tokens of every depth, as the first trees of Medusa were.
+
+        (3, 2) has 3 + 6 nodes. Those with the smallest ranks count as worth most.
+        """
+        name = name or "x".join(map(str, widths))
+        if not widths or any(width < 1 for width in widths) or math.prod(widths) > MAX_NODES:
+            raise ConfigError(f"{name} is not a cartesian tree; give widths of 1 or more, such as 4x2x1")
+        paths = [path for d in range(1, len(widths) + 1) for path in product(*map(range, widths[:d]))]
+        return cls(tuple(sorted(paths, key=lambda path: (sum(path) + len(path), len(path), path))), name)
+
+    @classmethod
+    def grown(
+        cls, accuracies: Seq[Seq[float]], num_nodes: int, max_siblings: int = MAX_SIBLINGS, name: str = "grown tree"
+    ) -> RankTree:
+        """The most valuable ``num_nodes - 1`` paths, where a path is worth the product of the accuracies along it.
+
+        Source: Medusa (Cai et al. 2024, arXiv:2401.10774), sparse trees; with a heap instead of repeated searches.
+        A sibling comes after the better one whatever it is worth, so trees stay left-packed. Of equal nodes the
+        shallower one comes first, then the one with the smaller ranks.
+
+        Args:
+          accuracies: ``[d][r]``: how often the candidate of rank r is right at depth d + 1, given that what stands
+            before it is.
+          num_nodes: root included; fewer where the accuracies have no more.
+          max_siblings: of a node.
+
+        Raises: ConfigError for accuracies that are none.
+        """
+        if num_nodes < 2 or not accuracies or any(not shares for shares in accuracies):
+            raise ConfigError(
+                f"a tree of {num_nodes} nodes over {len(accuracies)} depths cannot be grown; want 2 or more"
+            )
+        if any(not 0.0 <= share <= 1.0 for shares in accuracies for share in shares):
+            raise ConfigError("accuracies of candidates lie between 0 and 1; measure them again")
+        found: list[Ranks] = []
+        heap: list[tuple[float, int, Ranks]] = [(-accuracies[0][0], 1, (0,))]
+        while heap and len(found) < num_nodes - 1:
+            _, depth, path = heappop(heap)
+            found.append(path)
+            if path[-1] + 1 < min(len(accuracies[depth - 1]), max_siblings):
+                sibling = (*path[:-1], path[-1] + 1)
+                heappush(heap, (-path_value(accuracies, sibling), depth, sibling))
+            if depth < len(accuracies):
+                heappush(heap, (-path_value(accuracies, (*path, 0)), depth + 1, (*path, 0)))
+        return cls(tuple(found), name)
+
+    @classmethod
+    def parse(cls, value: Any) -> RankTree:
+        """Read what a user gave: a published name, widths as in "4x2x1", paths, their text, or a file of `save`.
+
+        Raises: ConfigError; CheckpointError for a file that cannot be read.
+        """
+        if isinstance(value, RankTree):
+            return value
+        if not isinstance(value, (str, os.PathLike)):
+            return cls.of(_listed(value))
+        text = os.fspath(value).strip()
+        if text in PUBLISHED_TREES:
+            return cls.published(text)
+        if text.replace("x", "").isdigit() and text[0] != "x" and text[-1] != "x":
+            return cls.cartesian([int(part) for part in text.split("x") if part])
+        if not text.startswith(("[", "(")):
+            return cls.load(text.removeprefix("@"))
+        try:
+            paths = literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(f"the tree {text[:60]!r} is not a list of paths such as [[0], [0, 0], [1]]") from error
+        return cls.of(_listed(paths))
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> RankTree:
+        """A tree that `save` or ``foretoken tune tree`` has written.
+
+        Raises: CheckpointError, ConfigError.
+        """
+        path = Path(file).expanduser()
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            known = ", ".join(PUBLISHED_TREES)
+            raise CheckpointError(
+                f"there is no tree {os.fspath(file)!r} ({error.strerror}); give a file of foretoken tune tree, widths "
+                f"such as 4x2x1, a list of paths, or one of {known}"
+            ) from None
+        except ValueError:
+            raise CheckpointError(f"{path} is not JSON; write it again with foretoken tune tree") from None
+        paths = content.get("paths") if isinstance(content, dict) else content
+        return cls.of(_listed(paths), path.name)
+
+    def save(self, file: str | os.PathLike[str], **details: Any) -> None:
+        """Write the tree, with what is to be known about it."""
+        content = {"paths": [list(path) for path in self.paths], **details}
+        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    # -- what it is like -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def is_chain(self) -> bool:
+        return all(rank == 0 for path in self.paths for rank in path)
+
+    def value(self, accuracies: Seq[Seq[float]]) -> float:
+        """Tokens per step to be expected, the bonus included, where depths are right or wrong independently."""
+        return 1.0 + sum(path_value(accuracies, path) for path in self.paths if len(path) <= len(accuracies))
+
+    def first(self, num_nodes: int) -> RankTree:
+        """The most valuable nodes, root included."""
+        return RankTree(self.paths[: num_nodes - 1], self.name)
+
+    def within(self, budget: Budget) -> TreeShape:
+        """What of it a budget allows, level by level: the most valuable nodes of those that are not too deep."""
+        depth = budget.depth
+        paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
+        return shape_of(paths[: budget.max_nodes() - 1])
+
+
+def shape_of(paths: Iterable[Ranks]) -> TreeShape:
+    """The nodes of paths, breadth-first; siblings stand next to each other, the best one first."""
+    ordered = sorted(paths, key=lambda path: (len(path), path))
+    index = {path: node for node, path in enumerate([(), *ordered])}
+    return TreeShape((-1, *(index[path[:-1]] for path in ordered)), (0, *(path[-1] for path in ordered)))
+
+
+def path_value(accuracies: Seq[Seq[float]], path: Ranks) -> float:
+    """The product of the accuracies along a path; 0 for ranks that were not measured."""
+    shares = [accuracies[depth][rank] if rank < len(accuracies[depth]) else 0.0 for depth, rank in enumerate(path)]
+    return math.prod(shares)
+
+
+def _why(path: Ranks, missing: Ranks) -> str:
+    return "its parent" if len(missing) < len(path) else "the better sibling, which would be tried first"
+
+
+def _in_order(paths: list[Ranks]) -> list[Ranks] | None:
+    """The paths sorted by depth and rank, unless they stand parents and better siblings first already."""
+    seen: set[Ranks] = {()}
+    for path in paths:
+        if RankTree._missing_before(path, seen) is not None:
+            return sorted(paths, key=lambda path: (len(path), path))
+        seen.add(path)
+    return None
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ConfigError(f"a tree is a list of paths such as [[0], [0, 0], [1]]; got {value!r}")
+    return list(value)
+
+
+def _ranks(path: Any, name: str) -> Ranks:
+    ranks = tuple(_listed(path))
+    if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
+        raise ConfigError(f"{name} has the path {list(ranks)}; a path holds one or more ranks, 0 or more each")
+    return ranks

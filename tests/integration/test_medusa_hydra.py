@@ -1,0 +1,388 @@
+"""Medusa, Hydra and Hydra++ with heads that were fitted to a toy target: drafts are accepted at every depth, no token
+changes, every forward is accounted for, and what drafters keep of rows is what a fresh pass over their texts gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.hydra import HydraDrafter
+from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.head_states import LastStates, PrefixStates, RowContexts
+from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.engine.drafter import Budget, Drafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.heads.hydra import HydraHeads, PrefixLayer
+from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.cache.ragged import KVCache
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
+from toy_heads import NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
+
+KINDS = ("medusa", "medusa-shared", "hydra", "hydra++")
+TREES = {
+    "published": RankTree.published("mc_sim_7b_63"),
+    "cartesian": RankTree.cartesian((3, 2, 1, 1)),
+    "chain": RankTree.of([[0] * depth for depth in range(1, NUM_HEADS + 1)]),
+    "wide": RankTree.cartesian((9,)),
+    "grown": RankTree.grown([[0.7, 0.1, 0.05]] * NUM_HEADS, 16),
+}
+PARAMS = replace(GREEDY, max_tokens=20)
+
+
+def heads_of(kind: str) -> Any:
+    if kind.startswith("medusa"):
+        return medusa_heads(kind == "medusa")
+    return hydra_heads(kind == "hydra++")
+
+
+def make(kind: str, tree: RankTree = TREES["grown"], max_depth: int = NUM_HEADS, **options: Any) -> Drafter:
+    made = MedusaDrafter if kind.startswith("medusa") else HydraDrafter
+    return made(heads_of(kind), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=max_depth, **options)
+
+
+def run(drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None) -> list[Sequence]:
+    """All prompts at once; two rows fit, so that they come and go."""
+    engine = Engine(target(), drafter, EngineConfig(max_num_seqs=3, prefill_chunk_size=4))
+    rows = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
+    while engine.has_unfinished:
+        engine.step()
+        if after is not None:
+            after(engine)
+    return rows
+
+
+# -- what is accepted ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [PARAMS, replace(SAMPLED, max_tokens=20)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_accepted_at_every_depth(kind: str, params: SamplingParams) -> None:
+    plain = [row.output_ids for row in run(EmptyDrafter(), params)]
+    rows = run(make(kind), params)
+    assert [row.output_ids for row in rows] == plain
+    accepted = sum((row.stats.acceptance_histogram for row in rows), Counter())
+    assert sum(count for length, count in accepted.items() if length >= NUM_HEADS - 1) >= 5
+    assert max(accepted) == NUM_HEADS
+    assert sum(row.stats.num_emitted_tokens for row in rows) / sum(row.stats.num_steps for row in rows) > 2.5
+
+
+def ranks_along(kind: str, text: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """For every token t, the ranks that the heads give to the tokens t + 2, t + 3, ... of a greedy text."""
+    states, ids = states_along(target(), text), torch.tensor(text)
+    heads = heads_of(kind)
+    table = target().shadow.get_input_embeddings().weight
+    found: list[list[int]] = [[] for _ in text]
+    contexts = heads.contexts(states) if isinstance(heads, HydraHeads) else states
+    output = target().shadow.get_output_embeddings()
+    for head in range(NUM_HEADS):
+        answers = ids[2 + head :]
+        if isinstance(heads, HydraHeads):
+            logits = heads.along(head, contexts, table[ids])[: len(answers)]
+        else:
+            logits = heads(states, head + 1, output)[: len(answers), head]
+        own = logits.gather(1, answers[:, None])
+        for t, rank in enumerate((logits > own).sum(1).tolist()):
+            found[t].append(rank)
+    return [tuple(ranks) for ranks in found]
+
+
+def steps_expected(ranks: list[tuple[int, ...]], tree: RankTree, num_prompt: int, total: int) -> int:
+    """Walks a text with the ranks of its tokens: as far as its path lies in the tree, and one token more."""
+    paths, length, steps = set(tree.paths), num_prompt, 0
+    while length < total:
+        accepted = 0
+        known = ranks[length - 2] if length > 1 else ()
+        while accepted < min(len(known), total - length - 1) and known[: accepted + 1] in paths:
+            accepted += 1
+        length, steps = length + accepted + 1, steps + 1
+    return steps
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tree_makes_the_forwards_that_its_ranks_explain(kind: str, tree: str) -> None:
+    """Counted without the engine: from the ranks that heads give along the finished texts."""
+    plain = [row.output_ids for row in run(EmptyDrafter())]
+    rows = run(make(kind, TREES[tree]))
+    assert [row.output_ids for row in rows] == plain
+    for row in rows:
+        ranks = ranks_along(kind, tuple(row.token_ids))
+        expected = steps_expected(ranks, TREES[tree], row.num_prompt_tokens, len(row.token_ids))
+        assert row.stats.num_steps == expected
+    if tree != "wide":
+        assert sum(row.stats.num_steps for row in rows) < 0.6 * sum(map(len, plain))
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
+    drafter = make(kind, TREES["published"])
+    engine = Engine(target(), drafter, EngineConfig())
+    for prompt in PROMPTS:
+        engine.add_request(prompt, replace(SAMPLED, max_tokens=40))
+    while engine.num_running < len(PROMPTS) or len(engine.decoding_rows) < len(PROMPTS):
+        engine.step()
+    engine.step()
+    rows = engine.decoding_rows
+    whole = TREES["published"]
+    for budgets in (
+        [Budget(4)] * 5,
+        [Budget(0), Budget(1), Budget(2), Budget(3), Budget(9)],
+        [Budget(4, 1), Budget(4, 2), Budget(4, 9), Budget(2, 64), Budget(3, 30, chains_only=True)],
+        [Budget(4, 5, chains_only=True)] * 5,
+    ):
+        with torch.inference_mode():
+            trees = drafter.propose(rows, budgets)
+        for row, budget, tree in zip(rows, budgets, trees, strict=True):
+            assert tree.tokens[0] == row.pending
+            assert len(tree) == len(whole.within(budget).parents)
+            assert len(tree) <= budget.nodes
+            assert tree.depth <= budget
+            assert tree.is_chain or not budget.chains_only
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_strict_mode_verifies_the_best_path(kind: str) -> None:
+    """float64 keeps no buckets; every step runs at the one shape there is, and trees become chains."""
+    config = EngineConfig(max_num_seqs=2, exactness="strict", strict_width=4)
+    requests = [(prompt, PARAMS) for prompt in PROMPTS]
+    plain = decode(target(), EmptyDrafter(), requests, config=config)
+    trace = decode(target(), make(kind), requests, config=config)
+    assert trace.outputs == plain.outputs
+    assert trace.num_steps < 0.7 * plain.num_steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
+    drafter = make(kind, TREES["cartesian"], acceptance="standard")
+    seen = 0
+    original = drafter.propose
+
+    def propose(rows: Any, budgets: Any) -> Any:
+        nonlocal seen
+        trees = original(rows, budgets)
+        for tree in trees:
+            for node, children in enumerate(tree.children):
+                if children:
+                    assert tree.probs is not None
+                    law = tree.probs[node]
+                    assert float(law.sum()) == pytest.approx(1, abs=1e-5)
+                    assert all(float(law[tree.tokens[child]]) > 0 for child in children)
+                    seen += 1
+        return trees
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    engine = Engine(target(), drafter, EngineConfig(acceptance="standard"))
+    for prompt in PROMPTS:
+        engine.add_request(prompt, replace(SAMPLED, n=2))
+    for _ in engine.run():
+        pass
+    assert seen > 20
+
+
+# -- what is kept of rows --------------------------------------------------------------------------------------------
+
+
+def check_contexts(engine: Engine) -> None:
+    """Every decoding row has the context vector, and the keys and values, that a fresh pass over its text gives."""
+    drafter = engine.drafter
+    contexts = drafter._states if isinstance(drafter, MedusaDrafter) else drafter.contexts  # type: ignore[attr-defined]
+    for row in engine.decoding_rows:
+        text = tuple(row.token_ids[:-1])
+        if not text:
+            assert row not in contexts
+            continue
+        states = states_along(target(), text)
+        want = states
+        if isinstance(contexts, PrefixStates):
+            with torch.inference_mode():
+                want = hydra_heads(True).contexts(states)
+            fresh = PrefixStates(contexts.layer, lambda *_: states, torch.device("cpu"))
+            with torch.inference_mode():
+                fresh._take_in([row], [states], [0])
+            place = contexts.rows[row.id]
+            assert contexts.cache.lengths[place.slot] == len(text)
+            for got, expected in zip(
+                contexts.cache.export(place.slot, len(text)), fresh.cache.export(0, len(text)), strict=True
+            ):
+                assert got is not None
+                assert expected is not None
+                for one, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+        torch.testing.assert_close(contexts.of([row])[0], want[-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
+    """After every step, for samples of one prompt too, while rows come and go and prompts are read in chunks."""
+    run(make(kind), replace(SAMPLED, n=2), after=check_contexts)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_prefixes_of_earlier_rows_are_used(kind: str) -> None:
+    """A second turn that begins with the first reads what is new, and one token more."""
+    store, drafter = PrefixStore(4), make(kind)
+
+    def turn(prompt: list[int]) -> Sequence:
+        engine = Engine(target(), drafter, EngineConfig(), prefixes=store)
+        (row,) = engine.add_request(prompt, PARAMS)
+        while engine.has_unfinished:
+            engine.step()
+            check_contexts(engine)
+        return row
+
+    first = turn(list(PROMPTS[0]))
+    prompt = [*first.token_ids, 3, 1, 4, 1]
+    second = turn(prompt)
+    engine = Engine(target(), EmptyDrafter(), EngineConfig())
+    (plain,) = engine.add_request(prompt, PARAMS)
+    for _ in engine.run():
+        pass
+    assert second.output_ids == plain.output_ids
+    known = len(first.token_ids) - 1
+    lag = 0 if kind == "medusa" else 2 * NUM_HEADS  # a row that ends is not shown its last step
+    assert known - lag <= second.num_cached_tokens <= known
+    again = turn(list(first.token_ids[: first.num_prompt_tokens]))  # the whole prompt is known: its end is read again
+    assert again.num_cached_tokens == first.num_prompt_tokens - 2
+    assert again.output_ids == first.output_ids
+
+
+def test_an_earlier_state_of_the_target_is_read_where_heads_want_it() -> None:
+    """``hidden_state_offset`` 1: the input of the last layer."""
+    heads = HydraHeads(replace(hydra_heads(False).shape, offset=1)).double().requires_grad_(False)
+    drafter = HydraDrafter(
+        heads, target().num_layers, tree=TREES["grown"], target_vocab_size=VOCAB_SIZE, max_depth=NUM_HEADS
+    )
+    assert drafter.requires.layer_inputs == (1,)
+    assert not drafter.requires.last_hidden
+    assert [row.output_ids for row in run(drafter)] == [row.output_ids for row in run(EmptyDrafter())]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def shifts_features_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Heads get the state of the token before."""
+    right = LastStates._take_in
+
+    def wrong(self: LastStates, rows: Any, states: Any, starts: Any) -> None:
+        right(self, rows, [state[: max(1, len(state) - 1)] for state in states], starts)
+
+    patch.setattr(LastStates, "_take_in", wrong)
+
+
+def keeps_stale_features(patch: pytest.MonkeyPatch) -> None:
+    """What steps commit is never taken in."""
+    patch.setattr(RowContexts, "observe", lambda *_: None)
+
+
+def takes_features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    right = LastStates._take_in
+    patch.setattr(
+        LastStates, "_take_in", lambda self, rows, states, starts: right(self, rows, [*states[1:], *states[:1]], starts)
+    )
+
+
+def shifts_positions(patch: pytest.MonkeyPatch) -> None:
+    """The prefix layer counts from one."""
+    right = PrefixLayer.placed
+
+    def wrong(self: PrefixLayer, positions: Any, *rest: Any) -> Any:
+        return right(self, positions + positions.ne(0), *rest)
+
+    patch.setattr(PrefixLayer, "placed", wrong)
+
+
+def counts_positions_from_each_chunk(patch: pytest.MonkeyPatch) -> None:
+    right = PrefixLayer.placed
+    patch.setattr(
+        PrefixLayer, "placed", lambda self, positions, *rest: right(self, positions - positions[:, :1], *rest)
+    )
+
+
+def hides_the_node_itself(patch: pytest.MonkeyPatch) -> None:
+    right = PrefixLayer.placed
+
+    def wrong(self: PrefixLayer, positions: Any, dtype: Any, mask: Any, cache: Any = None) -> Any:
+        own = torch.arange(mask.shape[-1]) == positions[:, None, :, None]
+        return right(self, positions, dtype, mask & (~own | (positions[:, None, :, None] == 0)), cache)
+
+    patch.setattr(PrefixLayer, "placed", wrong)
+
+
+def shows_what_comes_later(patch: pytest.MonkeyPatch) -> None:
+    right = PrefixLayer.placed
+    patch.setattr(
+        PrefixLayer,
+        "placed",
+        lambda self, positions, dtype, mask, cache=None: right(self, positions, dtype, mask.any(2, True).expand_as(mask), cache),
+    )
+
+
+def keeps_drafted_columns(patch: pytest.MonkeyPatch) -> None:
+    """The prefix layer's cache takes in one column less than were committed."""
+    commit = KVCache.commit
+
+    def wrong(self: KVCache, paths: Any, first_row: int = 0) -> None:
+        is_prefix = len(self.layers) == 1
+        commit(self, [path[:-1] if is_prefix and len(path) > 1 else path for path in paths], first_row)
+
+    patch.setattr(KVCache, "commit", wrong)
+
+
+FAULTS = [
+    ("medusa", shifts_features_by_one),
+    ("medusa", keeps_stale_features),
+    ("medusa", takes_features_of_the_next_row),
+    ("hydra", shifts_features_by_one),
+    ("hydra", keeps_stale_features),
+    ("hydra++", keeps_stale_features),
+    ("hydra++", shifts_positions),
+    ("hydra++", counts_positions_from_each_chunk),
+    ("hydra++", hides_the_node_itself),
+    ("hydra++", shows_what_comes_later),
+    ("hydra++", keeps_drafted_columns),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+def test_faults_of_features_and_positions_are_found(
+    kind: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the comparison with a fresh pass; tokens never change, so that nothing else would show it."""
+    heads_of(kind)
+    reference = {}
+
+    def contexts_of(engine: Engine) -> None:
+        """What a fresh pass gives was computed with the right code."""
+        drafter = engine.drafter
+        contexts = drafter._states if isinstance(drafter, MedusaDrafter) else drafter.contexts  # type: ignore[attr-defined]
+        for row in engine.decoding_rows:
+            text = tuple(row.token_ids[:-1])
+            if row in contexts:
+                reference.setdefault(text, []).append(contexts.of([row])[0])
+
+    run(make(kind), replace(PARAMS, max_tokens=10), after=contexts_of)
+    right = {text: states[0] for text, states in reference.items()}
+    reference.clear()
+    plain = [row.output_ids for row in run(EmptyDrafter(), replace(PARAMS, max_tokens=10))]
+    fault(monkeypatch)
+    try:
+        rows = run(make(kind), replace(PARAMS, max_tokens=10), after=contexts_of)
+    except Exception as error:  # a cache that is not as long as its text says so itself
+        assert "roll back" in str(error)
+        return
+    assert [row.output_ids for row in rows] == plain
+    common = [text for text in reference if text in right]
+    assert any(float((reference[text][0] - right[text]).abs().max()) > 1e-6 for text in common)
