@@ -28,10 +28,10 @@ def target() -> CausalLM:
 
 @cache
 def texts() -> tuple[tuple[int, ...], ...]:
-    """Prompts with what plain decoding makes of them, greedy and sampled, with the samples of each."""
+    """Prompts with what plain decoding makes of them, greedy and sampled."""
     found = []
     for params in (GREEDY, SAMPLED):
-        requests = [(prompt, replace(params, n=3, max_tokens=20)) for prompt in PROMPTS]
+        requests = [(prompt, replace(params, max_tokens=20)) for prompt in PROMPTS]
         outputs = decode(target(), EmptyDrafter(), requests).outputs
         found += [(*PROMPTS[int(key.split(".")[0])], *output) for key, output in outputs.items()]
     return tuple(dict.fromkeys(found))
@@ -75,7 +75,7 @@ def medusa_heads(has_outputs: bool = True, num_steps: int = 120) -> MedusaHeads:
 
 
 @cache
-def hydra_heads(has_prefix: bool, num_steps: int = 80) -> HydraHeads:
+def hydra_heads(has_prefix: bool, num_steps: int = 60) -> HydraHeads:
     """Without and with a prefix layer, as Hydra++ has it."""
     torch.manual_seed(1)
     shape = HydraShape(HIDDEN, VOCAB_SIZE, NUM_HEADS, 3, prefix=LAYER if has_prefix else None)

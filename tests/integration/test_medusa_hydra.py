@@ -45,8 +45,10 @@ def heads_of(kind: str) -> Any:
 
 
 def make(kind: str, tree: RankTree = TREES["grown"], max_depth: int = NUM_HEADS, **options: Any) -> Drafter:
-    made = MedusaDrafter if kind.startswith("medusa") else HydraDrafter
-    return made(heads_of(kind), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=max_depth, **options)
+    growth: dict[str, Any] = {"tree": tree, "target_vocab_size": VOCAB_SIZE, "max_depth": max_depth, **options}
+    if kind.startswith("medusa"):
+        return MedusaDrafter(heads_of(kind), **growth)
+    return HydraDrafter(heads_of(kind), target().num_layers, **growth)
 
 
 def run(drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None) -> list[Sequence]:
@@ -130,7 +132,7 @@ def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
     drafter = make(kind, TREES["published"])
     engine = Engine(target(), drafter, EngineConfig())
     for prompt in PROMPTS:
-        engine.add_request(prompt, replace(SAMPLED, max_tokens=40))
+        engine.add_request(prompt, SamplingParams(temperature=0.9, max_tokens=40, seed=5))
     while engine.num_running < len(PROMPTS) or len(engine.decoding_rows) < len(PROMPTS):
         engine.step()
     engine.step()

@@ -116,6 +116,7 @@ def test_metrics_are_vllms_and_add_up(llm: LLM) -> None:
         "num_spec_tokens",
         "num_steps",
         "tokens_per_step",
+        "lossless",
     ]
     histogram = metrics["acceptance_histogram"]
     assert all(isinstance(key, str) and count > 0 for key, count in histogram.items())

@@ -268,9 +268,6 @@ class TestSpeculativeConfig:
     @pytest.mark.parametrize(
         "name",
         [
-            "medusa",
-            "hydra",
-            "hydra++",
             "eagle",
             "sparse_kv",
             "auto",

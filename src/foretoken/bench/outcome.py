@@ -36,6 +36,7 @@ class MethodRow:
         key-value cache of the target included; None where the system does not say.
       equality: with plain decoding, in the mode in which it is promised.
       timed_equality: the same in the runs that were timed.
+      lossless: the acceptance rule keeps the law of the target.
     """
 
     method: str
@@ -50,6 +51,7 @@ class MethodRow:
     memory_bytes: int | None
     equality: Equality | None
     timed_equality: Equality | None
+    lossless: bool = True
 
     @property
     def is_timed(self) -> bool:
@@ -117,4 +119,5 @@ def row_of(
         memory_bytes=memory_bytes,
         equality=judged,
         timed_equality=timed,
+        lossless=candidate.config.rule.is_lossless,
     )

@@ -195,6 +195,8 @@ def _ending(turn: Turn, conversation: Conversation) -> str:
 
 def _why_different(conversation: Conversation) -> str:
     config = conversation.llm.speculative_config
+    if not config.rule.is_lossless:
+        return f"{config.rejection_sample_method!r} changes the law of what is sampled, 'match' keeps law and tokens"
     if not config.rule.keeps_tokens:
         return f"{config.rejection_sample_method!r} keeps the law and not the tokens, 'match' keeps both"
     return "in half precision near-ties may fall differently: try --dtype float32"

@@ -236,6 +236,7 @@ class Report:
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.acceptance_rate,
             "tokens_per_step": self.tokens_per_step,
+            "lossless": all(lane.output is None or lane.output.lossless for lane in self.drafting),
             "speedup": None,
             "questions": [self._question(answer) for answer in self.answers],
         }

@@ -64,10 +64,12 @@ class Totals:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     decode_seconds: float = 0.0
+    is_lossless: bool = True
 
     def add(self, turn: Turn) -> None:
         counts, metrics = turn.output.metrics.speculative_decoding, turn.output.metrics
         self.num_turns += 1
+        self.is_lossless &= turn.output.lossless
         self.num_prompt_tokens += len(turn.output.prompt_token_ids)
         self.num_cached_tokens += turn.output.num_cached_tokens
         self.num_tokens += len(turn.token_ids)
@@ -84,6 +86,7 @@ class Totals:
             "num_steps": self.num_steps,
             "tokens_per_step": _ratio(self.num_tokens, self.num_steps),
             "draft_acceptance_rate": _ratio(self.num_accepted, self.num_draft_tokens),
+            "lossless": self.is_lossless,
             "tokens_per_second": _ratio(self.num_tokens, self.decode_seconds),
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,

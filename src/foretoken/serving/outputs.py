@@ -182,8 +182,8 @@ def _shortened(value: object) -> str:
     return f"{value[: _SHOWN_CHARACTERS - 3]!r}..."
 
 
-def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str, Any]:
-    """vLLM's ``metrics.speculative_decoding``, with tau and the number of steps beside it.
+def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless: bool = True) -> dict[str, Any]:
+    """vLLM's ``metrics.speculative_decoding``, with tau, the number of steps and ``lossless`` beside it.
 
     ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
@@ -202,6 +202,7 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int) -> dict[str,
         "num_spec_tokens": num_spec_tokens,
         "num_steps": stats.num_steps,
         "tokens_per_step": stats.tokens_per_step,
+        "lossless": is_lossless,
         **drafters,
     }
 

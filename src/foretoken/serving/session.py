@@ -206,11 +206,11 @@ class Session:
             stats.add(sample.row.stats)
         starts = [sample.started for sample in request.samples if sample.started is not None]
         if not starts:
-            return RequestMetrics(speculative_metrics(stats, self._num_spec_tokens))
+            return RequestMetrics(speculative_metrics(stats, self._num_spec_tokens, self._is_lossless))
         decode_seconds = max(sample.ended for sample in request.samples) - min(starts)
         num_tokens = sum(len(sample.token_ids) for sample in request.samples)
         return RequestMetrics(
-            speculative_metrics(stats, self._num_spec_tokens),
+            speculative_metrics(stats, self._num_spec_tokens, self._is_lossless),
             prefill_seconds=min(starts) - request.arrived,
             decode_seconds=decode_seconds,
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,

@@ -78,7 +78,7 @@ class HydraDrafter(Drafter):
 
     name = "hydra"
 
-    def __init__(self, heads: HydraHeads, num_target_layers: int = 0, **growth: Any) -> None:
+    def __init__(self, heads: HydraHeads, num_target_layers: int, **growth: Any) -> None:
         growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
         self.heads = heads
         self.growth = RankedGrowth(**growth)
