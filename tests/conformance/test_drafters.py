@@ -7,9 +7,13 @@ from collections.abc import Callable
 from functools import cache
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 
+import toy_heads
+from foretoken.drafters.heads.hydra import HydraDrafter
+from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Heuristic
@@ -20,6 +24,8 @@ from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.documents import from_tokens
@@ -83,6 +89,19 @@ def datastore() -> Datastore:
     return Datastore.open(folder)
 
 
+def heads_drafter(kind: str, **options: str) -> MakeDrafter:
+    """Heads that were fitted to the toy target, in a tree of 12 nodes, four levels deep."""
+    tree = RankTree.grown([[0.6, 0.1, 0.05]] * 4, 12)
+
+    def make(depth: int) -> Drafter:
+        growth: dict[str, Any] = {"tree": tree, "target_vocab_size": VOCAB_SIZE, "max_depth": depth, **options}
+        if kind.startswith("medusa"):
+            return MedusaDrafter(toy_heads.medusa_heads(kind == "medusa"), **growth)
+        return HydraDrafter(toy_heads.hydra_heads(kind == "hydra++"), 2, **growth)
+
+    return make
+
+
 DRAFTERS: dict[str, MakeDrafter] = {
     "none": lambda _: EmptyDrafter(),
     "draft-model": model_drafter(0.1),
@@ -116,6 +135,11 @@ DRAFTERS: dict[str, MakeDrafter] = {
         VOCAB_SIZE, depth, num_candidates=3, initial_state="vocabulary"
     ),
     "token-recycling-empty": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, initial_state="empty"),
+    "medusa": heads_drafter("medusa"),
+    "medusa-shared": heads_drafter("medusa-shared"),
+    "hydra": heads_drafter("hydra"),
+    "hydra++": heads_drafter("hydra++"),
+    "hydra++-greedy": heads_drafter("hydra++", sample_method="greedy"),
     "perfect": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
     "perfect-tree": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE, num_branches=3),
     "always-wrong": lambda depth: WrongDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
@@ -133,6 +157,9 @@ SLOW = frozenset(
         "ngram-tree",
         "nasd-without-filler",
         "suffix-shared",
+        "medusa-shared",
+        "hydra",
+        "hydra++-greedy",
         "always-wrong-tree",
         "jacobi-from-prompt",
         "lookahead-without-pool",

@@ -51,7 +51,9 @@ def make(kind: str, tree: RankTree = TREES["grown"], max_depth: int = NUM_HEADS,
     return HydraDrafter(heads_of(kind), target().num_layers, **growth)
 
 
-def run(drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None) -> list[Sequence]:
+def run(
+    drafter: Drafter, params: SamplingParams = PARAMS, after: Callable[[Engine], None] | None = None
+) -> list[Sequence]:
     """All prompts at once; two rows fit, so that they come and go."""
     engine = Engine(target(), drafter, EngineConfig(max_num_seqs=3, prefill_chunk_size=4))
     rows = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
@@ -328,7 +330,9 @@ def shows_what_comes_later(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         PrefixLayer,
         "placed",
-        lambda self, positions, dtype, mask, cache=None: right(self, positions, dtype, mask.any(2, True).expand_as(mask), cache),
+        lambda self, positions, dtype, mask, cache=None: right(
+            self, positions, dtype, mask.any(2, True).expand_as(mask), cache
+        ),
     )
 
 

@@ -20,11 +20,14 @@ from foretoken.accept import noise as rule_noise
 from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.law import noise
 from foretoken.model.lm import CausalLM
 from foretoken.testing import perturbed, toy_model
@@ -64,6 +67,11 @@ def exact_law() -> dict[tuple[int, ...], float]:
 def make_drafter(kind: str, acceptance: str) -> Drafter:
     if kind == "none":
         return EmptyDrafter()
+    if kind == "medusa":
+        torch.manual_seed(7)
+        heads = MedusaHeads(MedusaShape(32, VOCAB_SIZE, 2)).double().requires_grad_(False)
+        tree = RankTree.cartesian((2, 2))
+        return MedusaDrafter(heads, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
     if kind == "ngram":
         return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
     return DraftModelDrafter(
@@ -105,6 +113,8 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
         ("tree", "match"),
         ("chain", "standard"),
         ("tree", "standard"),
+        ("medusa", "match"),
+        ("medusa", "standard"),
         ("ngram", "standard"),
         ("chain", "block"),
         ("tree", "block"),
@@ -113,6 +123,11 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
 )
 def test_outputs_have_the_law_of_the_target(kind: str, acceptance: str) -> None:
     assert p_value(kind, acceptance) > 1e-3
+
+
+def test_typical_acceptance_has_another_law() -> None:
+    """The same trees that pass under the other rules: here every sample is the same text, and nothing was drawn."""
+    assert p_value("medusa", "typical") < 1e-9
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

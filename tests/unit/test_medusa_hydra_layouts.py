@@ -50,7 +50,7 @@ def medusa_tensors(has_outputs: bool = True, num_layers: int = 1, prefix: str = 
 
 
 def hydra_tensors(has_prefix: bool, num_layers: int = 4) -> Tensors:
-    """As the authors write them: later layers are copies, dropouts have numbers in prefix-mlp, embeddings are stored."""
+    """As the authors write them: later layers are copies, dropouts count in prefix-mlp, embeddings are stored."""
     first, step, output = (1, 2, ".1") if has_prefix else (0, 1, "")
     tensors: Tensors = {"input_embed_fn.weight": random(V, H)}
     for head in range(K):
