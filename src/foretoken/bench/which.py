@@ -106,7 +106,7 @@ class Which:
         self.settings = settings
         self._say = say or (lambda what, done, total: None)
         loaded = load_model(model, dtype=dtype)
-        loaded = _scaled(loaded, scale)
+        loaded = inflated(loaded, scale)
         self.label = describe(loaded.model)
         self._eos = tuple(eos_token_ids(loaded.model))
         self.target = CausalLM(loaded.model, execution=settings.execution, release_originals=True)
@@ -276,8 +276,8 @@ class Which:
         )
 
 
-def _scaled(loaded: Loaded, scale: str) -> Loaded:
-    """The model, inflated in width where that is asked for."""
+def inflated(loaded: Loaded, scale: str) -> Loaded:
+    """The model, inflated in width where that is asked for; see `foretoken.bench.models.sizes`."""
     wanted = sizes(scale)
     if wanted is None:
         return loaded

@@ -19,6 +19,9 @@ from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, 
 def run(options: BenchOptions) -> None:
     """Measure drafted decoding against plain decoding, transformers' generate, assisted generation and prompt lookup.
 
+    With --peers: a race beside other engines on the same weights and token ids, each in a process and an environment of
+    its own (--make-peers makes these), at the settings that are their fastest on other prompts.
+
     With --methods: plain decoding and these methods interleaved on the same prompts, tokens compared first, and at the
     end the speculative config to use, as JSON.
 
@@ -53,6 +56,11 @@ def run(options: BenchOptions) -> None:
 
 def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
     """Fill ``results``, which are kept as they come, and return the exit code."""
+    if options.make_peers is not None:
+        from foretoken.cli.bench_peers import make_environments
+
+        make_environments(options)
+        return 0
     model = options.model or _default_model()
     threads = options.threads or (1 if options.quick else None)  # several would wait longer than they compute
     if threads is not None:
@@ -62,6 +70,10 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
     scale = options.scale or _default_scale(model, options.quick)
     _hide_progress_of_loading()
     keep = partial(_write, options.output, results)
+    if options.peers is not None:
+        from foretoken.cli.bench_peers import race_peers
+
+        return race_peers(options, model, scale, results, keep)
     if options.methods is not None:
         from foretoken.bench.candidates import read_candidates
         from foretoken.cli.which import compare_methods

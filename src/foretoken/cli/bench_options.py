@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from foretoken.bench.peers.launching import Arming
+    from foretoken.bench.peers.race import RaceSettings
     from foretoken.bench.settings import Settings
     from foretoken.bench.which import WhichSettings
 
@@ -29,6 +31,7 @@ _QUICK: dict[str, Any] = {
     "lookup_lengths": (3,),
 }
 _QUICK_METHODS: dict[str, Any] = {"num_prompts": 2, "max_new_tokens": 16}
+_QUICK_RACE: dict[str, Any] = {"num_prompts": 2, "num_tuning_prompts": 1, "max_new_tokens": 16}
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,31 @@ class BenchOptions:
             "gives settings, all takes every method that applies.",
         ),
     ] = None
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...|all",
+            help="Instead of the parts: a race beside openvino, llamacpp and transformers, each in a process of its "
+            "own; with --methods, those of foretoken that take part.",
+        ),
+    ] = None
+    make_peers: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,NAME,...|all", help="Make the environments in which these engines run, and end."),
+    ] = None
+    peers_folder: Annotated[
+        Path | None, typer.Option(help="Of these environments; by default below foretoken's cache folder.")
+    ] = None
+    quantised: Annotated[
+        bool,
+        typer.Option("--quantised", help="With --peers: engines with int8 and 4-bit weights too, which do not count."),
+    ] = False
+    batch_sizes: Annotated[
+        str, typer.Option(help="With --peers: batches of so many rows, by comma, instead of single rows with drafts.")
+    ] = ""
+    num_tuning_prompts: Annotated[
+        int, typer.Option(help="With --peers: further prompts, on which every engine's settings are chosen.", min=1)
+    ] = 4
     draft_model: Annotated[str | None, typer.Option(help="The drafter; a zoo model may bring its own.")] = None
     scale: Annotated[
         str | None,
@@ -69,7 +97,11 @@ class BenchOptions:
     contexts: Annotated[str, typer.Option(help="Tokens of context, by comma.")] = "256,1500"
     num_prompts: Annotated[
         int | None,
-        typer.Option(help="Prompts: 4 per table; with --methods 9, of the kinds in turn.", min=1, show_default=False),
+        typer.Option(
+            help="Prompts: 4 per table; with --methods 9, with --peers 24, of the kinds in turn.",
+            min=1,
+            show_default=False,
+        ),
     ] = None
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", min=2)] = 48
     repeats: Annotated[int, typer.Option(help="Rounds of A B B A per prompt.", min=1)] = 1
@@ -106,7 +138,8 @@ class BenchOptions:
         ),
     ] = None
     kinds: Annotated[
-        str | None, typer.Option(help="With --methods: kinds of prompts, by comma; again is a question asked again.")
+        str | None,
+        typer.Option(help="With --methods or --peers: kinds of prompts, by comma; again is a question asked again."),
     ] = None
     temperature: Annotated[float, typer.Option(help="With --methods: 0 is greedy.", min=0.0)] = 0.0
     top_p: Annotated[float, typer.Option(help="With --methods: 1 is off.", min=0.0, max=1.0)] = 1.0
@@ -193,6 +226,48 @@ class BenchOptions:
             execution=self.execution,
             exactness=self.exactness,
             **{name: value for name, value in wanted.items() if value is not None},
+        )
+
+    def race_settings(self, threads: int) -> RaceSettings:
+        """Of a race beside other engines.
+
+        Raises: ConfigError for text that holds no numbers.
+        """
+        from foretoken.bench.peers.race import RaceSettings
+
+        wanted = {
+            "num_prompts": self.num_prompts,
+            "kinds": None if self.kinds is None else tuple(_split(self.kinds)),
+            "max_new_tokens": self.max_new_tokens,
+            "num_tuning_prompts": self.num_tuning_prompts,
+            **(_QUICK_RACE if self.quick else {}),
+        }
+        return RaceSettings(
+            repeats=self.repeats,
+            threads=threads,
+            batch_sizes=_integers(self.batch_sizes, "batch-sizes"),
+            prompts_file=self.prompts_file,
+            **{name: value for name, value in wanted.items() if value is not None},
+        )
+
+    def arming(self, has_draft: bool) -> Arming:
+        """What takes part in a race beside plain decoding. Batches are of plain decoding, unless methods are named.
+
+        Raises: ConfigError for anything that is not a method, or text that holds no numbers.
+        """
+        from foretoken.bench.candidates import read_candidates
+        from foretoken.bench.peers.launching import Arming, default_methods
+
+        sizes = _integers(self.batch_sizes, "batch-sizes")
+        names = self.methods or (None if sizes else default_methods(has_draft))
+        methods = [] if names is None else read_candidates(names, self.draft_model, self.num_speculative_tokens)
+        return Arming(
+            methods=methods,
+            execution=self.execution,
+            quantised=self.quantised,
+            assisted_lengths=_integers(self.assisted_lengths, "assisted-lengths"),
+            lookup_lengths=_integers(self.lookup_lengths, "lookup-lengths"),
+            batch_sizes=sizes,
         )
 
 

@@ -1,15 +1,15 @@
-"""Convert a Llama checkpoint of transformers (float32) to GGUF: run where the wheels gguf and safetensors are.
-
-    python benchmarks/peers/to_gguf.py CHECKPOINT OUT.gguf [--type f32|f16|bf16]
+"""Convert a Llama checkpoint of transformers (float32) to GGUF: needs the wheels gguf and safetensors.
 
 Matrices get the wanted type, norms stay float32. The byte-level tokenizer is carried over, though the benchmark feeds
 token ids. llama.cpp rotates neighbouring pairs of channels where transformers rotates halves, so the rows of the
 query and key projections are reordered: of a head with 4 rows, 0 1 2 3 becomes 0 2 1 3.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -35,25 +35,34 @@ TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_1": (gguf.GGMLQuantizationType.Q4_1, gguf.LlamaFileType.MOSTLY_Q4_1),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 
 
 def gguf_name(name: str) -> str:
+    """The name of a tensor there."""
     if name in NAMES:
         return NAMES[name]
     _, _, layer, *rest = name.split(".")
     return f"blk.{layer}.{LAYER_NAMES['.'.join(rest[:-1])]}.{rest[-1]}"
 
 
-def in_pairs(weight: np.ndarray, num_heads: int) -> np.ndarray:
+def in_pairs(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
     """(heads * d, in): halves of a head's rows interleaved."""
     rows, columns = weight.shape
     split = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return split.swapaxes(1, 2).reshape(rows, columns)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int, eos: int) -> None:
+def add_tokenizer(writer: Any, folder: Path, size: int, eos: int) -> None:
+    """Byte-level BPE alone."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    if tokenizer["model"]["type"] != "BPE":
+        raise RuntimeError(
+            f"the tokenizer is {tokenizer['model']['type']}; only byte-level BPE is converted to GGUF here"
+        )
     special = {entry["id"] for entry in tokenizer["added_tokens"]}
     vocab = {**tokenizer["model"]["vocab"], **{entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}}
     token_of = {token_id: token for token, token_id in vocab.items()}
@@ -70,7 +79,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, size: int, eos: int) ->
 
 
 def convert(folder: Path, out: Path, kind: str) -> None:
+    """Write ``out`` with matrices of one of `TYPES`.
+
+    Raises: RuntimeError for a checkpoint of another architecture than Llama, or with another kind of tokenizer.
+    """
     config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "llama":
+        raise RuntimeError(f"the checkpoint is a {config['model_type']} model; only Llama is converted to GGUF here")
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     eos = config["eos_token_id"]
     writer = gguf.GGUFWriter(str(out), "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -79,9 +95,9 @@ def convert(folder: Path, out: Path, kind: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
@@ -102,12 +118,3 @@ def convert(folder: Path, out: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="f32")
-    options = parser.parse_args()
-    convert(options.checkpoint, options.out, options.type)

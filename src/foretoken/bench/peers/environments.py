@@ -1,0 +1,145 @@
+"""The other engines by name, and environments for them: made by one command, from wheels alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from foretoken.errors import ConfigError
+from foretoken.folders import cache_folder
+
+ALL = "all"
+_DONE = "built"
+_TAIL = 800  # characters of pip's complaint
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another engine.
+
+    Args:
+      label: in tables.
+      worker: the module in `foretoken.bench.peers.workers`.
+      packages: of its environment; none for an engine that this library's own environment holds.
+      unwanted: packages that come along and are taken out.
+      size: of the environment, for people.
+    """
+
+    name: str
+    label: str
+    worker: str
+    packages: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    size: str = ""
+
+    @property
+    def has_environment(self) -> bool:
+        return bool(self.packages)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "openvino",
+            "OpenVINO",
+            "openvino_worker",
+            ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
+            ("torchvision",),  # its build for another torch breaks the export
+            "1.7 GB",
+        ),
+        Peer(
+            "llamacpp",
+            "llama.cpp",
+            "llamacpp_worker",
+            ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors", "numpy"),
+            size="0.2 GB",
+        ),
+        Peer("transformers", "transformers", "transformers_worker"),
+    )
+}
+
+
+class PeerEnvironmentError(ConfigError):
+    """An environment could not be made."""
+
+
+def read_peers(text: str, option: str) -> list[Peer]:
+    """The engines that a user names, by comma; "all" are those of `PEERS`.
+
+    Raises: ConfigError for a name that is none of them.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in (*PEERS, ALL)]
+    if unknown or not names:
+        what = f"holds {unknown[0]!r}" if unknown else "is empty"
+        raise ConfigError(f"{option} {what}; choose among {', '.join((*PEERS, ALL))}")
+    return list(PEERS.values()) if ALL in names else [PEERS[name] for name in dict.fromkeys(names)]
+
+
+def environments(folder: Path | None) -> Path:
+    """The folder of all environments: the one given, else in the cache."""
+    return cache_folder("peers", "environments") if folder is None else folder.expanduser()
+
+
+def python_of(peer: Peer, folder: Path) -> Path:
+    """The interpreter that runs an engine; it need not exist."""
+    return folder / peer.name / "bin" / "python" if peer.has_environment else Path(sys.executable)
+
+
+def is_installed(peer: Peer, folder: Path) -> bool:
+    """Whether its environment was made to the end."""
+    return not peer.has_environment or (folder / peer.name / _DONE).exists()
+
+
+def command_that_makes(peer: Peer, folder: Path) -> str:
+    """What to type."""
+    place = "" if folder == environments(None) else f" --peers-folder {folder}"
+    return f"foretoken bench --make-peers {peer.name}{place}"
+
+
+def make(peer: Peer, folder: Path, say: Callable[[str], None]) -> None:
+    """Make one environment. An unfinished one is completed, one of other versions brought up to date.
+
+    Raises: PeerEnvironmentError with pip's complaint.
+    """
+    place, wanted = folder / peer.name, "\n".join(peer.packages) + "\n"
+    if not peer.has_environment:
+        say(f"{peer.name}: needs no environment of its own")
+        return
+    if is_installed(peer, folder) and (place / _DONE).read_text() == wanted:
+        say(f"{peer.name}: {place} is there")
+        return
+    say(f"{peer.name}: making {place}" + (f" ({peer.size})" if peer.size else ""))
+    place.mkdir(parents=True, exist_ok=True)
+    venv.create(place, with_pip=True)
+    constraints = place / "constraints.txt"  # else a dependency takes a newer torch and gigabytes beside it
+    constraints.write_text("\n".join(one for one in peer.packages if one.startswith("torch==")) + "\n")
+    _pip(peer, place, "install", "--only-binary", ":all:", "-c", str(constraints), *peer.packages)
+    if peer.unwanted:
+        _pip(peer, place, "uninstall", "--yes", *peer.unwanted)
+    (place / _DONE).write_text(wanted)
+    say(f"{peer.name}: done")
+
+
+def _pip(peer: Peer, place: Path, *arguments: str) -> None:
+    command = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise PeerEnvironmentError(
+            f"the environment of {peer.name} in {place} is not finished: pip {arguments[0]} ended with "
+            f"{done.returncode}: ...{done.stdout.strip()[-_TAIL:]}"
+        )
+
+
+def make_all(peers: Iterable[Peer], folder: Path, say: Callable[[str], None]) -> None:
+    """One after another.
+
+    Raises: PeerEnvironmentError.
+    """
+    for peer in peers:
+        make(peer, folder, say)

@@ -1,0 +1,274 @@
+"""The race: every engine in a process of its own, all on the same weights and token ids, one computing at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.bench.arms import Sampling
+from foretoken.bench.measure import Trial, interleave
+from foretoken.bench.peers.client import Launch, RemoteArm, Worker, WorkerError
+from foretoken.bench.peers.export import Exported
+from foretoken.bench.peers.outcome import OWN, Heat, Outcome, row_of, verdicts
+from foretoken.bench.peers.sameness import Sameness, sameness
+from foretoken.bench.peers.workers.protocol import PLAIN
+from foretoken.bench.workload import Prompt
+from foretoken.errors import ConfigError
+
+Say = Callable[[str, int, int], None]
+"""Told what is running, how many prompts of it are done, and of how many."""
+
+_WORTH_TIMING = 0.5  # of the budget: answers shorter than that are left out
+
+
+@dataclass(frozen=True)
+class RaceSettings:
+    """Settings of a race. Defaults are those of ``foretoken bench --peers``.
+
+    Args:
+      num_prompts: that count; of batches, prompts in all groups together.
+      num_tuning_prompts: others, on which every engine's settings are chosen.
+      repeats: rounds of forwards and backwards through all arms, per prompt.
+      batch_sizes: plain decoding of so many rows instead of single rows with drafts.
+    """
+
+    num_prompts: int = 24
+    num_tuning_prompts: int = 4
+    max_new_tokens: int = 48
+    repeats: int = 1
+    threads: int = 2
+    batch_sizes: tuple[int, ...] = ()
+    kinds: tuple[str, ...] | None = None
+    prompts_file: Path | None = None
+
+
+@dataclass
+class _Workload:
+    counting: list[Prompt] = field(default_factory=list)
+    tuning: list[Prompt] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+class Race:
+    """Holds the processes; use it as a context manager.
+
+    Args:
+      launches: of all engines, this library's own first.
+      missing: engines that take no part, and why.
+
+    Raises: WorkerError where this library's own worker does not start, ConfigError where no other one does.
+    """
+
+    def __init__(
+        self,
+        exported: Exported,
+        dtype: str,
+        launches: Seq[Launch],
+        missing: Mapping[str, str],
+        settings: RaceSettings,
+        say: Say,
+    ) -> None:
+        self._exported = exported
+        self._dtype = dtype
+        self._settings = settings
+        self._say = say
+        self._missing = dict(missing)
+        self._workload = _Workload()
+        self._heats: list[Heat] = []
+        self._stack = ExitStack()
+        self._workers: list[Worker] = []
+        logs = Path(tempfile.mkdtemp(prefix="foretoken-race-"))
+        try:
+            self._start(launches, logs)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _start(self, launches: Seq[Launch], logs: Path) -> None:
+        for place, launch in enumerate(launches):
+            self._say("starting engines", place, len(launches))
+            try:
+                worker = Worker(launch, self._settings.threads, logs / f"{launch.name}.log")
+            except WorkerError as error:
+                if launch.name == OWN:
+                    raise
+                self._missing[launch.name] = str(error)
+                continue
+            self._workers.append(self._stack.enter_context(worker))
+        if len(self._workers) < 2:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._missing.items())
+            raise ConfigError(f"no other engine takes part ({reasons}), so there is nothing to compare with")
+
+    def __enter__(self) -> Race:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def answer(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """This library's greedy answer to a prompt, to the end of the text or the budget."""
+        own, length = self._workers[0], self._settings.max_new_tokens
+        return tuple(own.ask(verb="answer", prompt=list(ids), max_new_tokens=length)["token_ids"])
+
+    def _choose(self, prompts: Iterator[Prompt]) -> None:
+        """The first prompts whose answers are long enough count; the next ones are for tuning.
+
+        Raises: ConfigError when there are too few.
+        """
+        settings, found = self._settings, self._workload
+        wanted = settings.num_prompts + settings.num_tuning_prompts
+        chosen: list[Prompt] = []
+        for prompt in prompts:
+            if len(chosen) == wanted:
+                break
+            self._say("choosing prompts", len(chosen), wanted)
+            is_long = settings.batch_sizes or len(self.answer(prompt.token_ids)) >= self._shortest
+            if is_long:
+                chosen.append(prompt)
+            else:
+                found.skipped.append(prompt.name)
+        if len(chosen) < wanted:
+            raise ConfigError(
+                f"{settings.num_prompts} prompts are to count and {settings.num_tuning_prompts} are for choosing "
+                f"settings, and {len(chosen)} have answers of {self._shortest} tokens; ask for fewer with "
+                "--num-prompts, or give more with --prompts-file"
+            )
+        found.counting, found.tuning = chosen[: settings.num_prompts], chosen[settings.num_prompts :]
+
+    @property
+    def _shortest(self) -> int:
+        return max(2, round(_WORTH_TIMING * self._settings.max_new_tokens))
+
+    # -- heats -------------------------------------------------------------------------------------------------
+
+    def run(self, prompts: Iterator[Prompt], on_prompt: Callable[[Outcome], None]) -> Outcome:
+        """Choose settings on some prompts and race on others.
+
+        Args:
+          prompts: as many as are needed are taken.
+          on_prompt: told of what is known so far, after every prompt.
+
+        Raises: ConfigError, WorkerError.
+        """
+        self._choose(prompts)
+        self._enter()
+        for size in self._settings.batch_sizes or (1,):
+            self._heats.append(self._heat(size, on_prompt))
+            on_prompt(self.outcome())
+        return self.outcome()
+
+    def _enter(self) -> None:
+        """An engine none of whose settings works takes no further part."""
+        tuning = [prompt.token_ids for prompt in self._workload.tuning]
+        for place, worker in enumerate(list(self._workers)):
+            self._say(f"choosing settings: {worker.launch.label}", place, len(self._workers))
+            try:
+                worker.enter(tuning, self._settings.max_new_tokens)
+            except WorkerError as error:
+                if worker.launch.name == OWN:
+                    raise
+                self._missing[worker.launch.name] = str(error)
+                self._workers.remove(worker)
+        if len(self._workers) < 2:
+            raise ConfigError(f"no other engine works: {self._missing}")
+
+    def _heat(self, size: int, on_prompt: Callable[[Outcome], None]) -> Heat:
+        arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
+        groups = self._grouped(size)
+        for arm in arms:
+            arm.groups = groups
+            arm.cpu_seconds = arm.seconds = 0.0
+        items = self._workload.counting if size == 1 else [Prompt(f"group {-key[1]}", "group", key) for key in groups]
+        title = f"one row, {len(items)} prompts" if size == 1 else f"{size} rows, {len(items)} groups"
+        before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self._workers]
+        started = time.perf_counter()
+
+        def heat(trial: Trial, is_complete: bool) -> Heat:
+            same = sameness(trial, arms, self._reference(size), self._gap) if is_complete else {}
+            return Heat(
+                title=title,
+                num_rows=size,
+                prompts=tuple(prompt.name for prompt in trial.prompts),
+                runs_per_prompt=2 * self._settings.repeats,
+                other_cpu_share=trial.other_cpu_share,
+                idle_shares=self._idle_shares(before, time.perf_counter() - started),
+                rows=tuple(row_of(trial, arm, same.get(arm.name)) for arm in arms),
+                verdicts=tuple(verdicts(trial, arms)),
+                wrong=tuple(arm.name for arm in arms if arm.name in same and self._is_wrong(arm, same[arm.name])),
+                is_complete=is_complete,
+            )
+
+        def note(trial: Trial) -> None:
+            self._say(title, len(trial.prompts), len(items))
+            on_prompt(self.outcome(heat(trial, False)))
+
+        self._say(title, 0, len(items))
+        settings = self._settings
+        trial = interleave(
+            arms, items, Sampling(), settings.max_new_tokens, settings.repeats, note, self._own_cpu_seconds
+        )
+        return heat(trial, True)
+
+    def _grouped(self, size: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+        """The prompts of every batch, by what stands for them; the last batch is filled up from the beginning."""
+        if size == 1:
+            return {}
+        ids = [prompt.token_ids for prompt in self._workload.counting]
+        starts = range(0, len(ids), size)
+        return {
+            (-1, -place): [ids[(start + row) % len(ids)] for row in range(size)] for place, start in enumerate(starts)
+        }
+
+    def _own_cpu_seconds(self) -> float:
+        """Of the driver and all workers."""
+        return time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
+
+    def _idle_shares(self, before: Seq[tuple[float, float, float]], wall: float) -> dict[str, float]:
+        shares = {}
+        for worker, (cpu, busy_cpu, busy) in zip(self._workers, before, strict=True):
+            idle_cpu = worker.cpu_seconds() - cpu - (worker.busy_cpu_seconds - busy_cpu)
+            idle = wall - (worker.busy_seconds - busy)
+            shares[worker.launch.name] = max(0.0, idle_cpu) / idle if idle > 0 else 0.0
+        return shares
+
+    # -- texts -------------------------------------------------------------------------------------------------
+
+    def _reference(self, size: int) -> RemoteArm:
+        """This library's plain decoding of as many rows."""
+        plain = [arm for arm in self._workers[0].arms if arm.facts["kind"] == PLAIN and arm.num_rows == size]
+        return plain[0]
+
+    def _gap(self, ids: Seq[int], output: Seq[int], one: int, other: int) -> float:
+        """By how much this library's target prefers one token to another, in logits."""
+        request = {"prompt": list(ids), "output": list(output), "one": one, "other": other}
+        found: float = self._workers[0].ask(verb="gap", **request)["gap"]
+        return found
+
+    def _is_wrong(self, arm: RemoteArm, found: Sameness) -> bool:
+        """Own arms always say the same again; in float32 they and transformers say what plain decoding says."""
+        engine = arm.worker.launch.name
+        is_judged = self._dtype == "float32" and engine in (OWN, "transformers")
+        return (engine == OWN and not found.is_repeatable) or (is_judged and not found.is_kept_in_full_precision)
+
+    def outcome(self, unfinished: Heat | None = None) -> Outcome:
+        """What is known so far."""
+        arms = [arm for worker in self._workers for arm in worker.arms]
+        work = self._workload
+        return Outcome(
+            models=self._exported.models,
+            dtype=self._dtype,
+            engines={worker.launch.name: worker.engine for worker in self._workers},
+            missing=dict(self._missing),
+            prompts=tuple(prompt.name for prompt in work.counting),
+            tuning_prompts=tuple(prompt.name for prompt in work.tuning),
+            skipped=tuple(work.skipped),
+            tried={arm.name: arm.facts["tried"] for arm in arms},
+            heats=(*self._heats, *([unfinished] if unfinished is not None else [])),
+        )

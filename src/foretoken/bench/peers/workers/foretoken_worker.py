@@ -1,0 +1,115 @@
+"""This library in a race, in its own environment: plain decoding and the methods that were asked for.
+
+Verbs beside those of every worker: "answer" (the greedy text of one prompt, before anything has entered) and "gap" (by
+how much the model prefers one token to another).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.equality import preference_gap
+from foretoken.bench.models import sizes
+from foretoken.bench.peers.export import cast
+from foretoken.bench.which import inflated
+from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.loading.info import eos_token_ids
+from foretoken.loading.models import is_zoo, load_model
+from foretoken.loading.pairing import Pairing
+from foretoken.model.lm import CausalLM
+
+from .protocol import DRAFT, LOOKUP, PLAIN, Answer, Decode, Entry, common_options, one_way, serve
+
+GREEDY, ENDLESS = Sampling(), Sampling(ignore_eos=True)
+NOT_COUNTING = ("quantized_self",)
+"""Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted."""
+
+
+class Own:
+    """The target, and arms over it."""
+
+    def __init__(self, model: str, dtype: str, scale: str, execution: str) -> None:
+        wanted = getattr(torch, dtype)
+        loaded = load_model(model, dtype=dtype)
+        if sizes(scale) is not None:  # in float32, as the checkpoint of the other engines was
+            cast(loaded.model, torch.float32)
+            loaded = inflated(loaded, scale)
+            cast(loaded.model, wanted)
+        self.target = CausalLM(loaded.model, execution=execution, release_originals=True)
+        zoo_name = model if is_zoo(model) else None
+        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
+        self._eos = tuple(eos_token_ids(loaded.model))
+        self.numerics = f"{dtype}, {self.target.execution.describe()}"
+
+    def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: list[int]) -> list[Entry]:
+        """Plain decoding and the methods, of one row or of batches; plain decoding of one row is always there."""
+        every = {PLAIN: {"method": "none"}, **methods}
+        found = []
+        for rows in (1, *batch_sizes):
+            for name, given in every.items() if rows > 1 or not batch_sizes else [(PLAIN, every[PLAIN])]:
+                found.append(self._entry(name if rows == 1 else f"{name}, {rows} rows", given, rows))
+        return found
+
+    def _entry(self, name: str, given: Mapping[str, Any], num_rows: int) -> Entry:
+        config = SpeculativeConfig.parse(given)
+        kind = PLAIN if config.method == "none" else LOOKUP if config.model_part is None else DRAFT
+        counts = not {part.method for part in config.parts} & set(NOT_COUNTING)
+        make = partial(self._decode, config, num_rows)
+        return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
+
+    def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
+        engine = EngineConfig(max_num_seqs=num_rows, acceptance=config.rejection_sample_method)
+        arm = EngineArm("", self.target, self._pairing.drafting(config).new_drafter(), self._eos, engine)
+
+        def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+            if num_rows == 1:
+                done = arm.run(prompts[0], max_new_tokens, GREEDY)
+                return Answer([list(done.token_ids)], done.num_first, done.first_seconds, done.decode_seconds)
+            rows, num_decoded, seconds = arm.decode_batch(prompts, max_new_tokens, ENDLESS)
+            ids = [list(row.output_ids) for row in rows]
+            return Answer(ids, sum(map(len, ids)) - num_decoded, 0.0, seconds)
+
+        return run
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The greedy text of one prompt."""
+        decode = self._decode(SpeculativeConfig.parse({"method": "none"}), 1)
+        return {"token_ids": decode([request["prompt"]], request["max_new_tokens"]).rows[0]}
+
+    def gap(self, request: dict[str, Any]) -> dict[str, Any]:
+        """In logits."""
+        found = preference_gap(
+            self.target, request["prompt"], request["output"], GREEDY, request["one"], request["other"]
+        )
+        return {"gap": found}
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--scale", required=True)
+    parser.add_argument("--execution", required=True)
+    parser.add_argument("--methods", type=json.loads, required=True, help="speculative configs by name, as JSON")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    own: list[Own] = []
+
+    def start() -> tuple[str, list[Entry]]:
+        from foretoken import __version__
+
+        own.append(Own(options.model, options.dtype, options.scale, options.execution))
+        return f"foretoken {__version__}", own[0].entries(options.methods, options.batch_sizes)
+
+    serve(start, {"answer": lambda request: own[0].answer(request), "gap": lambda request: own[0].gap(request)})
+
+
+if __name__ == "__main__":
+    main()

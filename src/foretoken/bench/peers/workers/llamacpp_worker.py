@@ -1,0 +1,156 @@
+"""llama.cpp (wheel xllamacpp) in a race: needs xllamacpp, gguf and safetensors.
+
+The checkpoints are converted on the first run. Prompts go in as token ids, token ids and llama.cpp's own timings come
+out. Its decode time starts with the first token, so that one does not count. One server per arm, all in this process.
+Its lookups ``ngram-mod`` and ``ngram-cache`` take no part: they remember the answers of earlier requests, and a race
+asks everything more than once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import xllamacpp
+
+from .protocol import (
+    DRAFT,
+    LOOKUP,
+    PLAIN,
+    Answer,
+    Candidate,
+    Chosen,
+    Decode,
+    Entry,
+    common_options,
+    has_draft,
+    say,
+    serve,
+)
+from .to_gguf import TYPES, convert
+
+CONTEXT = 4096
+FLASH: tuple[dict[str, Any], ...] = ({}, {"flash": "off"})
+"""llama.cpp's own choice, and none."""
+DRAFTS = tuple({"drafted": length, "p-min": p_min} for length in (2, 3, 4, 6) for p_min in (0.0, 0.5))
+LOOKUPS: tuple[dict[str, Any], ...] = (
+    {"lookup": "ngram-simple", "match": 12, "drafted": 48},  # its own defaults
+    {"lookup": "ngram-simple", "match": 3, "drafted": 5},
+    {"lookup": "ngram-simple", "match": 4, "drafted": 8},
+    {"lookup": "ngram-simple", "match": 5, "drafted": 16},
+    {"lookup": "ngram-map-k", "match": 3, "drafted": 5},
+    {"lookup": "ngram-map-k4v", "match": 3, "drafted": 5},
+)
+
+
+class LlamaCpp:
+    """Servers on one checkpoint.
+
+    Args:
+      types: of the weights, in the words of GGUF, among which the fastest is chosen.
+    """
+
+    def __init__(self, folder: Path, types: list[str], threads: int) -> None:
+        self._folder = folder
+        self._types = types
+        self._threads = threads
+        for kind in types:
+            self._converted("target", kind)
+
+    def plain(self, chosen: Chosen) -> list[Candidate]:
+        return [self._candidate({"weights": kind, **flash}) for kind in self._types for flash in FLASH]
+
+    def lookups(self, plain: str, chosen: Chosen) -> list[Candidate]:
+        return [self._candidate({**chosen[plain], **lookup}) for lookup in LOOKUPS]
+
+    def drafted(self, plain: str, chosen: Chosen) -> list[Candidate]:
+        return [self._candidate({**chosen[plain], **draft}) for draft in DRAFTS]
+
+    def _candidate(self, settings: Mapping[str, Any]) -> Candidate:
+        return Candidate(settings, lambda: decode(self._server(settings)))
+
+    def _server(self, settings: Mapping[str, Any]) -> Any:
+        params = xllamacpp.CommonParams()
+        params.model.path = self._converted("target", settings["weights"])
+        params.n_ctx, params.n_parallel, params.verbosity, params.cache_ram_mib = CONTEXT, 1, 0, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
+        if settings.get("flash") == "off":
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if "lookup" in settings:
+            kind = settings["lookup"].replace("-", "_")
+            sizes = getattr(params.speculative, kind)
+            sizes.size_n, sizes.size_m = settings["match"], settings["drafted"]
+            params.speculative.types = [_speculation(kind)]
+        elif "drafted" in settings:
+            draft = params.speculative.draft
+            draft.mparams.path = self._converted("draft", settings["weights"])
+            draft.n_max, draft.n_min, draft.p_min = settings["drafted"], 0, settings["p-min"]
+            draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = self._threads
+            params.speculative.types = [_speculation("draft_simple")]
+        return xllamacpp.Server(params)
+
+    def _converted(self, part: str, kind: str) -> str:
+        path = self._folder / f"{part}-{kind}.gguf"
+        if not path.exists():
+            say(f"converting {part} to {kind}")
+            unfinished = path.with_suffix(f".unfinished-{os.getpid()}")
+            convert(self._folder / part, unfinished, kind)
+            unfinished.replace(path)
+        return str(path)
+
+
+def _speculation(name: str) -> Any:
+    return getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{name.upper()}")
+
+
+def decode(server: Any) -> Decode:
+    """Of one row."""
+
+    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        started = perf_counter()
+        found = server.handle_completions(
+            {
+                "prompt": prompts[0],
+                "max_tokens": max_new_tokens,
+                "temperature": 0.0,
+                "top_k": 1,
+                "cache_prompt": False,
+                "return_tokens": True,
+                "verbose": True,  # hands the tokens out
+            }
+        )
+        total = perf_counter() - started
+        tokens, seconds = found["__verbose"]["tokens"], found["timings"]["predicted_ms"] / 1e3
+        return Answer([tokens], 1 + len(tokens) - found["timings"]["predicted_n"], total - seconds, seconds)
+
+    return run
+
+
+def main() -> None:
+    parser = common_options(__doc__)
+    parser.add_argument("--types", nargs="+", choices=tuple(TYPES), default=["f32"], help="of the weights that count")
+    parser.add_argument("--quantised", nargs="*", choices=tuple(TYPES), default=[])
+    options = parser.parse_args()
+
+    def start() -> tuple[str, list[Entry]]:
+        entries = []
+        for types in (options.types, *([kind] for kind in options.quantised)):
+            engine = LlamaCpp(options.folder, types, options.threads)
+            counts, name = types == options.types, "" if types == options.types else f" {types[0]}"
+            numerics, plain = f"weights {' or '.join(types)}", f"plain{name}"
+            entries.append(Entry(plain, PLAIN, numerics, engine.plain, counts))
+            if not options.batch_sizes:
+                entries.append(Entry(f"n-gram{name}", LOOKUP, numerics, partial(engine.lookups, plain), counts))
+            if has_draft(options.folder) and not options.batch_sizes:
+                entries.append(Entry(f"draft model{name}", DRAFT, numerics, partial(engine.drafted, plain), counts))
+        return f"llama.cpp, xllamacpp {xllamacpp.__version__}", entries
+
+    serve(start)
+
+
+if __name__ == "__main__":
+    main()

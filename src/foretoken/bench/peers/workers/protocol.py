@@ -1,0 +1,245 @@
+"""What a worker of a race is told and says, and how it chooses its settings. The standard library alone.
+
+One JSON object per line. The worker's first line describes it; every later line answers one request. With the verb
+"enter", ``prompts`` (lists of token ids) and ``max_new_tokens`` it makes every entry at the settings that are fastest
+on these prompts; with "run", ``arm``, ``prompts`` and ``max_new_tokens`` it decodes. A worker may have more verbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+PLAIN, LOOKUP, DRAFT = "plain", "no second model", "second model"
+"""Kinds of entries, which are compared with those of the same kind."""
+
+_WARM_UP_TOKENS = 8
+_NUM_FINALISTS = 3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The token ids of every row, and decoding: what follows the first ``num_first`` tokens of all rows together.
+
+    Of one row that is its first emission. Of a batch, the time starts when every row has its first token.
+    """
+
+    rows: list[list[int]]
+    num_first: int
+    first_seconds: float
+    decode_seconds: float
+
+    @property
+    def num_decoded(self) -> int:
+        return sum(map(len, self.rows)) - self.num_first
+
+
+Decode = Callable[[list[list[int]], int], Answer]
+"""Prompts and a budget to an answer. One prompt ends where the model ends it, rows of a batch at the budget."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of an entry, and how to make what decodes with them."""
+
+    settings: Mapping[str, Any]
+    make: Callable[[], Decode]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+
+
+Chosen = Mapping[str, Mapping[str, Any]]
+"""The settings of the entries so far, by name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to decode, which takes part at its best settings.
+
+    Args:
+      candidates: of settings, given those that were chosen for the entries before.
+      counts: False for what computes another function than the checkpoint, such as quantised weights.
+      num_rows: of its batch.
+    """
+
+    name: str
+    kind: str
+    numerics: str
+    candidates: Callable[[Chosen], list[Candidate]]
+    counts: bool = True
+    num_rows: int = 1
+
+
+def one_way(settings: Mapping[str, Any], make: Callable[[], Decode]) -> Callable[[Chosen], list[Candidate]]:
+    """Nothing to choose from."""
+    return lambda chosen: [Candidate(settings, make)]
+
+
+@dataclass
+class _Tried:
+    """A candidate and what its runs have shown."""
+
+    candidate: Candidate
+    decode: Decode
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def run(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        answer = self.decode(prompts, max_new_tokens)
+        self.num_tokens += answer.num_decoded
+        self.seconds += answer.decode_seconds
+
+    @property
+    def speed(self) -> float:
+        """Decoded tokens per second."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Field:
+    """The entries of one engine."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = entries
+        self._decodes: dict[str, Decode] = {}
+        self._chosen: dict[str, Mapping[str, Any]] = {}
+
+    def enter(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Every entry at the settings that are fastest on the prompts of the request."""
+        return {"arms": [self._enter(entry, request["prompts"], request["max_new_tokens"]) for entry in self._entries]}
+
+    def _enter(self, entry: Entry, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+        groups = [
+            [prompts[(place + row) % len(prompts)] for row in range(entry.num_rows)] for place in range(len(prompts))
+        ]
+        groups = groups[:1] if entry.num_rows > 1 else groups
+        best, tried = _fastest(entry.candidates(self._chosen), groups, max_new_tokens)
+        self._decodes[entry.name] = best.decode
+        self._chosen[entry.name] = best.candidate.settings
+        return {
+            "name": entry.name,
+            "kind": entry.kind,
+            "numerics": entry.numerics,
+            "counts": entry.counts,
+            "num_rows": entry.num_rows,
+            "settings": best.candidate.label,
+            "tuned_tokens_per_second": best.speed,
+            "tried": tried,
+            "peak_bytes": peak_bytes(),
+        }
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One answer of one arm."""
+        return asdict(self._decodes[request["arm"]](request["prompts"], request["max_new_tokens"]))
+
+
+def _fastest(
+    candidates: list[Candidate], groups: list[list[list[int]]], max_new_tokens: int
+) -> tuple[_Tried, dict[str, Any]]:
+    """The fastest candidate, and the tokens per second of all, or why they do not work.
+
+    All decode the first group of prompts; the best three then decode all of them, forwards and backwards.
+    """
+    found: dict[str, Any] = {}
+    finalists: list[_Tried] = []
+    for candidate in candidates:
+        say(f"trying {candidate.label or 'the only way'}")
+        try:
+            tried = _Tried(candidate, candidate.make())
+            tried.decode(groups[0], min(_WARM_UP_TOKENS, max_new_tokens))
+            tried.run(groups[0], max_new_tokens)
+        except Exception as error:
+            found[candidate.label] = f"does not work: {' '.join(str(error).split())[-200:]}"
+            continue
+        found[candidate.label] = tried.speed
+        finalists = sorted([*finalists, tried], key=lambda one: -one.speed)[:_NUM_FINALISTS]
+    if not finalists:
+        raise RuntimeError(f"nothing of it works: {found}")
+    if len(finalists) > 1:
+        for tried in finalists:
+            tried.num_tokens, tried.seconds = 0, 0.0
+        for group in groups:
+            for tried in [*finalists, *reversed(finalists)]:
+                tried.run(group, max_new_tokens)
+        found.update({tried.candidate.label: tried.speed for tried in finalists})
+    return max(finalists, key=lambda one: one.speed), found
+
+
+def common_options(description: str | None) -> argparse.ArgumentParser:
+    """The options that every worker has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="checkpoints in target, and in draft where there is a second model")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[], help="plain batches instead of one row")
+    return parser
+
+
+def say(text: str) -> None:
+    """Into the worker's log."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process so far; 0 where the system does not report it (Linux does)."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def has_draft(folder: Path) -> bool:
+    """Whether a second model lies beside the target."""
+    return (folder / "draft" / "config.json").exists()
+
+
+def eos_token_ids(folder: Path) -> set[int]:
+    """Tokens that end a text, as the target's generation config has them."""
+    path = folder / "target" / "generation_config.json"
+    eos: Any = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+    return set() if eos is None else set(eos) if isinstance(eos, list) else {eos}
+
+
+def serve(
+    start: Callable[[], tuple[str, list[Entry]]],
+    verbs: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
+) -> None:
+    """Start the engine, describe it, and answer requests until the input ends.
+
+    What engines print goes to standard error: their output must not mix with the answers.
+
+    Args:
+      start: to the engine's name with its version, and its entries.
+    """
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+
+        def answer(message: dict[str, Any]) -> None:
+            out.write(json.dumps(message) + "\n")
+            out.flush()
+
+        try:
+            engine, entries = start()
+        except Exception as error:
+            answer({"error": " ".join(str(error).split()) or type(error).__name__, "trace": traceback.format_exc()})
+            return
+        field = Field(entries)
+        answer({"engine": engine, "entries": [entry.name for entry in entries]})
+        every = {"enter": field.enter, "run": field.run, **(verbs or {})}
+        for line in sys.stdin:
+            request = json.loads(line)
+            before = process_time()
+            try:
+                found = every[request["verb"]](request)
+            except Exception as error:
+                found = {"error": " ".join(str(error).split()) or type(error).__name__, "trace": traceback.format_exc()}
+            answer({**found, "cpu_seconds": process_time() - before, "process_peak_bytes": peak_bytes()})
