@@ -62,7 +62,8 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
         make_environments(options)
         return 0
     model = options.model or _default_model()
-    threads = options.threads or (1 if options.quick else None)  # several would wait longer than they compute
+    is_small = options.quick and options.peers is None
+    threads = options.threads or (1 if is_small else None)  # several would wait longer than they compute
     if threads is not None:
         import torch
 

@@ -58,14 +58,20 @@ class Worker:
     Args:
       log: what the engine writes beside its answers.
 
+    Attributes:
+      plain_peak_bytes: the largest resident size of the process that has decoded plainly, and nothing else yet.
+      peak_bytes: with all that it has tried since.
+      failed: ways to decode that do not work, and why.
+
     Raises: WorkerError where the engine does not start.
     """
 
     def __init__(self, launch: Launch, threads: int, log: Path) -> None:
         self.launch = launch
         self.busy_cpu_seconds = self.busy_seconds = 0.0
-        self.peak_bytes = 0
+        self.peak_bytes = self.plain_peak_bytes = 0
         self.arms: list[RemoteArm] = []
+        self.failed: dict[str, str] = {}
         self._log = log
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         with log.open("w", encoding="utf-8") as errors:
@@ -142,6 +148,7 @@ class Worker:
         Raises: WorkerError.
         """
         found = self.ask(verb="enter", prompts=[list(ids) for ids in prompts], max_new_tokens=max_new_tokens)
+        self.plain_peak_bytes, self.failed = found["peak_bytes"], found["failed"]
         self.arms = [RemoteArm(self, facts) for facts in found["arms"]]
         return self.arms
 

@@ -39,7 +39,6 @@ class PeerRow:
     tuned_tokens_per_second: float
     tokens_per_second: float
     num_busy_threads: float
-    peak_bytes: int
     sameness: Sameness | None
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
 
@@ -89,6 +88,7 @@ class Outcome:
 
     Args:
       engines: with their versions, by name.
+      plain_peak_bytes: of every engine, the largest resident size of a process that has only decoded plainly.
       missing: engines that take no part, and why.
       skipped: prompts whose answers are too short to be timed.
       tried: of every arm, the tokens per second of all settings on the prompts that do not count.
@@ -97,6 +97,7 @@ class Outcome:
     models: str
     dtype: str
     engines: Mapping[str, str]
+    plain_peak_bytes: Mapping[str, int]
     missing: Mapping[str, str]
     prompts: tuple[str, ...]
     tuning_prompts: tuple[str, ...]
@@ -123,7 +124,6 @@ def row_of(trial: Trial, arm: RemoteArm, same: Sameness | None) -> PeerRow:
         tuned_tokens_per_second=facts["tuned_tokens_per_second"],
         tokens_per_second=trial.tokens_per_second(arm.name),
         num_busy_threads=arm.num_busy_threads,
-        peak_bytes=facts["peak_bytes"],
         sameness=same,
         runs=tuple(
             tuple((run.num_decoded, run.decode_seconds, run.first_seconds) for run in runs)

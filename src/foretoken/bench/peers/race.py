@@ -165,7 +165,7 @@ class Race:
         return self.outcome()
 
     def _enter(self) -> None:
-        """An engine none of whose settings works takes no further part."""
+        """An engine that breaks off takes no further part, nor does a way to decode none of whose settings works."""
         tuning = [prompt.token_ids for prompt in self._workload.tuning]
         for place, worker in enumerate(list(self._workers)):
             self._say(f"choosing settings: {worker.launch.label}", place, len(self._workers))
@@ -176,6 +176,8 @@ class Race:
                     raise
                 self._missing[worker.launch.name] = str(error)
                 self._workers.remove(worker)
+                continue
+            self._missing |= {f"{worker.launch.label} {name}": reason for name, reason in worker.failed.items()}
         if len(self._workers) < 2:
             raise ConfigError(f"no other engine works: {self._missing}")
 
@@ -265,6 +267,7 @@ class Race:
             models=self._exported.models,
             dtype=self._dtype,
             engines={worker.launch.name: worker.engine for worker in self._workers},
+            plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self._workers},
             missing=dict(self._missing),
             prompts=tuple(prompt.name for prompt in work.counting),
             tuning_prompts=tuple(prompt.name for prompt in work.tuning),

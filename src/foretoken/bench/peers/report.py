@@ -16,7 +16,8 @@ BUSY = 0.05
 def show(console: Console, outcome: Outcome) -> None:
     """Everything but the conditions."""
     for name, engine in outcome.engines.items():
-        console.print(f"engine   {name}: {engine}", markup=False, highlight=False)
+        memory = f"{outcome.plain_peak_bytes[name] / 1e6:.0f} MB at most with plain decoding alone"
+        console.print(f"engine   {engine}: {memory}", markup=False, highlight=False)
     show_missing(console, outcome)
     if outcome.prompts:
         console.print(
@@ -70,16 +71,13 @@ def _show_texts(console: Console, heat: Heat, title: str) -> None:
 
 
 def _show_speeds(console: Console, heat: Heat, title: str) -> None:
-    table = table_of(("arm", "tok/s", "threads", "peak MB", "settings"), ("arm", "settings"))
+    table = table_of(("arm", "tok/s", "threads", "settings"), ("arm", "settings"))
     table.padding = (0, 1)
     for row in heat.rows:
-        cells = (figure(row.tokens_per_second, 1), f"{row.num_busy_threads:.1f}", f"{row.peak_bytes / 1e6:.0f}")
+        cells = (figure(row.tokens_per_second, 1), f"{row.num_busy_threads:.1f}")
         table.add_row(_name(row), *cells, escape(f"{row.settings}; {row.numerics}" if row.settings else row.numerics))
     show_table(console, f"speed of decoding: {title}", table)
-    told = (
-        f"greedy, {count(heat.runs_per_prompt, 'interleaved run')} each; peak: of the engine's process once this arm "
-        "and those above it were chosen"
-    )
+    told = f"greedy, {count(heat.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
     has_others = any(not row.counts for row in heat.rows)
     console.print(
         told + ("; *: other weights than the checkpoint's, which do not count" if has_others else ""), style="dim"

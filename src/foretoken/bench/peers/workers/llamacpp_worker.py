@@ -58,8 +58,6 @@ class LlamaCpp:
         self._folder = folder
         self._types = types
         self._threads = threads
-        for kind in types:
-            self._converted("target", kind)
 
     def plain(self, chosen: Chosen) -> list[Candidate]:
         return [self._candidate({"weights": kind, **flash}) for kind in self._types for flash in FLASH]
@@ -141,7 +139,7 @@ def main() -> None:
         for types in (options.types, *([kind] for kind in options.quantised)):
             engine = LlamaCpp(options.folder, types, options.threads)
             counts, name = types == options.types, "" if types == options.types else f" {types[0]}"
-            numerics, plain = f"weights {' or '.join(types)}", f"plain{name}"
+            numerics, plain = "keys and values f16", f"plain{name}"
             entries.append(Entry(plain, PLAIN, numerics, engine.plain, counts))
             if not options.batch_sizes:
                 entries.append(Entry(f"n-gram{name}", LOOKUP, numerics, partial(engine.lookups, plain), counts))

@@ -46,6 +46,7 @@ DRAFTS: tuple[dict[str, Any], ...] = (
 KV_CACHES: tuple[dict[str, str], ...] = ({}, {"KV_CACHE_PRECISION": "u8"})
 """OpenVINO's own choice, and eight bits."""
 BACKENDS = ("PA", "SDPA")
+_EXTRA = {"int4": ("--group-size", "64")}  # its default of 128 divides too few widths
 _NOTES = {"KV_CACHE_PRECISION": "KV", "ATTENTION_BACKEND": "attention"}
 
 
@@ -87,7 +88,6 @@ class OpenVINO:
         self._weights = weights
         self._device = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
         self._eos = eos_token_ids(folder)
-        self._target = exported(folder, "target", weights)
         self._pipelines: WeakValueDictionary[tuple[Any, ...], Pipeline] = WeakValueDictionary()
 
     # -- candidates --------------------------------------------------------------------------------------------
@@ -134,7 +134,8 @@ class OpenVINO:
             if options.pop("draft", False):
                 draft = exported(self._folder, "draft", self._weights)
                 options["draft_model"] = openvino_genai.draft_model(draft, "CPU", **self._device)
-            made = openvino_genai.LLMPipeline(self._target, "CPU", **{**self._device, **device, **options})
+            target = exported(self._folder, "target", self._weights)
+            made = openvino_genai.LLMPipeline(target, "CPU", **{**self._device, **device, **options})
             found = self._pipelines[key] = Pipeline(made)
         return found
 
@@ -164,7 +165,10 @@ class OpenVINO:
         scheduler.max_num_seqs, scheduler.max_num_batched_tokens = num_rows, most
         scheduler.dynamic_split_fuse, scheduler.enable_prefix_caching = fuse, False
         pipeline = openvino_genai.ContinuousBatchingPipeline(
-            self._target, scheduler_config=scheduler, device="CPU", properties={**self._device, **cache}
+            exported(self._folder, "target", self._weights),
+            scheduler_config=scheduler,
+            device="CPU",
+            properties={**self._device, **cache},
         )
 
         def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
@@ -200,7 +204,8 @@ def exported(folder: Path, part: str, weights: str) -> str:
         say(f"exporting {part} with weights {weights}")
         unfinished = folder / f"{out.name}-unfinished-{os.getpid()}"
         command = ["-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", str(folder / part)]
-        command += ["--task", "text-generation-with-past", "--weight-format", weights, str(unfinished)]
+        command += ["--task", "text-generation-with-past", "--weight-format", weights, *_EXTRA.get(weights, ())]
+        command.append(str(unfinished))
         done = subprocess.run([sys.executable, *command], stdout=sys.stderr)
         if done.returncode:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -219,7 +224,8 @@ def main() -> None:
     def start() -> tuple[str, list[Entry]]:
         if options.threads < 2:
             raise RuntimeError("OpenVINO GenAI crashes with one thread; give two or more")
-        entries = []
+        entries: list[Entry] = []
+        exported(options.folder, "target", options.weights)
         for weights in (options.weights, *options.quantised):
             engine = OpenVINO(options.folder, weights, options.precision, options.threads)
             counts, name = weights == options.weights, "" if weights == options.weights else f" {weights}"

@@ -23,6 +23,7 @@ PLAIN, LOOKUP, DRAFT = "plain", "no second model", "second model"
 
 _WARM_UP_TOKENS = 8
 _NUM_FINALISTS = 3
+_REASON = 200  # characters of an exception that are passed on
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Candidate:
     @property
     def label(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.settings.items())
+
+
+class NothingWorksError(Exception):
+    """None of an entry's candidates decodes."""
 
 
 Chosen = Mapping[str, Mapping[str, Any]]
@@ -114,8 +119,19 @@ class Field:
         self._chosen: dict[str, Mapping[str, Any]] = {}
 
     def enter(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Every entry at the settings that are fastest on the prompts of the request."""
-        return {"arms": [self._enter(entry, request["prompts"], request["max_new_tokens"]) for entry in self._entries]}
+        """Every entry at the settings that are fastest on the prompts of the request; why the others cannot enter."""
+        prompts, length = request["prompts"], request["max_new_tokens"]
+        first = self._entries[0].candidates({})[0].make()
+        first(prompts[:1], length)
+        plain_peak_bytes = peak_bytes()
+        del first
+        arms, failed = [], {}
+        for entry in self._entries:
+            try:
+                arms.append(self._enter(entry, prompts, length))
+            except NothingWorksError as error:
+                failed[entry.name] = str(error)
+        return {"arms": arms, "failed": failed, "peak_bytes": plain_peak_bytes}
 
     def _enter(self, entry: Entry, prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
         groups = [
@@ -134,7 +150,6 @@ class Field:
             "settings": best.candidate.label,
             "tuned_tokens_per_second": best.speed,
             "tried": tried,
-            "peak_bytes": peak_bytes(),
         }
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +173,13 @@ def _fastest(
             tried.decode(groups[0], min(_WARM_UP_TOKENS, max_new_tokens))
             tried.run(groups[0], max_new_tokens)
         except Exception as error:
-            found[candidate.label] = f"does not work: {' '.join(str(error).split())[-200:]}"
+            say(traceback.format_exc())
+            found[candidate.label] = f"does not work: {' '.join(str(error).split())[-_REASON:]}"
             continue
         found[candidate.label] = tried.speed
         finalists = sorted([*finalists, tried], key=lambda one: -one.speed)[:_NUM_FINALISTS]
     if not finalists:
-        raise RuntimeError(f"nothing of it works: {found}")
+        raise NothingWorksError("; ".join(f"{label}: {reason}" for label, reason in found.items()))
     if len(finalists) > 1:
         for tried in finalists:
             tried.num_tokens, tried.seconds = 0, 0.0
