@@ -53,24 +53,28 @@ def modules() -> dict[str, Path]:
 @cache
 def imports(module: str) -> frozenset[str]:
     """Modules of the package that one imports, when it is loaded or later; not those that only type checkers see."""
-    return frozenset(_imported(ast.parse(modules()[module].read_text(encoding="utf-8")).body)) - {module, "foretoken"}
+    path = modules()[module]
+    folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return frozenset(_imported(ast.parse(path.read_text(encoding="utf-8")).body, folder)) - {module, "foretoken"}
 
 
-def _imported(nodes: list[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+def _imported(nodes: list[ast.AST] | list[ast.stmt], folder: str = "") -> Iterator[str]:
     for node in nodes:
         names: list[str | None] = []
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from _imported(node.orelse)
+            yield from _imported(node.orelse, folder)
             continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            members = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [member if member in modules() else node.module for member in members]
+            above = folder.split(".")[: len(folder.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            members = [f"{source}.{alias.name}" for alias in node.names]
+            names = [member if member in modules() else source for member in members]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Lazy":
             names = [ast.literal_eval(node.args[0])]
         yield from (name for name in names if name in modules())
-        yield from _imported(list(ast.iter_child_nodes(node)))
+        yield from _imported(list(ast.iter_child_nodes(node)), folder)
 
 
 def room(module: str) -> str:
@@ -128,3 +132,8 @@ def test_an_import_upwards_would_show() -> None:
         "def f():\n    from foretoken.cli import app\n    from foretoken.engine import stats\n"
     )
     assert set(_imported(ast.parse(code).body)) == {"foretoken.model.lm", "foretoken.cli", "foretoken.engine.stats"}
+    relative = ast.parse("from .protocol import Answer\nfrom ..client import Worker\nfrom .. import race\n")
+    names = {"workers.protocol", "client", "race"}
+    assert set(_imported(relative.body, "foretoken.bench.peers.workers")) == {
+        f"foretoken.bench.peers.{one}" for one in names
+    }

@@ -41,7 +41,7 @@ def race_peers(options: BenchOptions, model: str, scale: str, results: dict[str,
     from foretoken.bench import report
     from foretoken.bench.peers import launching
     from foretoken.bench.peers import report as peers_report
-    from foretoken.bench.peers.environments import environments, read_peers
+    from foretoken.bench.peers.environments import check_installed, environments, read_peers
     from foretoken.bench.peers.export import export
     from foretoken.bench.peers.prompts import prompts_of
     from foretoken.bench.peers.race import Race
@@ -49,6 +49,8 @@ def race_peers(options: BenchOptions, model: str, scale: str, results: dict[str,
     from foretoken.errors import ConfigError
 
     peers = read_peers(options.peers or "", "--peers")
+    folder = environments(options.peers_folder)
+    check_installed(peers, folder)
     settings = options.race_settings(options.threads or torch.get_num_threads())
     console = Console(highlight=False, quiet=options.as_json)
     latest: list[Outcome] = []
@@ -65,7 +67,6 @@ def race_peers(options: BenchOptions, model: str, scale: str, results: dict[str,
         if dtype not in launching.OPENVINO:
             raise ConfigError(f"--dtype is {dtype!r}; other engines run in {', '.join(launching.OPENVINO)}")
         arming = options.arming(exported.has_draft)
-        folder = environments(options.peers_folder)
         launches, missing = launching.launches(exported, model, scale, dtype, arming, peers, folder)
         for name, reason in missing.items():
             typer.echo(f"foretoken: {name} takes no part: {reason}", err=True)

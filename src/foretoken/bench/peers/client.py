@@ -36,6 +36,7 @@ class Launch:
       label: in front of the names of its arms.
       python: None for this library's own.
       worker: the module among the workers.
+      folder: that holds the folder of workers.
     """
 
     name: str
@@ -43,11 +44,12 @@ class Launch:
     python: Path | None
     worker: str
     arguments: tuple[str, ...]
+    folder: Path = HERE
 
     def command(self) -> list[str]:
         if self.python is None:
             return [sys.executable, "-m", f"foretoken.bench.peers.workers.{self.worker}", *self.arguments]
-        return [str(self.python), "-I", "-c", _BOOT, str(HERE), f"workers.{self.worker}", *self.arguments]
+        return [str(self.python), "-I", "-c", _BOOT, str(self.folder), f"workers.{self.worker}", *self.arguments]
 
 
 class Worker:

@@ -96,6 +96,17 @@ def is_installed(peer: Peer, folder: Path) -> bool:
     return not peer.has_environment or (folder / peer.name / _DONE).exists()
 
 
+def check_installed(peers: Iterable[Peer], folder: Path) -> None:
+    """Some are enough for a race.
+
+    Raises: ConfigError where none is installed, naming the commands that do that.
+    """
+    named = list(peers)
+    if not any(is_installed(peer, folder) for peer in named):
+        commands = ", ".join(command_that_makes(peer, folder) for peer in named)
+        raise ConfigError(f"there is nothing to compare with: no engine of --peers is installed; run {commands}")
+
+
 def command_that_makes(peer: Peer, folder: Path) -> str:
     """What to type."""
     place = "" if folder == environments(None) else f" --peers-folder {folder}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -58,6 +57,7 @@ class Race:
     """Holds the processes; use it as a context manager.
 
     Args:
+      exported: in whose folder the engines' logs lie until the next race.
       launches: of all engines, this library's own first.
       missing: engines that take no part, and why.
 
@@ -82,14 +82,14 @@ class Race:
         self._heats: list[Heat] = []
         self._stack = ExitStack()
         self._workers: list[Worker] = []
-        logs = Path(tempfile.mkdtemp(prefix="foretoken-race-"))
         try:
-            self._start(launches, logs)
+            self._start(launches, exported.folder / "logs")
         except BaseException:
             self._stack.close()
             raise
 
     def _start(self, launches: Seq[Launch], logs: Path) -> None:
+        logs.mkdir(exist_ok=True)
         for place, launch in enumerate(launches):
             self._say("starting engines", place, len(launches))
             try:

@@ -1,0 +1,467 @@
+"""The race beside other engines, with engines that are made up: who takes part, at which settings, and what is said.
+
+The made-up engines are processes that speak the protocol; they report the seconds that they are told to."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from foretoken.bench.candidates import Candidate
+from foretoken.bench.peers import client, environments, launching, report
+from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
+from foretoken.bench.peers.environments import PEERS, PeerEnvironmentError, check_installed, make, read_peers
+from foretoken.bench.peers.export import Exported
+from foretoken.bench.peers.outcome import Heat, Outcome, PeerRow
+from foretoken.bench.peers.race import Race, RaceSettings
+from foretoken.bench.workload import Prompt
+from foretoken.cli import bench as cli
+from foretoken.errors import ConfigError
+
+FAKE = """
+import json, os
+from .protocol import Answer, Candidate, Entry, common_options, serve
+
+
+def main():
+    parser = common_options("")
+    parser.add_argument("--plan", type=json.loads)
+    options = parser.parse_args()
+    plan = options.plan
+
+    def text(prompt, length, departs_at):
+        length = 2 if prompt[0] == 9 else length
+        return [sum(prompt) % 50 + place + (departs_at is not None and place >= departs_at) for place in range(length)]
+
+    def made(entry, speeds):
+        def run(prompts, length):
+            with open(plan["calls"], "a") as calls:
+                calls.write(json.dumps([plan["name"], entry["name"], prompts]) + "\\n")
+            if plan.get("dies_at") in prompts:
+                os._exit(7)
+            rows = [text(ids, length, entry.get("departs_at")) for ids in prompts]
+            decoded = sum(map(len, rows)) - len(rows)
+            seconds = speeds[1 if prompts[0][0] >= 100 else 0]
+            return Answer(rows, len(rows), 0.5, decoded * seconds)
+
+        def make():
+            if speeds is None:
+                raise RuntimeError("no such kernel")
+            return run
+
+        return make
+
+    def candidates(entry):
+        return lambda chosen: [Candidate({"way": way}, made(entry, speeds)) for way, speeds in entry["ways"].items()]
+
+    def start():
+        if "broken" in plan:
+            raise RuntimeError(plan["broken"])
+        entries = [
+            Entry(one["name"], one["kind"], "fake", candidates(one), one.get("counts", True), one.get("num_rows", 1))
+            for one in plan["entries"]
+        ]
+        return plan["name"] + " 1.0", entries
+
+    own = {
+        "answer": lambda request: {"token_ids": text(request["prompt"], request["max_new_tokens"], None)},
+        "gap": lambda request: {"gap": 0.25 + len(request["output"])},
+    }
+    serve(start, own)
+
+
+main()
+"""
+PLAIN, LOOKUP = "plain", "no second model"
+
+
+def entry(name: str, kind: str = PLAIN, slow: float = 0.01, tuned: float | None = None, **more: Any) -> dict[str, Any]:
+    """An arm with one way to run: seconds per token on prompts that count, and on those for tuning."""
+    return {"name": name, "kind": kind, "ways": {"only": [slow, slow if tuned is None else tuned]}, **more}
+
+
+class Track:
+    """Where made-up engines race."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "workers").mkdir()
+        for name in ("__init__.py", "protocol.py"):
+            shutil.copy(HERE / "workers" / name, folder / "workers" / name)
+        (folder / "workers" / "fake.py").write_text(FAKE)
+        self.calls = folder / "calls"
+
+    def launch(self, name: str, entries: list[dict[str, Any]], **more: Any) -> Launch:
+        plan = {"name": name, "entries": entries, "calls": str(self.calls), **more}
+        arguments = (str(self.folder), f"--plan={json.dumps(plan)}")
+        return Launch(name, name, Path(sys.executable), "fake", arguments, self.folder)
+
+    def race(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> Race:
+        chosen = {"num_prompts": 2, "num_tuning_prompts": 1, "max_new_tokens": 6, "threads": 1, **settings}
+        exported = Exported(self.folder, "a model", dtype)
+        return Race(exported, dtype, launches, {}, RaceSettings(**chosen), lambda what, done, total: None)
+
+    def run(self, launches: list[Launch], dtype: str = "bfloat16", **settings: Any) -> Outcome:
+        with self.race(launches, dtype, **settings) as race:
+            return race.run(prompts(), lambda outcome: None)
+
+    def decoded(self) -> list[tuple[str, str, Any]]:
+        return [tuple(json.loads(line)) for line in self.calls.read_text().splitlines()]
+
+
+@pytest.fixture
+def track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Track:
+    monkeypatch.setattr(client, "_SETTLING_SECONDS", 0.0)  # nothing computes here
+    return Track(tmp_path)
+
+
+def prompts() -> Iterator[Prompt]:
+    """Two that count (and one that is answered too shortly), then those for tuning."""
+    for name, ids in (("a", (1, 2)), ("short", (9, 1)), ("b", (3, 4)), ("t", (100, 5)), ("u", (101, 6))):
+        yield Prompt(name, "kind", ids)
+
+
+def rows(outcome: Outcome) -> dict[str, PeerRow]:
+    return {row.arm: row for row in outcome.heats[0].rows}
+
+
+def shown(outcome: Outcome, width: int = 100) -> str:
+    stream = io.StringIO()
+    report.show(Console(file=stream, width=width), outcome)
+    return stream.getvalue()
+
+
+OWN = [entry("plain", slow=0.02), entry("ngram", LOOKUP, slow=0.008, tuned=0.01)]
+
+
+# -- a race ------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> None:
+    peer = [entry("plain", slow=0.01), entry("lookup", LOOKUP, slow=0.004, departs_at=3)]
+    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    (heat,) = outcome.heats
+    assert {one.what: (one.arm, one.base, round(one.comparison.ratio, 6)) for one in heat.verdicts} == {
+        "plain": ("foretoken plain", "other plain", 0.5),
+        "best without a second model": ("foretoken ngram", "other lookup", 0.5),
+    }
+    found = rows(outcome)
+    assert found["other plain"].tokens_per_second == pytest.approx(100)
+    same = found["other lookup"].sameness
+    assert same is not None
+    assert (same.num_same_rows, same.num_rows, same.same_share) == (0, 2, 0.5)
+    assert [(one.prompt, one.position, one.gap) for one in same.departures] == [("a", 3, 3.25), ("b", 3, 3.25)]
+    assert outcome.skipped == ("short",)
+    assert (outcome.prompts, outcome.tuning_prompts) == (("a", "b"), ("t",))
+    text = shown(outcome)
+    assert text.index("same tokens") < text.index("tok/s")
+    assert "0.50" in text
+
+
+def test_every_prompt_runs_forwards_and_backwards_in_separate_processes(track: Track) -> None:
+    track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])], num_prompts=1)
+    timed = [(engine, arm) for engine, arm, ids in track.decoded() if ids == [[1, 2]]]
+    order = [("foretoken", "plain"), ("foretoken", "ngram"), ("other", "plain")]
+    assert timed == [*order, *order, *reversed(order)]  # the first three are the warm-up
+
+
+def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: Track) -> None:
+    """``late`` wins on the prompts that count; it must not be taken for that."""
+    ways = {"early": [0.01, 0.001], "late": [0.0001, 0.002], "broken": None}
+    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": ways}]
+    peer.append(entry("other lookup", LOOKUP, slow=0.0001, tuned=0.5))
+    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    assert rows(outcome)["other lookup"].settings == "way early"
+    tried = outcome.tried["other lookup"]
+    assert tried["way early"] == pytest.approx(1000)
+    assert tried["way late"] == pytest.approx(500)
+    assert "no such kernel" in tried["way broken"]
+    assert [one.base for one in outcome.heats[0].verdicts] == ["other plain", "other lookup"]
+
+
+def test_quantised_arms_are_shown_apart(track: Track) -> None:
+    peer = [entry("plain"), entry("plain int4", slow=0.001, counts=False)]
+    outcome = track.run([track.launch("foretoken", OWN[:1]), track.launch("other", peer)])
+    plain = {one.base: one.counts for one in outcome.heats[0].verdicts if one.what == "plain"}
+    assert plain == {"other plain": True, "other plain int4": False}
+    text = shown(outcome)
+    assert "other plain int4 *" in text
+    assert "do not count" in text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_is_cut_off(track: Track, width: int) -> None:
+    launches = [track.launch("foretoken", OWN), track.launch("other", [entry("plain"), entry("lookup", LOOKUP)])]
+    text = shown(track.run(launches), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+# -- equality ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "is_wrong"), [("float32", True), ("bfloat16", False)])
+def test_own_texts_that_differ_in_float32_hide_all_speeds(track: Track, dtype: str, is_wrong: bool) -> None:
+    own = [OWN[0], entry("ngram", LOOKUP, departs_at=2)]
+    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain", departs_at=1)])], dtype)
+    assert outcome.wrong == (("foretoken ngram",) if is_wrong else ())
+    assert ("no speed is shown" in shown(outcome)) == is_wrong
+    assert ("tok/s" in shown(outcome)) != is_wrong
+
+
+def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Track) -> None:
+    """The control: the same field without the fault passes."""
+    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])])
+    assert outcome.wrong == ()
+    with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
+        same = outcome.heats[0].rows[0].sameness
+        arm = type("Arm", (), {"worker": race._workers[0]})()
+        assert same is not None
+        assert not race._is_wrong(arm, same)
+        assert race._is_wrong(arm, replace(same, is_repeatable=False))
+
+
+# -- who takes part ----------------------------------------------------------------------------------------------
+
+
+def test_engines_that_do_not_start_are_left_out_by_name(track: Track) -> None:
+    launches = [
+        track.launch("foretoken", OWN),
+        track.launch("lame", [], broken="no such model"),
+        track.launch("other", OWN),
+    ]
+    outcome = track.run(launches)
+    assert list(outcome.engines) == ["foretoken", "other"]
+    assert "no such model" in outcome.missing["lame"]
+    assert "missing  lame: " in shown(outcome, 500)
+
+
+def test_a_way_to_decode_of_which_nothing_works_is_left_out(track: Track) -> None:
+    peer = [entry("plain"), {"name": "lookup", "kind": LOOKUP, "ways": {"first": None, "second": None}}]
+    outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
+    assert "other lookup" not in rows(outcome)
+    assert "way second: does not work: no such kernel" in outcome.missing["other lookup"]
+
+
+def test_an_engine_that_dies_is_an_error_with_its_log(track: Track) -> None:
+    other = track.launch("other", [entry("plain")], dies_at=[3, 4])
+    with pytest.raises(WorkerError, match=r"other ended \(exit code 7\); its log is .*other.log"):
+        track.run([track.launch("foretoken", OWN), other])
+
+
+def test_a_race_alone_is_no_race(track: Track) -> None:
+    with pytest.raises(ConfigError, match="nothing to compare with"):
+        track.run([track.launch("foretoken", OWN), track.launch("lame", [], broken="broken")])
+    with pytest.raises(WorkerError, match="ours is broken"):
+        track.run([track.launch("foretoken", [], broken="ours is broken"), track.launch("other", OWN)])
+
+
+def test_too_few_prompts_are_refused(track: Track) -> None:
+    with pytest.raises(ConfigError, match="4 prompts are to count and 1 are for choosing settings, and 4 have"):
+        track.run([track.launch("foretoken", OWN), track.launch("other", OWN)], num_prompts=4)
+
+
+def test_workers_end_with_the_race(track: Track) -> None:
+    with track.race([track.launch("foretoken", OWN), track.launch("other", OWN)]) as race:
+        processes = [worker._process for worker in race._workers]
+        assert all(process.poll() is None for process in processes)
+    assert [process.poll() for process in processes] == [0, 0]
+
+
+# -- batches -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
+    own = [entry("plain", slow=0.02), entry("plain, 2 rows", slow=0.005, num_rows=2)]
+    peer = [entry("plain", slow=0.01), entry("plain, 2 rows", slow=0.004, num_rows=2, departs_at=3)]
+    launches = [track.launch("foretoken", own), track.launch("other", peer)]
+    outcome = track.run(launches, batch_sizes=(2,), num_prompts=3)
+    heat: Heat = outcome.heats[0]
+    assert outcome.skipped == ()  # rows of batches go on past the end of their text
+    assert heat.prompts == ("group 0", "group 1")
+    ratios = {(one.what, one.base): round(one.comparison.ratio, 6) for one in heat.verdicts}
+    assert ratios == {
+        ("plain", "other plain"): 0.5,
+        ("plain, 2 rows", "other plain, 2 rows"): 0.8,
+        ("2 rows by one", "foretoken plain"): 4.0,
+        ("2 rows by one", "other plain"): 2.5,
+    }
+    groups = [ids for engine, arm, ids in track.decoded() if (engine, arm) == ("other", "plain, 2 rows")]
+    assert groups[-2:] == [[[3, 4], [1, 2]]] * 2  # the last group is filled up from the beginning
+    alone = [ids for engine, arm, ids in track.decoded() if (engine, arm) == ("other", "plain")]
+    assert alone[-1] == [[3, 4]]
+    found = rows(outcome)
+    same, single = found["other plain, 2 rows"].sameness, found["other plain"].sameness
+    assert same is not None
+    assert single is not None
+    assert (same.num_rows, same.num_same_rows) == (4, 1)  # one has ended by then
+    assert (single.num_rows, single.num_same_rows) == (2, 2)
+
+
+# -- environments ------------------------------------------------------------------------------------------------
+
+
+def test_names_are_read_and_others_refused() -> None:
+    assert [peer.name for peer in read_peers("llamacpp, openvino,llamacpp", "--peers")] == ["llamacpp", "openvino"]
+    assert read_peers("all", "--peers") == list(PEERS.values())
+    for text in ("", "vllm"):
+        with pytest.raises(ConfigError, match="choose among openvino, llamacpp, transformers, all"):
+            read_peers(text, "--peers")
+
+
+def test_an_environment_is_made_once_and_completed_where_it_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, calls, said = tmp_path / "status", tmp_path / "calls", []
+
+    def create(place: Path, with_pip: bool) -> None:
+        python = place / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho "no such wheel"\nexit $(cat {status})\n')
+        python.chmod(0o755)
+
+    monkeypatch.setattr(environments.venv, "create", create)
+    peer = PEERS["openvino"]
+    status.write_text("1")
+    with pytest.raises(PeerEnvironmentError, match=r"pip install ended with 1: \.\.\.no such wheel"):
+        make(peer, tmp_path, said.append)
+    assert not environments.is_installed(peer, tmp_path)
+    status.write_text("0")
+    make(peer, tmp_path, said.append)
+    assert environments.is_installed(peer, tmp_path)
+    assert "uninstall --yes torchvision" in calls.read_text()
+    done = calls.read_text()
+    make(peer, tmp_path, said.append)
+    assert calls.read_text() == done
+    assert said[-1].endswith("is there")
+    (tmp_path / "openvino" / "built").write_text("openvino-genai==1.0\n")
+    make(peer, tmp_path, said.append)
+    assert calls.read_text() != done
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    arming = launching.Arming([Candidate("ngram", {"method": "ngram"})], "auto", False, (2,), (3,))
+    exported = Exported(tmp_path, "a model", "bfloat16")
+    found, missing = launching.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
+    assert [launch.name for launch in found] == ["foretoken", "transformers"]
+    assert missing["openvino"] == (
+        f"it is not installed; foretoken bench --make-peers openvino --peers-folder {tmp_path} does that"
+    )
+    check_installed(PEERS.values(), tmp_path)
+    with pytest.raises(ConfigError, match="foretoken bench --make-peers llamacpp"):
+        check_installed([PEERS["llamacpp"]], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "precision", "types"),
+    [("bfloat16", "fp16", "bf16", ["bf16", "f16"]), ("float32", "fp32", "f32", ["f32"])],
+)
+def test_all_engines_hold_the_same_precision(
+    tmp_path: Path, dtype: str, weights: str, precision: str, types: list[str]
+) -> None:
+    for name in ("openvino", "llamacpp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "built").touch()
+    arming = launching.Arming([], "packed", True, (2,), (3,), (8, 32))
+    exported = Exported(tmp_path, "a model", dtype)
+    found, missing = launching.launches(exported, "m", "100m", dtype, arming, PEERS.values(), tmp_path)
+    own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
+    assert missing == {}
+    assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed"} <= set(own)
+    assert ("--weights", weights, "--precision", precision, "--quantised", "int8", "int4") == openvino[4:]
+    assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0") == llamacpp[4:]
+    assert transformers[4:6] == ("--dtype", dtype)
+    assert all(launch.arguments[:4] == (str(tmp_path), "--batch-sizes", "8", "32") for launch in found)
+
+
+def test_workers_of_other_engines_import_nothing_of_this_package() -> None:
+    """They run in environments that do not have it."""
+    for path in (HERE / "workers").glob("*.py"):
+        if path.name in ("foretoken_worker.py", "transformers_worker.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                assert not (node.module or "").startswith("foretoken"), path.name
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1
+                assert (HERE / "workers" / f"{node.module}.py").exists()
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("foretoken") for alias in node.names), path.name
+
+
+# -- the verb ----------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(cli.run)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_mistakes_end_with_2_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = ("--peers-folder", str(tmp_path))
+    for arguments, said in (
+        (("--peers", "vllm", *folder), "choose among openvino"),
+        (("--peers", "openvino", *folder), "foretoken bench --make-peers openvino"),
+        (("--make-peers", "vllm", *folder), "choose among openvino"),
+    ):
+        found = invoke("--model", "zoo:tiny", *arguments)
+        assert found.exit_code == 2
+        assert said in " ".join(found.stderr.split())
+
+
+@pytest.mark.slow
+def test_the_verb_races_beside_an_engine_in_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This library and transformers are real here; the third engine is made up and says something else."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    track = Track(tmp_path)
+    plan = {"name": "made up", "entries": [entry("plain", departs_at=0)], "calls": str(track.calls)}
+    python = tmp_path / "envs" / "openvino" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -I -c "$3" {tmp_path} workers.fake {tmp_path} --threads 1 '
+        f"--plan='{json.dumps(plan)}'\n"
+    )
+    python.chmod(0o755)
+    (tmp_path / "envs" / "openvino" / "built").touch()
+    output = tmp_path / "race.json"
+    given = ("--model", "zoo:tiny", "--scale", "none", "--dtype", "float32", "--quick", "--threads", "1")
+    narrow = ("--assisted-lengths", "2", "--lookup-lengths", "3", "--methods", "ngram,draft_model")
+    peers = ("--peers", "all", "--peers-folder", str(tmp_path / "envs"), "--output", str(output))
+    found = invoke(*given, *narrow, *peers)
+    assert found.exit_code == 0, found.output
+    race = json.loads(output.read_text())["race"]
+    assert list(race["engines"]) == ["foretoken", "openvino", "transformers"]
+    assert list(race["missing"]) == ["llamacpp"]
+    (heat,) = race["heats"]
+    same = {row["arm"]: row["sameness"]["num_same_rows"] for row in heat["rows"]}
+    assert same.pop("OpenVINO plain") == 0
+    assert set(same.values()) == {2}
+    assert {one["what"] for one in heat["verdicts"]} == {
+        "plain", "best without a second model", "best with a second model"
+    }  # fmt: skip
+    assert (tmp_path / "cache" / "peers" / "models").exists()
+    assert "llamacpp takes no part" in found.stderr
+
+
+def test_a_worker_reports_where_its_log_is(track: Track) -> None:
+    with (
+        pytest.raises(WorkerError, match="its log is"),
+        Worker(track.launch("other", [], broken="x"), 1, track.folder / "log"),
+    ):
+        pass
+    assert "RuntimeError: x" in (track.folder / "log").read_text()
