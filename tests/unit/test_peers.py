@@ -170,6 +170,16 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
     assert "0.50" in text
 
 
+def test_what_is_known_after_each_prompt_can_be_shown(track: Track) -> None:
+    known: list[Outcome] = []
+    with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
+        race.run(prompts(), known.append)
+    assert [len(outcome.heats[0].prompts) for outcome in known] == [1, 2, 2]
+    assert [outcome.heats[0].is_complete for outcome in known] == [False, False, True]
+    assert "interrupted after 1" in shown(known[0])
+    assert "interrupted" not in shown(known[-1])
+
+
 def test_every_prompt_runs_forwards_and_backwards_in_separate_processes(track: Track) -> None:
     track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])], num_prompts=1)
     timed = [(engine, arm) for engine, arm, ids in track.decoded() if ids == [[1, 2]]]
@@ -352,7 +362,7 @@ def test_an_environment_is_made_once_and_completed_where_it_broke_off(
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    arming = launching.Arming([Candidate("ngram", {"method": "ngram"})], "auto", False, (2,), (3,))
+    arming = launching.Arming([Candidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
     exported = Exported(tmp_path, "a model", "bfloat16")
     found, missing = launching.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
     assert [launch.name for launch in found] == ["foretoken", "transformers"]
@@ -374,12 +384,12 @@ def test_all_engines_hold_the_same_precision(
     for name in ("openvino", "llamacpp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "built").touch()
-    arming = launching.Arming([], "packed", True, (2,), (3,), (8, 32))
+    arming = launching.Arming([], "packed", "strict", True, (2,), (3,), (8, 32))
     exported = Exported(tmp_path, "a model", dtype)
     found, missing = launching.launches(exported, "m", "100m", dtype, arming, PEERS.values(), tmp_path)
     own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
     assert missing == {}
-    assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed"} <= set(own)
+    assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=strict"} <= set(own)
     assert ("--weights", weights, "--precision", precision, "--quantised", "int8", "int4") == openvino[4:]
     assert ("--types", *types, "--quantised", "q8_0", "q4_1", "q4_0") == llamacpp[4:]
     assert transformers[4:6] == ("--dtype", dtype)

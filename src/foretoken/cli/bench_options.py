@@ -144,7 +144,7 @@ class BenchOptions:
     temperature: Annotated[float, typer.Option(help="With --methods: 0 is greedy.", min=0.0)] = 0.0
     top_p: Annotated[float, typer.Option(help="With --methods: 1 is off.", min=0.0, max=1.0)] = 1.0
     exactness: Annotated[
-        str, typer.Option(help="With --methods: default, strict or relaxed, of the runs that are timed.")
+        str, typer.Option(help="With --methods or --peers: default, strict or relaxed, of the runs that are timed.")
     ] = "default"
     save_config: Annotated[
         Path | None,
@@ -264,6 +264,7 @@ class BenchOptions:
         return Arming(
             methods=methods,
             execution=self.execution,
+            exactness=self.exactness,
             quantised=self.quantised,
             assisted_lengths=_integers(self.assisted_lengths, "assisted-lengths"),
             lookup_lengths=_integers(self.lookup_lengths, "lookup-lengths"),

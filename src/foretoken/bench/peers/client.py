@@ -19,6 +19,7 @@ from foretoken.errors import ForetokenError
 
 HERE = Path(__file__).parent
 _SETTLING_SECONDS = 0.02  # between two requests, so that threads of the worker before have gone to sleep
+_PATIENCE_SECONDS = 5.0  # with a worker whose input has ended
 _BOOT = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 """Runs a worker where this package is not: its folder comes last on the path, so that it hides nothing."""
 
@@ -84,6 +85,7 @@ class Worker:
                 stderr=errors,
                 text=True,
                 env=environment,
+                start_new_session=True,  # Ctrl-C is for the driver, which ends the workers
             )
         try:
             self.engine: str = self._answer()["engine"]
@@ -105,7 +107,7 @@ class Worker:
             if stream is not None:
                 stream.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -57,6 +57,9 @@ def export(model: str, draft_model: str | None, scale: str, say: Callable[[str],
         try:
             _write(model, draft_model, scale, unfinished)
             unfinished.replace(folder)
+        except OSError:
+            if not facts.exists():  # else another process was faster
+                raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return Exported(folder, **json.loads(facts.read_text(encoding="utf-8")))

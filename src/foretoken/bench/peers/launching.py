@@ -28,12 +28,14 @@ class Arming:
 
     Args:
       methods: of this library; they race at their settings as given.
+      execution, exactness: of this library.
       quantised: whether engines also run with quantised weights, which do not count.
       assisted_lengths, lookup_lengths: numbers of draft tokens among which transformers is tuned.
     """
 
     methods: Seq[Candidate]
     execution: str
+    exactness: str
     quantised: bool
     assisted_lengths: Seq[int]
     lookup_lengths: Seq[int]
@@ -72,6 +74,7 @@ def _own(exported: Exported, model: str, scale: str, dtype: str, arming: Arming)
         "dtype": dtype,
         "scale": scale,
         "execution": arming.execution,
+        "exactness": arming.exactness,
         "methods": json.dumps(given),
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]

@@ -35,7 +35,7 @@ NOT_COUNTING = ("quantized_self",)
 class Own:
     """The target, and arms over it."""
 
-    def __init__(self, model: str, dtype: str, scale: str, execution: str) -> None:
+    def __init__(self, model: str, dtype: str, scale: str, execution: str, exactness: str) -> None:
         wanted = getattr(torch, dtype)
         loaded = load_model(model, dtype=dtype)
         if sizes(scale) is not None:  # in float32, as the checkpoint of the other engines was
@@ -46,7 +46,8 @@ class Own:
         zoo_name = model if is_zoo(model) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
         self._eos = tuple(eos_token_ids(loaded.model))
-        self.numerics = f"{dtype}, {self.target.execution.describe()}"
+        self._exactness = exactness
+        self.numerics = f"{dtype}, {self.target.execution.describe()}, {exactness} exactness"
 
     def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: list[int]) -> list[Entry]:
         """Plain decoding and the methods, of one row or of batches; plain decoding of one row is always there."""
@@ -65,7 +66,8 @@ class Own:
         return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
 
     def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
-        engine = EngineConfig(max_num_seqs=num_rows, acceptance=config.rejection_sample_method)
+        rule = config.rejection_sample_method
+        engine = EngineConfig(max_num_seqs=num_rows, acceptance=rule, exactness=self._exactness)
         arm = EngineArm("", self.target, self._pairing.drafting(config).new_drafter(), self._eos, engine)
 
         def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--scale", required=True)
     parser.add_argument("--execution", required=True)
+    parser.add_argument("--exactness", required=True)
     parser.add_argument("--methods", type=json.loads, required=True, help="speculative configs by name, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -105,7 +108,7 @@ def main() -> None:
     def start() -> tuple[str, list[Entry]]:
         from foretoken import __version__
 
-        own.append(Own(options.model, options.dtype, options.scale, options.execution))
+        own.append(Own(options.model, options.dtype, options.scale, options.execution, options.exactness))
         return f"foretoken {__version__}", own[0].entries(options.methods, options.batch_sizes)
 
     serve(start, {"answer": lambda request: own[0].answer(request), "gap": lambda request: own[0].gap(request)})
