@@ -223,7 +223,7 @@ def test_medusa_of_another_target_or_none() -> None:
     config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
     with pytest.raises(CheckpointError, match=r"states of 8 numbers, and the target's have 16; they are of lmsys/vic"):
         read_medusa(Checkpoint("x", config, medusa_tensors()), 16, V)
-    with pytest.raises(CheckpointError, match="has no Medusa heads; its tensors are fc.weight"):
+    with pytest.raises(CheckpointError, match=r"has no Medusa heads; its tensors are fc\.weight"):
         read_medusa(Checkpoint("x", {}, {"fc.weight": random(H, H)}), H, V)
     outside = {**medusa_tensors(), "token_map": torch.tensor([1, 2, V])}
     with pytest.raises(CheckpointError, match="it is of another target"):

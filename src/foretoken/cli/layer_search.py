@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -218,7 +218,20 @@ def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[Layer
     return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), Materials(target))()
 
 
-def prompts_of(model: str, options: SearchOptions, tokenizer: Any) -> list[Prompt]:
+class PromptOptions(Protocol):
+    """Which prompts are decoded."""
+
+    @property
+    def prompts(self) -> str: ...
+
+    @property
+    def raw(self) -> bool: ...
+
+    @property
+    def num_prompts(self) -> int: ...
+
+
+def prompts_of(model: str, options: PromptOptions, tokenizer: Any) -> list[Prompt]:
     """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
 
     Raises: PromptError, ConfigError.

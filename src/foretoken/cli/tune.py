@@ -1,4 +1,4 @@
-"""``foretoken tune``: searches for the settings with which a drafter is fast. Its one verb so far is ``layer-skip``."""
+"""``foretoken tune``: searches for the settings with which a drafter is fast: ``layer-skip`` and ``tree``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foretoken.cli.layer_search import Job, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
+from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 
 if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet
@@ -67,13 +68,47 @@ def layer_skip(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
+@app.command("tree")
+@takes_groups
+def tree(
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The tree to write.")],
+    options: TreeOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Find the draft tree with which heads are fastest here (methods medusa and hydra).
+
+    The target writes texts of its own; the candidates of the heads are held against them. Trees of every size are grown
+    from what was right how often, and steps of every size are timed.
+    """
+    with exit_codes():
+        _check_place(out)
+        found, details = find_tree(options)
+        try:
+            found.chosen.save(out, **details)
+        except OSError as error:
+            from foretoken.errors import ConfigError
+
+            raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+        if as_json:
+            paths = [list(path) for path in found.chosen.paths]
+            sys.stdout.write(json.dumps({"out": str(out), "paths": paths, **details}) + "\n")
+        else:
+            show_tree(found, details, out)
+
+
 def _journal(out: Path) -> Path:
     """Checks the place of the output, too."""
+    _check_place(out)
+    return out.with_suffix(".trials")
+
+
+def _check_place(out: Path) -> None:
+    """Raises: ConfigError where no file can be."""
     from foretoken.errors import ConfigError
 
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"{out} cannot be written: it needs to be a file in a folder that exists")
-    return out.with_suffix(".trials")
 
 
 def _write(layer_set: LayerSet, out: Path) -> None:

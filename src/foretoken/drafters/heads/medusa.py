@@ -86,6 +86,18 @@ class MedusaDrafter(Drafter):
         self._output: OutputLayer | None = None
         self._logits: torch.Tensor | None = None  # (B, D, V) of the rows that draft now
 
+    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """What head ``depth`` says along a text that is known.
+
+        Args:
+          states: (T, H), what heads read of the target after the tokens.
+          token_ids: (T,) of these tokens.
+
+        Returns: logits (T - 1 - depth, V); row t guesses token t + 2 + depth.
+        """
+        logits: torch.Tensor = self.heads(states[: len(states) - 1 - depth], depth + 1, self._output)
+        return logits[:, depth]
+
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.growth.takes_trees = target.supports_trees
         self._output = target.shadow.get_output_embeddings()

@@ -153,6 +153,15 @@ class RankedGrowth:
         self._candidates = Candidates(target_vocab_size, vocabulary, is_greedy=is_greedy)
         self._shapes: dict[tuple[int, int, bool], TreeShape] = {}
 
+    def use(self, tree: RankTree) -> None:
+        """Fill another tree from now on, all of it."""
+        self.tree, self._max_nodes, self._shapes = tree, None, {}
+
+    def ranked(self, logits: torch.Tensor, places: Places, k: int) -> list[list[int]]:
+        """The k best successors of nodes, best first, as they would fill a tree."""
+        found = self._candidates.best(logits, places, k, as_chances=False)
+        return [[token for token, _ in scored] for scored in found]
+
     def begin(self, row: Sequence, budget: Budget) -> RankedDraft:
         """A draft of which nothing but the root is known."""
         allowed = Budget.of(budget)
@@ -201,9 +210,7 @@ class RankedGrowth:
 
     def _best(self, groups: Seq[Seq[Pick]], logits: torch.Tensor) -> list[list[int]]:
         """The best successors of every group: under the noise of the target, or by the law of the expander alone."""
-        widest = max(map(_width, groups))
-        found = self._candidates.best(logits, _places(groups), widest, as_chances=False)
-        return [[token for token, _ in scored] for scored in found]
+        return self.ranked(logits, _places(groups), max(map(_width, groups)))
 
     def _drawn(self, groups: Seq[Seq[Pick]], logits: torch.Tensor) -> list[list[int]]:
         """Draws without replacement from the law of the expander, which the acceptance rule is told.

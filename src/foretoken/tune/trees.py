@@ -1,0 +1,279 @@
+"""The draft tree of heads: what their candidates get right on the target's own text, and how many nodes pay here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.parts.candidates import Places
+from foretoken.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
+from foretoken.drafters.parts.ranked import RankedGrowth
+from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
+from foretoken.engine.drafter import Budget, Drafter, Requirements
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
+from foretoken.model.capture import Wanted
+from foretoken.model.lm import CausalLM, Nodes
+
+MISS = MAX_SIBLINGS
+"""Stands for every rank that no tree tries."""
+
+CONTEXT = 256
+"""Tokens before the measured forwards."""
+
+_CHUNK = 512
+
+
+class RankedDrafter(Protocol):
+    """A drafter of heads with a static tree: `MedusaDrafter`, `HydraDrafter`."""
+
+    name: str
+    requires: Requirements
+    growth: RankedGrowth
+
+    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """What head ``depth`` says along a text; row t guesses token t + 2 + depth."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hits:
+    """At which rank the target's own continuation stood.
+
+    Args:
+      ranks: one entry per place in the texts: the rank of the next token but one among the candidates of the first
+        head, of the one after it among those of the second, and so on; `MISS` where it was none of the first.
+      num_heads: of the drafter; entries near the end of a text are shorter.
+    """
+
+    ranks: tuple[Ranks, ...]
+    num_heads: int
+
+    @property
+    def accuracies(self) -> list[list[float]]:
+        """``[d][r]``: share of the places at which the candidate of rank r of head d was right, up to `MAX_SIBLINGS`.
+
+        The means are over the places that have a token there, which are fewer for later heads.
+        """
+        table = []
+        for depth in range(self.num_heads):
+            known = [ranks[depth] for ranks in self.ranks if depth < len(ranks)]
+            table.append([known.count(rank) / max(1, len(known)) for rank in range(MAX_SIBLINGS)])
+        return table
+
+    def tokens_per_step(self, tree: RankTree) -> float:
+        """Mean tokens of a step, the bonus included, counted at every place where the whole tree could have been right.
+
+        No independence is assumed; but these are the places that the accuracies are from.
+        """
+        paths = set(tree.paths)
+        whole = [ranks for ranks in self.ranks if len(ranks) >= min(tree.depth, self.num_heads)]
+        return 1.0 + sum(_accepted(ranks, paths) for ranks in whole) / max(1, len(whole))
+
+
+def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
+    """How far a path lies in a tree."""
+    length = 0
+    while length < len(ranks) and ranks[: length + 1] in paths:
+        length += 1
+    return length
+
+
+def measured_hits(
+    target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
+) -> Hits:
+    """Decode prompts and see where the target's tokens stood among the candidates of the heads.
+
+    Args:
+      drafter: a `RankedDrafter`; it drafts while the texts are made, which changes nothing about them.
+      params: how texts are sampled. Candidates are ranked as they would be for a row with these parameters.
+
+    Exactness: texts are the target's own. Randomness: that of ``params``.
+    Raises: ConfigError for texts that are too short to tell anything.
+    """
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
+    rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    for _ in engine.run():
+        pass
+    num_heads = drafter.heads.num_heads
+    found = [ranks for row in rows for ranks in _ranks_of(target, drafter, row, num_heads)]
+    if not any(len(ranks) == num_heads for ranks in found):
+        raise ConfigError(f"the texts are too short for {num_heads} heads; raise max-new-tokens, or give other prompts")
+    return Hits(tuple(found), num_heads)
+
+
+@torch.inference_mode()
+def _ranks_of(target: CausalLM, drafter: RankedDrafter, row: Sequence, num_heads: int) -> list[Ranks]:
+    """Of every place from which something that was generated can be guessed."""
+    tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
+    states = states_along(target, drafter.requires, tokens)
+    token_ids = torch.tensor(tokens, device=states.device)
+    found: list[list[int]] = [[] for _ in range(len(tokens) - first)]
+    for depth in range(num_heads):
+        last = len(tokens) - 2 - depth  # from place t the token t + 2 + depth is guessed
+        if last <= first:
+            break
+        logits = drafter.along(depth, states, token_ids)[first:last]
+        positions = range(first + 2 + depth, len(tokens))
+        places = Places([row.law] * len(logits), [()] * len(logits), list(positions))
+        for i, (best, position) in enumerate(
+            zip(drafter.growth.ranked(logits, places, MAX_SIBLINGS), positions, strict=True)
+        ):
+            found[i].append(best.index(tokens[position]) if tokens[position] in best else MISS)
+    return [tuple(ranks) for ranks in found if ranks]
+
+
+@torch.inference_mode()
+def states_along(target: CausalLM, requires: Requirements, tokens: Seq[int]) -> torch.Tensor:
+    """What heads read of the target after every token of a text, (T, H), read chunk by chunk."""
+    wanted, cache, parts = Wanted(requires.last_hidden, requires.layer_inputs), target.new_cache(1), []
+    for start in range(0, len(tokens), _CHUNK):
+        nodes = Nodes.from_chains([tokens[start : start + _CHUNK]])
+        output = target.forward_with(wanted, nodes, cache, keep=slice(0, 0))
+        cache.commit([range(nodes.width)])
+        states = output.last_hidden if requires.last_hidden else output.layer_inputs[requires.layer_inputs[0]]
+        assert states is not None
+        parts.append(states[0].clone())
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A size that a tree could have.
+
+    Args:
+      num_nodes: root included.
+      tokens_per_step: counted, the bonus included.
+      cost: seconds of a step by those of a plain forward: verification and drafting.
+    """
+
+    num_nodes: int
+    tokens_per_step: float
+    cost: float
+
+    @property
+    def speedup(self) -> float:
+        """Of plain decoding, as far as forwards and drafting decide it."""
+        return self.tokens_per_step / self.cost
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step.
+
+    Args:
+      verify: of the target over n nodes, by n.
+      draft: of proposing a tree of n nodes, by n.
+    """
+
+    verify: dict[int, float]
+    draft: dict[int, float]
+
+    def cost(self, num_nodes: int) -> float:
+        """Of a step with so many nodes, by a plain forward; between measured sizes in proportion."""
+        return (_between(self.verify, num_nodes) + _between(self.draft, num_nodes)) / self.verify[1]
+
+
+def _between(seconds: dict[int, float], size: int) -> float:
+    below = max((known for known in seconds if known <= size), default=min(seconds))
+    above = min((known for known in seconds if known >= size), default=max(seconds))
+    share = (size - below) / (above - below) if above > below else 0.0
+    return seconds[below] + share * (seconds[above] - seconds[below])
+
+
+def sizes_to_measure(most: int) -> list[int]:
+    """Nodes at which forwards are timed: all small numbers, then steps of a quarter."""
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128) if size < most]
+    return [*sizes, most]
+
+
+def measured_costs(target: CausalLM, drafter: Any, tree: RankTree, prompt: Seq[int], repeats: int = 9) -> StepCosts:
+    """Time verifications and proposals of every size of a tree, after 256 tokens of context.
+
+    The shortest of several timings counts, and no size counts for more than a larger one: what disturbs the machine
+    only ever adds.
+
+    Args:
+      drafter: a `RankedDrafter` that is not in use.
+      tree: the largest one.
+      prompt: of the row for which trees are proposed.
+    """
+    sizes = sizes_to_measure(len(tree))
+    cache, _ = filled_cache(target, CONTEXT, max(sizes))
+    times = forward_times([Forward(target, cache, size) for size in sizes], repeats)
+    verify = dict(zip(sizes, map(min, times), strict=True))
+    drafter.growth.use(tree)
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=1))
+    engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=tree.depth + 4, ignore_eos=True))
+    while not engine.decoding_rows:
+        engine.step()
+    engine.step()  # by now every row has a state to draft from
+    rows = engine.decoding_rows
+    propose = _Propose(drafter, rows, tree.depth)
+    draft = {}
+    with torch.inference_mode():
+        for size in sizes:
+            propose(size)
+            draft[size] = min(seconds_of(propose, target.device, size) for _ in range(repeats))
+    engine.abort(rows[0].request_id)
+    return StepCosts(_rising(verify), _rising(draft))
+
+
+def _rising(seconds: dict[int, float]) -> dict[int, float]:
+    """By size, the least that it or a larger one has taken."""
+    return {size: min(value for other, value in seconds.items() if other >= size) for size in seconds}
+
+
+@dataclass(frozen=True)
+class _Propose:
+    drafter: Drafter
+    rows: list[Sequence]
+    depth: int
+
+    def __call__(self, num_nodes: int) -> None:
+        self.drafter.propose(self.rows, [Budget(self.depth, num_nodes)] * len(self.rows))
+
+
+@dataclass(frozen=True)
+class TreeSearch:
+    """What a search for a tree has found.
+
+    Args:
+      hits: where the target's tokens stood.
+      tree: the largest that was looked at; its beginnings are the smaller ones.
+      sizes: all that were compared.
+      best: the one that is taken.
+    """
+
+    hits: Hits
+    tree: RankTree
+    sizes: tuple[Sized, ...]
+    best: Sized
+
+    @property
+    def chosen(self) -> RankTree:
+        return self.tree.first(self.best.num_nodes)
+
+
+def search(hits: Hits, max_nodes: int, costs_of: Callable[[RankTree], StepCosts], num_nodes: int | None) -> TreeSearch:
+    """Grow trees from the accuracies and choose the size that brings the most tokens per second.
+
+    Args:
+      max_nodes: of the largest tree, root included.
+      costs_of: times steps with a tree.
+      num_nodes: take this size, whatever it costs.
+    """
+    tree = RankTree.grown(hits.accuracies, num_nodes or max_nodes)
+    costs = costs_of(tree)
+    sizes = tuple(
+        Sized(size, hits.tokens_per_step(tree.first(size)), costs.cost(size)) for size in range(2, len(tree) + 1)
+    )
+    best = sizes[-1] if num_nodes else max(sizes, key=lambda one: (one.speedup, -one.num_nodes))
+    return TreeSearch(hits, tree, sizes, best)
