@@ -1,7 +1,8 @@
 """llama.cpp (wheel xllamacpp) in a race: needs xllamacpp, gguf and safetensors.
 
 The checkpoints are converted on the first run. Prompts go in as token ids, token ids and llama.cpp's own timings come
-out. Its decode time starts with the first token, so that one does not count. One server per arm, all in this process.
+out. Its decode time starts with the first token, so that one does not count; rows of a batch are timed by when their
+tokens come. One server per arm, all in this process.
 Its lookups ``ngram-mod`` and ``ngram-cache`` take no part: they remember the answers of earlier requests, and a race
 asks everything more than once.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -68,13 +70,23 @@ class LlamaCpp:
     def drafted(self, plain: str, chosen: Chosen) -> list[Candidate]:
         return [self._candidate({**chosen[plain], **draft}) for draft in DRAFTS]
 
+    def batches(self, num_rows: int, chosen: Chosen) -> list[Candidate]:
+        return [
+            Candidate(settings, partial(self._batch, settings, num_rows))
+            for kind in self._types
+            for settings in ({"weights": kind, **flash} for flash in FLASH)
+        ]
+
     def _candidate(self, settings: Mapping[str, Any]) -> Candidate:
         return Candidate(settings, lambda: decode(self._server(settings)))
 
-    def _server(self, settings: Mapping[str, Any]) -> Any:
+    def _batch(self, settings: Mapping[str, Any], num_rows: int) -> Decode:
+        return decode_together(self._server(settings, num_rows))
+
+    def _server(self, settings: Mapping[str, Any], num_rows: int = 1) -> Any:
         params = xllamacpp.CommonParams()
         params.model.path = self._converted("target", settings["weights"])
-        params.n_ctx, params.n_parallel, params.verbosity, params.cache_ram_mib = CONTEXT, 1, 0, 0
+        params.n_ctx, params.n_parallel, params.verbosity, params.cache_ram_mib = CONTEXT * num_rows, num_rows, 0, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._threads
         if settings.get("flash") == "off":
             params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -110,22 +122,51 @@ def decode(server: Any) -> Decode:
 
     def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
         started = perf_counter()
-        found = server.handle_completions(
-            {
-                "prompt": prompts[0],
-                "max_tokens": max_new_tokens,
-                "temperature": 0.0,
-                "top_k": 1,
-                "cache_prompt": False,
-                "return_tokens": True,
-                "verbose": True,  # hands the tokens out
-            }
-        )
+        found = server.handle_completions(request(prompts[0], max_new_tokens))
         total = perf_counter() - started
         tokens, seconds = found["__verbose"]["tokens"], found["timings"]["predicted_ms"] / 1e3
         return Answer([tokens], 1 + len(tokens) - found["timings"]["predicted_n"], total - seconds, seconds)
 
     return run
+
+
+def decode_together(server: Any) -> Decode:
+    """Of all rows of a server at once: a request each, from as many threads."""
+
+    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        arrivals: list[list[tuple[float, list[int]]]] = [[] for _ in prompts]
+
+        def ask(place: int) -> None:
+            def note(part: dict[str, Any]) -> bool:
+                arrivals[place].append((perf_counter(), part["__verbose"]["tokens"]))
+                return False  # go on
+
+            more = {"ignore_eos": True, "stream": True}
+            server.handle_completions(request(prompts[place], max_new_tokens) | more, note)
+
+        started = perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            list(threads.map(ask, range(len(prompts))))
+        arrivals = [[(time, tokens) for time, tokens in row if tokens] for row in arrivals]  # the last part has none
+        entered, ended = max(row[0][0] for row in arrivals), max(row[-1][0] for row in arrivals)
+        num_first = sum(len(tokens) for row in arrivals for time, tokens in row if time <= entered)
+        rows = [[token for _, tokens in row for token in tokens] for row in arrivals]
+        return Answer(rows, num_first, entered - started, ended - entered)
+
+    return run
+
+
+def request(prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    """Greedy, nothing kept from earlier requests."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_new_tokens,
+        "temperature": 0.0,
+        "top_k": 1,
+        "cache_prompt": False,
+        "return_tokens": True,
+        "verbose": True,  # hands the tokens out
+    }
 
 
 def main() -> None:
@@ -141,6 +182,9 @@ def main() -> None:
             counts, name = types == options.types, "" if types == options.types else f" {types[0]}"
             numerics, plain = "keys and values f16", f"plain{name}"
             entries.append(Entry(plain, PLAIN, numerics, engine.plain, counts))
+            for rows in options.batch_sizes:
+                batches = partial(engine.batches, rows)
+                entries.append(Entry(f"{plain}, {rows} rows", PLAIN, numerics, batches, counts, rows))
             if not options.batch_sizes:
                 entries.append(Entry(f"n-gram{name}", LOOKUP, numerics, partial(engine.lookups, plain), counts))
             if has_draft(options.folder) and not options.batch_sizes:
