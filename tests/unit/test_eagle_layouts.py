@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import foretoken
 from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts
 from foretoken import LLM, SamplingParams
+from foretoken.classic.sampling import speculative_generate
 from foretoken.config.method import methods
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.heads.eagle import EagleHead, default_streams
 from foretoken.heads.eagle_layouts import check_fits, read_eagle, write_eagle
@@ -538,3 +540,17 @@ def test_without_a_head_methods_say_what_is_missing_and_where_one_is() -> None:
         assert methods()[name].drafts_with_heads
     assert published_eagle(4096, 32, 128256, 3)[0] == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
     assert published_eagle(1, 2, 3, 3) == ()
+
+
+def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp_path: Path) -> None:
+    _, config, tensors = eagle3()
+    folder = str(write(tmp_path / "head", config, tensors, as_pickle=False))
+    ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    options = {"max_new_tokens": 9, "pad_token_id": 0, "do_sample": False}
+    plain = model().generate(ids, **options)
+    for head in (folder, random_head(3)):
+        hook = foretoken.speculate(method="eagle3", model=head)
+        assert torch.equal(model().generate(ids, custom_generate=hook, **options), plain)
+    assert torch.equal(model().generate(ids, custom_generate=foretoken.speculate(model=folder), **options), plain)
+    with pytest.raises(UnsupportedModelError, match=r"EAGLE\) are not applicable to the classic functions"):
+        speculative_generate([1, 2, 3], random_head(3), model())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.loading.adapters import ADAPTERS, Adapter
@@ -18,4 +19,10 @@ def adapter_of(model: nn.Module) -> Adapter:
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}; give a loaded transformers model (AutoModelForCausalLM)"
         )
-    return ADAPTERS.of(check_unwrapped(model))
+    if isinstance(model, PreTrainedModel) or any(isinstance(part, PreTrainedModel) for part in model.modules()):
+        return ADAPTERS.of(check_unwrapped(model))
+    raise UnsupportedModelError(
+        f"the model is a {type(model).__name__}, which holds no model of transformers; load one by "
+        "AutoModelForCausalLM. Heads over a target's features (Medusa, Hydra, EAGLE) are not applicable to the classic "
+        "functions: give them to LLM or foretoken.speculate"
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +78,24 @@ class DraftVocabulary:
                 break
             kept.add(token)
         return cls.of(kept, target_size)
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], target_size: int) -> DraftVocabulary:
+        """From a file of `save`: a JSON list of token ids.
+
+        Raises: CheckpointError for a file that is none, or is of another target.
+        """
+        try:
+            ids = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the draft vocabulary {os.fspath(file)} cannot be read ({error})") from None
+        if not isinstance(ids, list) or not ids or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise CheckpointError(f"the draft vocabulary {os.fspath(file)} is not a JSON list of token ids")
+        return cls.of(ids, target_size)
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the ids of its tokens."""
+        Path(file).write_text(json.dumps(self.target_ids.tolist()) + "\n", encoding="utf-8")
 
     @classmethod
     def published(cls, d2t: Tensor, t2d: Tensor | None, num_rows: int, target_size: int) -> DraftVocabulary:

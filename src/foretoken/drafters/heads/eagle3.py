@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.method import Method
 from foretoken.drafters.parts.eagle_options import DynamicTreeOptions, eagle_head
 from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
+from foretoken.drafters.parts.reduced_output import chosen_vocabulary
 from foretoken.heads.recognition import eagle_generation
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class Eagle3Drafter(GrownEagleDrafter):
 def build(options: Eagle3Options, materials: Materials) -> Eagle3Drafter:
     """Drafts with the head that the config names."""
     head = eagle_head(options, materials, generation=3)
-    return Eagle3Drafter(head, materials.target, **options.growth(materials.target.vocab_size))
+    vocabulary = chosen_vocabulary(options, materials)
+    growth = options.growth(materials.target.vocab_size)
+    return Eagle3Drafter(head, materials.target, vocabulary=vocabulary, **growth)
 
 
 def recognizes(contents: Contents) -> bool:

@@ -12,6 +12,7 @@ from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
 from foretoken.drafters.parts.rows import CachedRows, feed, known_tokens, neighbours, reach
 from foretoken.engine.drafter import Budget, Drafter, StepResult
 from foretoken.engine.sequence import Sequence
@@ -33,7 +34,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelOptions(GrowthOptions, ModelOptions):
+class DraftModelOptions(GrowthOptions, ModelOptions, VocabularyOptions):
     """Keys of drafting with a smaller model."""
 
     method: ClassVar[str] = "draft_model"
@@ -211,7 +212,11 @@ def build(options: DraftModelOptions, materials: Materials) -> DraftModelDrafter
             f"method 'draft_model' needs a drafter{materials.brings_none}; add model (a directory, a hub id, zoo:NAME "
             "or a loaded model), or use zoo:tiny, which brings its own"
         )
-    return DraftModelDrafter(materials.draft_model, **options.growth(materials.target.vocab_size))
+    model, vocabulary = materials.draft_model, chosen_vocabulary(options, materials)
+    if vocabulary is not None:
+        whole = model
+        model = materials.keep(("reduced output", whole.num_changes), lambda: reduced_model(whole, vocabulary))
+    return DraftModelDrafter(model, vocabulary=vocabulary, **options.growth(materials.target.vocab_size))
 
 
 METHOD = Method(

@@ -9,6 +9,7 @@ from foretoken.config.drafting import ModelOptions, branches, draft_length, node
 from foretoken.config.options import flag, number, option
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.head_loading import load_head
+from foretoken.drafters.parts.reduced_output import VocabularyOptions
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleHeadOptions(ModelOptions):
+class EagleHeadOptions(ModelOptions, VocabularyOptions):
     """The head.
 
     Attributes:

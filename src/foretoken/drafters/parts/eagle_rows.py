@@ -55,10 +55,12 @@ class EagleRows:
     Args:
       head: on the device of the target, in its dtype.
       target: whose embedding is read, and whose output layer where the head has none.
+      output: of some tokens alone, instead of the target's.
     """
 
-    def __init__(self, head: EagleHead, target: CausalLM) -> None:
+    def __init__(self, head: EagleHead, target: CausalLM, output: torch.nn.Module | None = None) -> None:
         self.head = head
+        self._own_output = head.lm_head if head.lm_head is not None else output
         self._target = target
         self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
         self.rows = CachedRows(self.cache)
@@ -173,7 +175,8 @@ class EagleRows:
     @torch.inference_mode()
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""
-        layer = self.head.lm_head if self.head.lm_head is not None else self._target.shadow.get_output_embeddings()
+        own = self._own_output
+        layer = self._target.shadow.get_output_embeddings() if own is None else own
         found: torch.Tensor = layer(self.head.before_output(outputs))
         return found
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from foretoken.drafters.parts.eagle_levels import EagleLevels
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.growth import Growth
+from foretoken.drafters.parts.reduced_output import output_of
 from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     import torch
 
     from foretoken.drafters.parts.draft import GrowingDraft
-    from foretoken.drafters.parts.rows import Place
     from foretoken.heads.eagle import EagleHead
+    from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
-else:
-    torch = Lazy("torch")
 
 
 class GrownEagleDrafter(Drafter):
@@ -32,6 +31,7 @@ class GrownEagleDrafter(Drafter):
     Args:
       head: on the device of the target, in its dtype.
       target: whose features it reads.
+      vocabulary: tokens that may be drafted, of a head without an output layer of its own; None for all.
       growth: arguments of `Growth`.
 
     Exactness: lossless for any head.
@@ -39,14 +39,15 @@ class GrownEagleDrafter(Drafter):
     Cost: a step runs the head once over the committed tokens and once per further level, for all rows together.
     """
 
-    def __init__(self, head: EagleHead, target: CausalLM, **growth: Any) -> None:
-        self.growth = Growth(vocabulary=head.vocabulary, **growth)
+    def __init__(
+        self, head: EagleHead, target: CausalLM, *, vocabulary: DraftVocabulary | None = None, **growth: Any
+    ) -> None:
+        kept, output = output_of(head, target, vocabulary)
+        self.growth = Growth(vocabulary=kept, **growth)
         self.growth.takes_trees = target.supports_trees
-        self.states = EagleRows(head, target)
+        self.states = EagleRows(head, target, output)
         self.requires = self.states.requires
-        self._places: list[Place] = []
-        self._outputs: torch.Tensor  # (B, F, H) of the level that was expanded last
-        self._columns: list[dict[int, int]] = []  # by draft, where its nodes stand in it
+        self._levels = EagleLevels(self.states)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -83,24 +84,13 @@ class GrownEagleDrafter(Drafter):
             try:
                 self.growth.grow(growing, self)
             finally:
-                self.states.end(self._places)
+                self._levels.close()
         return [self.growth.tree(draft, self.name) for draft in drafts]
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """What follows the pending tokens was computed when these became known; the output layer is missing."""
-        self._places, self._outputs = self.states.begin([draft.row for draft in drafts])
-        self._columns = [{0: 0} for _ in drafts]
-        return self.states.logits(self._outputs)
+        return self.states.logits(self._levels.open([draft.row for draft in drafts]))
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft, each node with the output of its parent."""
-        width = max(1, *(len(draft.frontier) for draft in drafts))
-        above = [
-            [columns[draft.parents[node]] for node in draft.frontier]
-            for draft, columns in zip(drafts, self._columns, strict=True)
-        ]
-        index = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._outputs.device)
-        features = self._outputs.gather(1, index[..., None].expand(-1, -1, self._outputs.shape[-1]))
-        self._outputs = self.states.feed(drafts, self._places, features, are_chains=self.growth.drafts_chains)
-        self._columns = [{node: column for column, node in enumerate(draft.frontier)} for draft in drafts]
-        return self.states.logits(self._outputs)
+        return self.states.logits(self._levels.feed(drafts, are_chains=self.growth.drafts_chains))
