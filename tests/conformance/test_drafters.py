@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+import eagle_heads
 import toy_heads
+from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.heads.eagle3 import Eagle3Drafter
 from foretoken.drafters.heads.hydra import HydraDrafter
 from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter
-from foretoken.drafters.lengths import Heuristic
+from foretoken.drafters.lengths import Fixed, Heuristic
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -102,6 +106,21 @@ def heads_drafter(kind: str, **options: str) -> MakeDrafter:
     return make
 
 
+def eagle_drafter(method: str) -> MakeDrafter:
+    """Heads that know the toy target's texts: the published static tree, or a dynamic one of 9 nodes."""
+    head = cache(lambda: eagle_heads.trained(3 if method == "eagle3" else 1))
+    dynamic: dict[str, Any] = {"num_branches": 3, "reranks": True, "max_nodes": 9, "target_vocab_size": VOCAB_SIZE}
+
+    def make(depth: int) -> Drafter:
+        if method == "eagle":
+            tree = RankTree.published("eagle")
+            return EagleDrafter(head(), target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=depth)
+        kind = Eagle3Drafter if method == "eagle3" else Eagle2Drafter
+        return kind(head(), target(), policy=Fixed(depth), **dynamic)
+
+    return make
+
+
 DRAFTERS: dict[str, MakeDrafter] = {
     "none": lambda _: EmptyDrafter(),
     "draft-model": model_drafter(0.1),
@@ -140,6 +159,9 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "hydra": heads_drafter("hydra"),
     "hydra++": heads_drafter("hydra++"),
     "hydra++-greedy": heads_drafter("hydra++", sample_method="greedy"),
+    "eagle": eagle_drafter("eagle"),
+    "eagle2": eagle_drafter("eagle2"),
+    "eagle3": eagle_drafter("eagle3"),
     "perfect": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),
     "perfect-tree": lambda depth: PerfectDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE, num_branches=3),
     "always-wrong": lambda depth: WrongDrafter(plain_texts(), depth, vocab_size=VOCAB_SIZE),

@@ -20,13 +20,18 @@ from foretoken.accept import noise as rule_noise
 from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
 from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.heads.eagle import EagleHead, EagleShape
+from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.law import noise
 from foretoken.model.lm import CausalLM
@@ -72,6 +77,17 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
         heads = MedusaHeads(MedusaShape(32, VOCAB_SIZE, 2)).double().requires_grad_(False)
         tree = RankTree.cartesian((2, 2))
         return MedusaDrafter(heads, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
+    if kind in ("eagle", "eagle2"):
+        torch.manual_seed(7)
+        layer = LayerShape(hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8)
+        head = EagleHead(EagleShape(1, layer, 32, (2,), 2)).double().requires_grad_(False)
+        if kind == "eagle":
+            tree = RankTree.cartesian((2, 2))
+            return EagleDrafter(
+                head, target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance
+            )
+        growth = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(2), "num_branches": 2, "acceptance": acceptance}
+        return Eagle2Drafter(head, target(), **growth)
     if kind == "ngram":
         return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
     return DraftModelDrafter(
@@ -115,6 +131,9 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
         ("tree", "standard"),
         ("medusa", "match"),
         ("medusa", "standard"),
+        ("eagle", "match"),
+        ("eagle", "standard"),
+        ("eagle2", "standard"),
         ("ngram", "standard"),
         ("chain", "block"),
         ("tree", "block"),

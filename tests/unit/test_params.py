@@ -268,7 +268,6 @@ class TestSpeculativeConfig:
     @pytest.mark.parametrize(
         "name",
         [
-            "eagle",
             "sparse_kv",
             "auto",
             "mtp",
@@ -297,7 +296,7 @@ class TestSpeculativeConfig:
         ("text", "message"),
         [
             ("ngrm", "method 'ngrm' is not known; did you mean 'ngram'?"),
-            ("eagl", "did you mean 'eagle'? That is not available in this version"),
+            ("dflas", "did you mean 'dflash'? That is not available in this version"),
             ("qwertz", "method 'qwertz' is not known; choose one of none"),
             ('"ngram"', "give a JSON object"),
             ("spec.json", "to read a file, write '@spec.json'"),

@@ -165,8 +165,6 @@ _HEADS = "heads that are trained for one target"
 
 METHODS_ELSEWHERE = {
     "auto": "the choice of one by measured speed",
-    "eagle": _HEADS,
-    "eagle1": _HEADS,
     "mtp": _HEADS,
     "draft_mtp": _HEADS,
     "deepseek_mtp": _HEADS,

@@ -5,8 +5,11 @@ grown by its authors from the accuracies of one set of heads (Cai et al. 2024, a
 trained alone (Medusa-1), "stage2" heads with their target (Medusa-2). Hydra (zankner/Hydra, commit 3f39fbd) uses
 ``mc_sim_7b_63`` for all of its heads. All have 63 nodes below the root and at most 10 siblings.
 
+"eagle" is the tree of EAGLE: SafeAILab/EAGLE, branch v1, commit 4a9cf3a (2024-06-27), Apache-2.0, where it is called
+mc_sim_7b_63, too. It has 25 nodes below the root and was not tuned; its order here is that of usual accuracies.
+
 A node is written as the ranks on its path, one digit each: "021" is the child of rank 1 of the child of rank 2 of the
-child of rank 0 of the pending token. The published order is kept: every prefix of a list is a tree.
+child of rank 0 of the pending token. Every prefix of a list is a tree; of Medusa's trees the published order is kept.
 """
 
 from __future__ import annotations
@@ -50,5 +53,6 @@ PUBLISHED_TREES = {
         "0 00 1 01 2 000 10 02 3 03 4 20 001 04 5 05 010 11 6 002 30 06 7 07 08 003 100 09 020 12 40 8 9 21 011 004 "
         "0000 50 030 13 005 006 60 200 101 012 040 14 31 22 007 70 021 008 013 050 15 009 110 0001 0010 41 23"
     ),
+    "eagle": "0 00 000 0000 00000 1 01 10 001 010 100 0001 2 00001 02 20 3 002 020 30 0002 11 011 21 021",
 }
 """By the names that they were published under."""

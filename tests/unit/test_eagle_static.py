@@ -1,0 +1,262 @@
+"""EAGLE's static tree, and output layers of frequent tokens alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_heads import VOCAB_SIZE, kept_vocabulary, logits_of, model, random_head, target, texts, trained
+from foretoken import LLM, SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.drafters.parts.reduced_output import rows_of_output
+from foretoken.engine.drafter import Budget
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.heads.eagle import EagleHead
+from foretoken.heads.eagle_layouts import write_eagle
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, toy_model
+from foretoken.tree import DraftTree
+from unit.test_eagle import from_scratch
+
+EAGLE_TREE = RankTree.published("eagle")
+
+
+def drafter(head: EagleHead, depth: int, tree: RankTree = EAGLE_TREE, **options: Any) -> EagleDrafter:
+    return EagleDrafter(head, target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=depth, **options)
+
+
+@pytest.mark.slow
+def test_smaller_trees_and_hopeless_heads_conform() -> None:
+    check_drafter(partial(drafter, trained(1), max_nodes=7), target())
+    check_drafter(partial(drafter, random_head(1)), target(), depths=(2, 5))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(params: Any) -> None:
+    engine = Engine(target(), drafter(trained(1), 5))
+    rows = [engine.add_request(prompt, replace(params, max_tokens=24))[0] for prompt in (PROMPTS[0], PROMPTS[4])]
+    while engine.has_unfinished:
+        engine.step()
+    for row in rows:
+        assert row.stats.num_steps <= 6
+        assert row.stats.num_accepted_draft_tokens >= 18
+
+
+class Watched(EmptyDrafter):
+    """Hands everything on, and compares drafts of greedy rows with a head that is run from scratch."""
+
+    def __init__(self, drafter: EagleDrafter) -> None:
+        self.drafter, self.requires = drafter, drafter.requires
+        self.num_trees = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        handed_on = ("recall", "read", "fork", "keep", "forget", "start", "bind", "observe")
+        return getattr(self.drafter, name) if name in handed_on else super().__getattribute__(name)
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        trees = self.drafter.propose(rows, budgets)
+        for row, tree, budget in zip(rows, trees, budgets, strict=True):
+            if row.law.is_greedy and len(row.token_ids) > 1:
+                assert {tree.path_tokens(node) for node in range(1, len(tree))} == self.wanted(row, min(3, budget))
+                self.num_trees += 1
+        return trees
+
+    def wanted(self, row: Sequence, depth: int) -> set[tuple[int, ...]]:
+        """The tokens of every path of ranks."""
+        tokens: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        ranked: dict[tuple[int, ...], list[int]] = {}
+        for path in sorted((path for path in EAGLE_TREE.paths if len(path) <= depth), key=len):
+            above = path[:-1]
+            if above not in ranked:
+                output = from_scratch(self.drafter.states.head, row.token_ids, tokens[above])[1]
+                law = logits_of(self.drafter.states.head, output).float()
+                ranked[above] = law.argsort(descending=True, stable=True).tolist()
+            tokens[path] = (*tokens[above], ranked[above][path[-1]])
+        return {tokens[path] for path in tokens if path}
+
+
+@pytest.mark.parametrize("name", ["random", "trained"])
+def test_drafts_are_those_of_a_head_that_is_run_from_scratch(name: str) -> None:
+    """Ragged rows of which one samples, the whole published tree to its third level."""
+    watched = Watched(drafter(random_head(1) if name == "random" else trained(1), 3))
+    engine = Engine(target(), watched)
+    with torch.inference_mode():
+        for i, prompt in enumerate(PROMPTS[:4]):
+            engine.add_request(prompt, replace(SAMPLED if i == 1 else GREEDY, max_tokens=8))
+        while engine.has_unfinished:
+            engine.step()
+    assert watched.num_trees >= 6
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8, 26])
+def test_budgets_are_obeyed_to_the_node(nodes: int) -> None:
+    own = drafter(trained(1), 5)
+    engine = Engine(target(), own)
+    (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=30))
+    while not row.output_ids:
+        engine.step()
+    for depth in (0, 2, 5):
+        for chains_only in (False, True):
+            (tree,) = own.propose([row], [Budget(depth, nodes, chains_only)])
+            limit = depth + 1 if chains_only else len([path for path in EAGLE_TREE.paths if len(path) <= depth]) + 1
+            assert len(tree) == min(nodes, limit)
+            assert tree.depth <= depth
+
+
+def test_under_standard_all_draws_stay_and_carry_their_laws() -> None:
+    """The published way to sample: without replacement from the head's law, no draw dropped."""
+    own = drafter(trained(1), 3, acceptance="standard")
+    engine = Engine(target(), own)
+    (row,) = engine.add_request(PROMPTS[0], replace(SAMPLED, temperature=1.5, top_p=1.0, max_tokens=30))
+    while not row.output_ids:
+        engine.step()
+    (tree,) = own.propose([row], [Budget(3)])
+    assert len(tree) == len([path for path in EAGLE_TREE.paths if len(path) <= 3]) + 1
+    assert tree.probs is not None
+    inner = [node for node in range(len(tree)) if tree.children[node]]
+    sums = tree.probs[inner].sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
+
+
+# -- configs -------------------------------------------------------------------------------------------------------
+
+
+@cache
+def plain_llm() -> LLM:
+    return LLM(model())
+
+
+def same_text(config: dict[str, Any], **params: Any) -> float:
+    """Tokens per step of a config whose tokens are those of plain decoding."""
+    prompt = {"prompt_token_ids": list(PROMPTS[0])}
+    given = SamplingParams(**{"temperature": 0, "max_tokens": 20, **params})
+    (want,) = plain_llm().generate(prompt, given)
+    (got,) = plain_llm().with_speculative_config(config).generate(prompt, given)
+    assert got.outputs[0].token_ids == want.outputs[0].token_ids
+    return float(got.metrics.speculative_decoding["mean_acceptance_length"])
+
+
+@pytest.mark.parametrize("method", ["eagle", "EAGLE-1", "eagle2"])
+def test_methods_of_one_head(method: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *write_eagle(trained(1)))
+    config = {"method": method, "model": str(tmp_path)}
+    assert same_text(config) > 3
+    assert same_text({**config, "rejection_sample_method": "match", "num_speculative_tokens": 2}) > 1.8
+    assert same_text(config, temperature=0.9, top_p=0.95, seed=1234) > 2
+
+
+def test_trees_are_chosen_by_name() -> None:
+    config = {"method": "eagle", "model": trained(1)}
+    assert SpeculativeConfig(**config, speculative_token_tree="eagle").method == "eagle"
+    for others in ({"speculative_token_tree": "eagle"}, {"speculative_token_tree": "3x2"}, {"max_draft_nodes": 4}):
+        assert same_text({**config, **others}) > 2
+    with pytest.raises(ConfigError, match="without"):
+        same_text({**config, "speculative_token_tree": [[0, 1]]})
+
+
+# -- frequent tokens alone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+def test_rows_of_an_output_layer_are_those_of_the_whole(execution: str) -> None:
+    own = CausalLM(toy_model(4096, dtype=torch.float32, hidden_size=64), execution=execution)
+    vocabulary = DraftVocabulary.of(range(0, 4096, 3), 4096)
+    reduced = rows_of_output(own.shadow.get_output_embeddings(), vocabulary)
+    states = torch.randn(3, 64)
+    whole = own.shadow.get_output_embeddings()(states)
+    torch.testing.assert_close(reduced(states), whole[:, vocabulary.target_ids], rtol=0, atol=1e-4)
+    assert not reduced.weight.requires_grad
+
+
+def test_heads_and_models_draft_frequent_tokens_alone(tmp_path: Path) -> None:
+    """What they know is accepted as before; nothing else is drafted."""
+    kept_vocabulary().save(tmp_path / "tokens.json")
+    known = set(kept_vocabulary().target_ids.tolist())
+    file = str(tmp_path / "tokens.json")
+    own = Eagle2Drafter(
+        trained(1),
+        target(),
+        vocabulary=kept_vocabulary(),
+        target_vocab_size=VOCAB_SIZE,
+        policy=Fixed(4),
+        num_branches=3,
+        reranks=True,
+        max_nodes=12,
+    )
+    engine = Engine(target(), own)
+    (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=30))
+    while not row.output_ids:
+        engine.step()
+    (tree,) = own.propose([row], [Budget(4)])
+    assert set(tree.tokens[1:]) <= known
+    for config in (
+        {"method": "eagle2", "model": trained(1), "draft_vocabulary": file},
+        {"method": "eagle", "model": trained(1), "draft_vocabulary": sorted(known)},
+        {"method": "draft_model", "model": model(), "draft_vocabulary": file},
+        {"method": "draft_model", "model": model(), "draft_vocabulary": file, "num_draft_branches": 3},
+    ):
+        assert same_text(config) > 3
+        assert same_text(config, temperature=0.9, top_p=0.95, seed=1234) > 2
+        assert same_text(config, temperature=0.7, repetition_penalty=1.2, seed=5) > 1
+
+
+def test_the_reduced_model_reads_the_same_cache() -> None:
+    from foretoken.drafters.parts.reduced_output import reduced_model
+
+    vocabulary = kept_vocabulary()
+    small = reduced_model(target(), vocabulary)
+    nodes = Nodes.from_chains([list(texts()[0][:6])])
+    whole = target().forward(nodes, target().new_cache(1))
+    got = small.forward(nodes, small.new_cache(1))
+    torch.testing.assert_close(got, whole[..., vocabulary.target_ids], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.json", "cannot be read"),
+        ([1, 2, 64], "another target"),
+        ([-1, 2], "another target"),
+        ({1, 2}, "give a file, or a list"),
+    ],
+)
+def test_vocabularies_that_cannot_be_are_refused(given: Any, message: str) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        LLM(model(), {"method": "eagle2", "model": trained(1), "draft_vocabulary": given})
+
+
+def test_files_that_are_no_vocabulary_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    for content in ("{", "{}", "[]", '["a"]', "[true]"):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(CheckpointError, match="draft vocabulary"):
+            DraftVocabulary.load(file, 64)
+    file.write_text(json.dumps([3, 1]), encoding="utf-8")
+    assert DraftVocabulary.load(file, 64).target_ids.tolist() == [1, 3]
+    with pytest.raises(ConfigError, match="leave draft_vocabulary"):
+        LLM(model(), {"method": "eagle3", "model": trained(3), "draft_vocabulary": str(file)})
+
+
+def test_plain_decoding_is_what_a_wrong_tree_falls_back_to() -> None:
+    """A prompt of one token has no entry yet: its first step drafts nothing."""
+    own = drafter(trained(1), 5)
+    trace = decode(target(), own, [((7,), replace(GREEDY, max_tokens=6))])
+    assert (
+        trace.outputs["0.0"] == decode(target(), EmptyDrafter(), [((7,), replace(GREEDY, max_tokens=6))]).outputs["0.0"]
+    )
