@@ -1,0 +1,171 @@
+"""Heads through the faces: named by a folder or given as modules, in compositions, in the hook, and where they lack."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate
+from foretoken.cli.writers import as_record
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.heads.hydra_layout import write_hydra
+from foretoken.heads.medusa_layout import write_medusa
+from foretoken.testing import PROMPTS, toy_model
+from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads
+
+GIVEN = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=1234, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("heads")
+    write_medusa(medusa_heads(), root / "medusa")
+    write_medusa(medusa_heads(False), root / "shared")
+    write_hydra(hydra_heads(False), root / "hydra")
+    write_hydra(hydra_heads(True), root / "hydra++")
+    return {name: str(root / name) for name in ("medusa", "shared", "hydra", "hydra++")}
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [list(result.outputs[0].token_ids) for result in llm.generate(GIVEN, params)]
+
+
+def rate(llm: LLM, params: SamplingParams = GREEDY) -> float:
+    results = [result.metrics.speculative_decoding for result in llm.generate(GIVEN, params)]
+    return sum(one["tokens_per_step"] for one in results) / len(results)
+
+
+def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    plain = LLM(toy_model(VOCAB_SIZE))
+    expected = {name: tokens(plain, params) for name, params in (("greedy", GREEDY), ("seeded", SEEDED))}
+    for name, folder in folders.items():
+        config = SpeculativeConfig(model=folder)
+        assert config.method == ("hydra" if "hydra" in name else "medusa")
+        with caplog.at_level(logging.INFO, "foretoken"):
+            llm = LLM(toy_model(VOCAB_SIZE), {"model": folder})
+        assert f"method {config.method} with the head {folder}" in caplog.text
+        assert tokens(llm, GREEDY) == expected["greedy"]
+        assert tokens(llm, SEEDED) == expected["seeded"]
+        assert rate(llm) > 2.5
+        applying = dict(llm.applicable_methods())
+        other = "medusa" if config.method == "hydra" else "hydra"
+        assert "needs a head that was trained for this target" in str(applying[other])
+
+
+def test_loaded_heads_are_taken_as_they_are() -> None:
+    plain = LLM(toy_model(VOCAB_SIZE))
+    for method, heads in (("medusa", medusa_heads()), ("hydra++", hydra_heads(True))):
+        llm = plain.with_speculative_config({"method": method, "model": heads})
+        assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+        assert rate(llm) > 2.5
+    with pytest.raises(ConfigError, match="drafts with a head"):
+        plain.with_speculative_config({"method": "hydra", "model": medusa_heads()})
+
+
+def test_parts_of_a_composition_get_their_own(folders: dict[str, str]) -> None:
+    plain = LLM(toy_model(VOCAB_SIZE))
+    for name in ("medusa", "hydra++"):
+        for method in ("union", "first"):
+            parts = [{"method": name, "model": folders[name]}, "suffix"]
+            llm = plain.with_speculative_config({"method": method, "drafters": parts})
+            assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+            assert tokens(llm, SEEDED) == tokens(plain, SEEDED)
+            assert rate(llm) > 2.0
+
+
+def test_the_hook_drafts_with_heads(folders: dict[str, str]) -> None:
+    model = toy_model(VOCAB_SIZE)
+    prompt = torch.tensor([PROMPTS[0]])
+    plain = model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    for method, name in (("medusa", "shared"), ("hydra++", "hydra++")):
+        hook = speculate(method, model=folders[name])
+        found = model.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=0, custom_generate=hook)
+        assert torch.equal(found, plain)
+
+
+def test_turns_of_a_conversation_keep_their_cache(folders: dict[str, str]) -> None:
+    llm = LLM(toy_model(VOCAB_SIZE), {"model": folders["hydra++"]}, num_cached_prefixes=4)
+    first = llm.generate(GIVEN[0], GREEDY)[0]
+    text = [*PROMPTS[0], *first.outputs[0].token_ids, 3, 1]
+    second = llm.generate({"prompt_token_ids": text}, GREEDY)[0]
+    assert second.num_cached_tokens > len(PROMPTS[0])
+    fresh = LLM(toy_model(VOCAB_SIZE)).generate({"prompt_token_ids": text}, GREEDY)[0]
+    assert second.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
+def test_typical_acceptance_is_said_everywhere(folders: dict[str, str]) -> None:
+    llm = LLM(toy_model(VOCAB_SIZE), {"model": folders["medusa"], "rejection_sample_method": "typical"})
+    for params in (GREEDY, SEEDED):
+        (result,) = llm.generate(GIVEN[0], params)
+        assert result.lossless is False
+        assert result.metrics.speculative_decoding["lossless"] is False
+        record = as_record(result)
+        assert record["lossless"] is False
+        assert record["metrics"]["speculative_decoding"]["lossless"] is False
+    assert tokens(llm, GREEDY) == tokens(LLM(toy_model(VOCAB_SIZE)), GREEDY)
+    texts = [tokens(llm, SamplingParams(temperature=1.0, seed=seed, max_tokens=12)) for seed in (1, 2)]
+    assert texts[0] == texts[1]  # nothing is drawn
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_what_typical_accepts_is_set(threshold: float, folders: dict[str, str]) -> None:
+    """Everything at 0; at 1, with a large alpha, only what is certain."""
+    config = {"model": folders["hydra"], "acceptance": "typical", "posterior_threshold": threshold}
+    llm = LLM(toy_model(VOCAB_SIZE), {**config, "posterior_alpha": 1e9 if threshold else 0.3})
+    found = rate(llm, SamplingParams(temperature=1.0, seed=3, max_tokens=20))
+    assert found > 3.0 if threshold == 0.0 else found == 1.0
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"speculative_token_tree": [[0], [0, 0], [0, 0, 0], [0] * 4, [0] * 5]}, ConfigError, "5 levels deep"),
+    ({"speculative_token_tree": [[0], [0, 0], [1], [3]]}, ConfigError, "the better sibling"),
+    ({"speculative_token_tree": "70"}, ConfigError, "70 siblings, and the vocabulary 64 tokens"),
+    ({"max_draft_nodes": 1}, ConfigError, "2 or more"),
+    ({"dtype": "float32"}, ConfigError, "a head runs in that of its target"),
+    ({"num_draft_branches": 2}, ConfigError, "has no meaning for method 'medusa'"),
+    ({"rejection_sample_method": "block"}, ConfigError, "drafts trees"),
+]
+
+
+@pytest.mark.parametrize(("keys", "error", "message"), BAD)
+def test_impossible_configs_are_refused(
+    keys: dict[str, Any], error: type[Exception], message: str, folders: dict[str, str]
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(toy_model(VOCAB_SIZE), {"method": "medusa", "model": folders["medusa"], **keys})
+
+
+def test_heads_of_another_target_or_kind_are_refused(folders: dict[str, str]) -> None:
+    with pytest.raises(CheckpointError, match="the target's have 16"):
+        LLM(toy_model(VOCAB_SIZE, hidden_size=16), {"model": folders["hydra"]})
+    with pytest.raises(CheckpointError, match="64x32, want 80x32"):
+        LLM(toy_model(80), {"model": folders["medusa"]})
+    with pytest.raises(CheckpointError, match="has no Hydra heads"):
+        LLM(toy_model(VOCAB_SIZE), {"method": "hydra", "model": folders["medusa"]})
+
+
+def test_the_default_tree_is_as_large_as_it_is_cheap() -> None:
+    """8 nodes in float32, 16 in half precision on a CPU; what is given goes before."""
+    for dtype, nodes in ((torch.float32, 8), (torch.float64, 8), (torch.bfloat16, 16)):
+        llm = LLM(toy_model(VOCAB_SIZE, dtype=dtype))
+        heads = copy.deepcopy(medusa_heads()).to(dtype)
+        drafter = llm.with_speculative_config({"method": "medusa", "model": heads}).drafting
+        assert len(drafter.new_drafter().growth.tree) == nodes  # type: ignore[attr-defined]
+    config = {"method": "medusa", "model": medusa_heads(), "max_draft_nodes": 21}
+    made = LLM(toy_model(VOCAB_SIZE), config).drafting.new_drafter()
+    assert len(made.growth.tree) == 21  # type: ignore[attr-defined]
+    config["speculative_token_tree"] = "mc_sim_7b_63"
+    made = LLM(toy_model(VOCAB_SIZE), config).drafting.new_drafter()
+    assert len(made.growth.begin(_row(), 4).tokens) == 21  # type: ignore[attr-defined]
+
+
+def _row() -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(pending=1)
