@@ -136,7 +136,7 @@ class EagleDrafter(Drafter):
                 self._levels.close()
         return [draft.tree(self.name) for draft in drafts]
 
-    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
+    def level(self, depth: int, picks: Seq[Pick]) -> torch.Tensor:
         """What follows every picked node; only these are fed, and only they go through the output layer."""
         if depth == 0:
             outputs = self._levels.open([draft.row for draft in self._growing])
@@ -151,7 +151,7 @@ class EagleDrafter(Drafter):
             places.append((pick.index, columns[pick.index]))
             columns[pick.index] += 1
         index, column = (list(values) for values in zip(*places, strict=True))
-        return self.states.logits(outputs[index, column]), range(len(picks))
+        return self.states.logits(outputs[index, column])
 
 
 def build(options: EagleOptions, materials: Materials) -> EagleDrafter:

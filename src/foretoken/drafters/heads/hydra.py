@@ -133,14 +133,14 @@ class HydraDrafter(Drafter):
             self._inputs = None
         return [draft.tree(self.name) for draft in drafts]
 
-    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
+    def level(self, depth: int, picks: Seq[Pick]) -> torch.Tensor:
         """What head ``depth`` says after every node, given the path that leads there."""
         assert self._inputs is not None
         above = [self._place[pick.index, pick.draft.shape.parents[pick.node]] for pick in picks]
         tokens = torch.tensor([pick.draft.tokens[pick.node] for pick in picks], device=self._inputs.device)
         self._inputs = torch.cat([self._inputs[above], self._embed(tokens)], dim=-1)
         self._place = {(pick.index, pick.node): i for i, pick in enumerate(picks)}
-        return self.heads.logits(depth, self._inputs), range(len(picks))
+        return self.heads.logits(depth, self._inputs)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         self.contexts.observe(rows, results)

@@ -10,7 +10,7 @@ from foretoken.config.method import Method
 from foretoken.drafters.heads.options import HeadOptions
 from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import LastStates, last_hidden
-from foretoken.drafters.parts.ranked import Pick, RankedGrowth
+from foretoken.drafters.parts.ranked import RankedGrowth
 from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.names import is_medusa
@@ -84,7 +84,6 @@ class MedusaDrafter(Drafter):
         self.growth = RankedGrowth(vocabulary=heads.vocabulary, **growth)
         self._states = LastStates(last_hidden)
         self._output: OutputLayer | None = None
-        self._logits: torch.Tensor | None = None  # (B, D, V) of the rows that draft now
 
     def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """What head ``depth`` says along a text that is known.
@@ -119,17 +118,9 @@ class MedusaDrafter(Drafter):
         growing = [draft for draft in drafts if draft.depth > 0]
         if growing:
             hidden = self._states.of([draft.row for draft in growing])
-            self._logits = self.heads(hidden, max(draft.depth for draft in growing), self._output)
-            self.growth.fill(growing, self)
-            self._logits = None
+            logits = self.heads(hidden, max(draft.depth for draft in growing), self._output)
+            self.growth.fill_at_once(growing, logits)
         return [draft.tree(self.name) for draft in drafts]
-
-    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
-        """What head ``depth`` says: one row of logits per draft, for all of its nodes."""
-        assert self._logits is not None
-        indices = sorted({pick.index for pick in picks})
-        place = {index: i for i, index in enumerate(indices)}
-        return self._logits[indices, depth], [place[pick.index] for pick in picks]
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         self._states.observe(rows, results)

@@ -85,7 +85,9 @@ class Candidates:
         def ranked(logits: torch.Tensor, places: Places, columns: torch.Tensor | None) -> list[Scored]:
             found: list[Scored] = [[] for _ in places.laws]
             for is_certain in (True, False):
-                rows = [i for i, law in enumerate(places.laws) if (self._is_greedy or law.is_greedy) == is_certain]
+                # scores that only rank greedy rows need no law
+                by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in places.laws]
+                rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
                 if rows:
                     some = logits if len(rows) == len(found) else logits[rows]
                     rank = self._by_law if is_certain else self._by_noise

@@ -66,6 +66,12 @@ class RankedDraft:
                 children.setdefault(parent, []).append(node)
         return children
 
+    @property
+    def widths(self) -> list[int]:
+        """The most children of a node, by depth."""
+        ranks = self.shape.ranks
+        return [1 + max(ranks[node] for node in self.level(depth)) for depth in range(1, self.depth + 1)]
+
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Draft tokens from below the root to a node."""
         tokens = []
@@ -108,8 +114,8 @@ class Pick:
 class LevelExpander(Protocol):
     """Says what follows the nodes of one level of static trees."""
 
-    def level(self, depth: int, picks: Seq[Pick]) -> tuple[torch.Tensor, Seq[int]]:
-        """Logits (M, V), and for every pick which of the M rows are its own; several may share one."""
+    def level(self, depth: int, picks: Seq[Pick]) -> torch.Tensor:
+        """Logits (M, V) after the picked nodes."""
         ...
 
 
@@ -128,8 +134,7 @@ class RankedGrowth:
         they are draws from a stream of their own, in draw order, none of them dropped; under others the likeliest.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774) for static trees; Gumbel-top-k (Kool et al. 2019,
-    arXiv:1903.06059) for siblings. Deviation: nodes that share a row of logits share their candidates, with the history
-    of the first of them.
+    arXiv:1903.06059) for siblings.
     """
 
     def __init__(
@@ -184,59 +189,94 @@ class RankedGrowth:
             ]
             if not picks:
                 return
-            logits, rows = expander.level(depth, picks)
-            self._add(picks, logits, rows)
+            paths = [pick.draft.path_tokens(pick.node) for pick in picks]
+            widths = [len(pick.children) for pick in picks]
+            wanted = [_Wanted(*each) for each in zip(picks, paths, widths, strict=True)]
+            for pick, tokens in zip(picks, self._successors(wanted, expander.level(depth, picks)), strict=True):
+                _give(pick, tokens)
 
-    def _add(self, picks: Seq[Pick], logits: torch.Tensor, rows: Seq[int]) -> None:
-        """Give children to picked nodes; those of one row of logits get the same candidates."""
-        groups: dict[int, list[Pick]] = {}
-        for pick, row in zip(picks, rows, strict=True):
-            groups.setdefault(row, []).append(pick)
+    def fill_at_once(self, drafts: Seq[RankedDraft], logits: torch.Tensor) -> None:
+        """Give the nodes of all drafts their tokens, where what follows a node depends on its depth alone.
+
+        All nodes of a level have the same candidates; of draws, too, since only one of them can be reached, by choices
+        that the draws have no part in. What processors look at is the text without the draft.
+
+        Args:
+          logits: (B, D, V) after the nodes of depth 0, 1, ... of every draft.
+        """
+        wanted = [
+            _Wanted(Pick(draft, i, draft.level(depth)[0], []), (), draft.widths[depth], depth)
+            for i, draft in enumerate(drafts)
+            for depth in range(draft.depth)
+        ]
+        is_whole = len(wanted) == logits.shape[0] * logits.shape[1]
+        rows = logits.flatten(0, 1) if is_whole else logits[[w.pick.index for w in wanted], [w.depth for w in wanted]]
+        found = dict(zip(((w.pick.index, w.depth) for w in wanted), self._successors(wanted, rows), strict=True))
+        for i, draft in enumerate(drafts):
+            for depth in range(draft.depth):
+                law = draft.laws.get(draft.level(depth)[0])
+                for node, children in draft.parents_at(depth).items():
+                    _give(Pick(draft, i, node, children), found[i, depth])
+                    if law is not None:
+                        draft.laws[node] = law
+
+    def _successors(self, wanted: Seq[_Wanted], logits: torch.Tensor) -> list[list[int]]:
+        """Tokens after every node, the best or the first drawn one first."""
+        found: dict[int, list[int]] = {}
         for is_sampled in (False, True):
-            some = [row for row, group in groups.items() if self._is_sampled(group[0].draft.row) == is_sampled]
-            if not some:
-                continue
-            values = logits if some == list(range(len(logits))) else logits[some]
-            several = [groups[row] for row in some]
-            found = (self._drawn if is_sampled else self._best)(several, values)
-            for group, tokens in zip(several, found, strict=True):
-                for pick in group:
-                    for child, token in zip(pick.children, tokens, strict=False):
-                        pick.draft.tokens[child] = token
+            some = [i for i, one in enumerate(wanted) if self._is_sampled(one.pick.draft.row) == is_sampled]
+            if some:
+                values = logits if len(some) == len(wanted) else logits[some]
+                of_some = (self._drawn if is_sampled else self._best)([wanted[i] for i in some], values)
+                found |= dict(zip(some, of_some, strict=True))
+        return [found[i] for i in range(len(wanted))]
 
     def _is_sampled(self, row: Sequence) -> bool:
         """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
         return self._needs_law and not row.law.is_greedy
 
-    def _best(self, groups: Seq[Seq[Pick]], logits: torch.Tensor) -> list[list[int]]:
-        """The best successors of every group: under the noise of the target, or by the law of the expander alone."""
-        return self.ranked(logits, _places(groups), max(map(_width, groups)))
+    def _best(self, wanted: Seq[_Wanted], logits: torch.Tensor) -> list[list[int]]:
+        """Under the noise of the target, or by the law of the expander alone."""
+        return self.ranked(logits, _places(wanted), max(one.width for one in wanted))
 
-    def _drawn(self, groups: Seq[Seq[Pick]], logits: torch.Tensor) -> list[list[int]]:
-        """Draws without replacement from the law of the expander, which the acceptance rule is told.
-
-        Nodes that share a row share the draws: only one of them can be reached, by choices that these draws have no
-        part in.
-        """
-        places = _places(groups)
+    def _drawn(self, wanted: Seq[_Wanted], logits: torch.Tensor) -> list[list[int]]:
+        """Draws without replacement from the law of the expander, which the acceptance rule is told."""
         found = []
-        for group, path, law in zip(groups, places.paths, self._candidates.whole(logits, places), strict=True):
-            row, probs = group[0].draft.row, law.exp()
+        for one, law in zip(wanted, self._candidates.whole(logits, _places(wanted)), strict=True):
+            row, node, probs = one.pick.draft.row, one.pick.node, law.exp()
             own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
-            found.append(own.draft(len(path), probs, _width(group), group[0].node))
-            for pick in group:
-                pick.draft.laws[pick.node] = probs
+            found.append(own.draft(one.at_depth, probs, one.width, node))
+            one.pick.draft.laws[node] = probs
         return found
 
 
-def _width(group: Seq[Pick]) -> int:
-    """The most children that a node of a group has."""
-    return max(len(pick.children) for pick in group)
+@dataclass(frozen=True)
+class _Wanted:
+    """Successors that are asked for.
+
+    Args:
+      path: draft tokens up to the node, as far as they are known.
+      width: how many.
+      depth: of the node, where its path is not known.
+    """
+
+    pick: Pick
+    path: tuple[int, ...]
+    width: int
+    depth: int = -1
+
+    @property
+    def at_depth(self) -> int:
+        return len(self.path) if self.depth < 0 else self.depth
 
 
-def _places(groups: Seq[Seq[Pick]]) -> Places:
-    """Of the first node of every group."""
-    firsts = [group[0] for group in groups]
-    paths = [pick.draft.path_tokens(pick.node) for pick in firsts]
-    positions = [len(pick.draft.row.token_ids) + len(path) for pick, path in zip(firsts, paths, strict=True)]
-    return Places([pick.draft.row.law for pick in firsts], paths, positions)
+def _give(pick: Pick, tokens: Seq[int]) -> None:
+    """Give the children of a node the best of these tokens; those that are left over stay unknown."""
+    for child, token in zip(pick.children, tokens, strict=False):
+        pick.draft.tokens[child] = token
+
+
+def _places(wanted: Seq[_Wanted]) -> Places:
+    rows = [one.pick.draft.row for one in wanted]
+    positions = [len(row.token_ids) + one.at_depth for row, one in zip(rows, wanted, strict=True)]
+    return Places([row.law for row in rows], [one.path for one in wanted], positions)
