@@ -26,6 +26,7 @@ from foretoken.bench.peers.environments import PEERS, PeerEnvironmentError, chec
 from foretoken.bench.peers.export import Exported
 from foretoken.bench.peers.outcome import Heat, Outcome, PeerRow
 from foretoken.bench.peers.race import Race, RaceSettings
+from foretoken.bench.peers.workers.foretoken_worker import Own
 from foretoken.bench.workload import Prompt
 from foretoken.cli import bench as cli
 from foretoken.errors import ConfigError
@@ -52,9 +53,10 @@ def main():
             if plan.get("dies_at") in prompts:
                 os._exit(7)
             rows = [text(ids, length, entry.get("departs_at")) for ids in prompts]
-            decoded = sum(map(len, rows)) - len(rows)
+            num_first = sum(map(len, rows)) if entry.get("at_once") else len(rows)
+            decoded = sum(map(len, rows)) - num_first
             seconds = speeds[1 if prompts[0][0] >= 100 else 0]
-            return Answer(rows, len(rows), 0.5, decoded * seconds)
+            return Answer(rows, num_first, 0.5, decoded * seconds)
 
         def make():
             if speeds is None:
@@ -208,7 +210,15 @@ def test_quantised_arms_are_shown_apart(track: Track) -> None:
     assert plain == {"other plain": True, "other plain int4": False}
     text = shown(outcome)
     assert "other plain int4 *" in text
-    assert "do not count" in text
+    assert "does not count" in text
+
+
+def test_what_was_not_timed_is_a_dash_with_its_reason(track: Track) -> None:
+    own = [OWN[0], entry("ngram", LOOKUP, at_once=True)]
+    outcome = track.run([track.launch("foretoken", own), track.launch("other", [entry("plain")])])
+    text = shown(outcome, 200)
+    assert "all tokens came with the first emission" in text
+    assert [one.arm for one in outcome.heats[0].verdicts] == ["foretoken plain"] * 2
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -318,6 +328,33 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     assert single is not None
     assert (same.num_rows, same.num_same_rows) == (4, 1)  # one has ended by then
     assert (single.num_rows, single.num_same_rows) == (2, 2)
+
+
+# -- own methods -------------------------------------------------------------------------------------------------
+
+
+def test_own_methods_are_sorted_by_what_they_need_and_whether_they_count() -> None:
+    own = object.__new__(Own)
+    own.numerics = "float32"
+    draft = {"method": "draft_model", "model": "zoo:tiny"}
+    methods = {
+        "draft_model": draft,
+        "ngram": {"method": "ngram"},
+        "suffix shared": {"method": "suffix", "shared": True},
+        "both": {**draft, "method": "suffix+draft_model"},
+        "quantized_self": {"method": "quantized_self"},
+    }
+    found = {one.name: (one.kind, one.counts) for one in own.entries(methods, [])}
+    assert found == {
+        "plain": (PLAIN, True),
+        "draft_model": ("second model", True),
+        "ngram": (LOOKUP, True),
+        "suffix shared": (LOOKUP, False),
+        "both": ("second model", True),
+        "quantized_self": (LOOKUP, False),
+    }
+    names = [(one.name, one.num_rows) for one in own.entries({"ngram": methods["ngram"]}, [8])]
+    assert names == [("plain", 1), ("plain, 8 rows", 8), ("ngram, 8 rows", 8)]
 
 
 # -- environments ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class PeerRow:
 
     Args:
       engine: as the user names it.
-      counts: False for other weights than the checkpoint's.
+      counts: False for other weights than the checkpoint's, and for what learns from one request for the next.
       tuned_tokens_per_second: on the prompts on which settings were chosen, and which do not count.
       runs: per prompt, of every run: tokens decoded, seconds of decoding, seconds before.
     """
@@ -49,7 +49,7 @@ class Verdict:
 
     Args:
       what: is compared.
-      counts: both sides hold the checkpoint's weights.
+      counts: both sides do.
     """
 
     what: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -79,9 +81,10 @@ def _show_speeds(console: Console, heat: Heat, title: str) -> None:
     show_table(console, f"speed of decoding: {title}", table)
     told = f"greedy, {count(heat.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
     has_others = any(not row.counts for row in heat.rows)
-    console.print(
-        told + ("; *: other weights than the checkpoint's, which do not count" if has_others else ""), style="dim"
-    )
+    told += "; *: shown, and does not count" if has_others else ""
+    if any(math.isnan(row.tokens_per_second) for row in heat.rows):
+        told += f"; {NOTHING}: all tokens came with the first emission, which is not timed; raise --max-new-tokens"
+    console.print(told, style="dim")
 
 
 def _show_verdicts(console: Console, heat: Heat, title: str) -> None:

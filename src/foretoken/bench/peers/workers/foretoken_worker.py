@@ -30,7 +30,8 @@ from .protocol import DRAFT, LOOKUP, PLAIN, Answer, Decode, Entry, common_option
 
 GREEDY, ENDLESS = Sampling(), Sampling(ignore_eos=True)
 NOT_COUNTING = ("quantized_self",)
-"""Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted."""
+"""Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted. So are those
+whose requests learn from each other (``shared``), since a race asks everything more than once."""
 
 
 class Own:
@@ -62,7 +63,7 @@ class Own:
     def _entry(self, name: str, given: Mapping[str, Any], num_rows: int) -> Entry:
         config = SpeculativeConfig.parse(given)
         kind = PLAIN if config.method == "none" else LOOKUP if config.model_part is None else DRAFT
-        counts = not {part.method for part in config.parts} & set(NOT_COUNTING)
+        counts = not {part.method for part in config.parts} & set(NOT_COUNTING) and not given.get("shared")
         make = partial(self._decode, config, num_rows)
         return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
 
