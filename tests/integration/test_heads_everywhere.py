@@ -122,6 +122,22 @@ def test_what_typical_accepts_is_set(threshold: float, folders: dict[str, str]) 
     assert found > 3.0 if threshold == 0.0 else found == 1.0
 
 
+@pytest.mark.parametrize("name", ["medusa", "shared", "hydra", "hydra++"])
+def test_some_tokens_alone_may_be_drafted(name: str, folders: dict[str, str]) -> None:
+    """Rows of the output layers: all tokens are as good as none left out, few cost acceptance and no token."""
+    plain = LLM(toy_model(VOCAB_SIZE))
+    penalised = SamplingParams(temperature=0.9, seed=3, repetition_penalty=1.2, max_tokens=20)
+    whole = rate(plain.with_speculative_config({"model": folders[name]}))
+    for kept in (range(VOCAB_SIZE), range(0, VOCAB_SIZE, 3), (5, 9, 12)):
+        llm = plain.with_speculative_config({"model": folders[name], "draft_vocabulary": list(kept)})
+        for params in (GREEDY, SEEDED, penalised):
+            assert tokens(llm, params) == tokens(plain, params)
+        found = rate(llm)
+        assert found == whole if len(kept) == VOCAB_SIZE else 1.0 <= found < whole
+        sources = [result.metrics.speculative_decoding["num_draft_tokens"] for result in llm.generate(GIVEN, GREEDY)]
+        assert min(sources) > 0
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"speculative_token_tree": [[0], [0, 0], [0, 0, 0], [0] * 4, [0] * 5]}, ConfigError, "5 levels deep"),
     ({"speculative_token_tree": [[0], [0, 0], [1], [3]]}, ConfigError, "the better sibling"),

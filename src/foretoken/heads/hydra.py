@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from foretoken.heads.layers import DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
 from foretoken.heads.medusa import ResidualBlock, repeated
+from foretoken.heads.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,16 @@ class HydraHeads(nn.Module):
 
     Args:
       shape: their structure.
+
+    Attributes:
+      vocabulary: which tokens the output layers have rows for, where these are not all; see `reduced`.
     """
+
+    vocabulary: DraftVocabulary | None
 
     def __init__(self, shape: HydraShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.vocabulary = shape, None
         size = shape.hidden_size
         self.first = nn.ModuleList(FirstLayer(head + 2, size) for head in range(shape.num_heads))
         self.later = nn.ModuleList(
@@ -90,6 +97,19 @@ class HydraHeads(nn.Module):
         )
         self.lm_heads = nn.ModuleList(nn.Linear(size, shape.vocab_size) for _ in range(shape.num_heads))
         self.prefix = None if shape.prefix is None else PrefixLayer(shape.prefix)
+
+    def reduced(self, vocabulary: DraftVocabulary, rows_of: Callable[[nn.Module], nn.Module]) -> HydraHeads:
+        """The same heads with some rows of their output layers; everything else is shared.
+
+        Args:
+          rows_of: the layer of these tokens, of an output layer of all.
+        """
+        other = HydraHeads.__new__(HydraHeads)
+        nn.Module.__init__(other)
+        other.shape, other.vocabulary, other.prefix = self.shape, vocabulary, self.prefix
+        other.first, other.later = self.first, self.later
+        other.lm_heads = nn.ModuleList(map(rows_of, self.lm_heads))
+        return other
 
     @property
     def num_heads(self) -> int:

@@ -79,6 +79,18 @@ class MedusaHeads(nn.Module):
         ]
         self.lm_heads = nn.ModuleList(outputs)
 
+    def reduced(self, vocabulary: DraftVocabulary, rows_of: Callable[[nn.Module], nn.Module]) -> MedusaHeads:
+        """The same heads with some rows of their output layers; the blocks are shared.
+
+        Args:
+          rows_of: the layer of these tokens, of an output layer of all.
+        """
+        other = MedusaHeads.__new__(MedusaHeads)
+        nn.Module.__init__(other)
+        other.shape, other.vocabulary, other.blocks = self.shape, vocabulary, self.blocks
+        other.lm_heads = nn.ModuleList(map(rows_of, self.lm_heads))
+        return other
+
     @property
     def num_heads(self) -> int:
         return self.shape.num_heads

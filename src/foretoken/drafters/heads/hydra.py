@@ -12,6 +12,7 @@ from foretoken.drafters.heads.options import HeadOptions
 from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import LastStates, PrefixStates, RowContexts, last_hidden
 from foretoken.drafters.parts.ranked import Pick, RankedGrowth
+from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foretoken.engine.drafter import Budget, Drafter, Features, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.names import is_hydra
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.layers import LayerShape
+    from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 else:
@@ -81,7 +83,7 @@ class HydraDrafter(Drafter):
     def __init__(self, heads: HydraHeads, num_target_layers: int, **growth: Any) -> None:
         growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
         self.heads = heads
-        self.growth = RankedGrowth(**growth)
+        self.growth = RankedGrowth(vocabulary=heads.vocabulary, **growth)
         take = last_hidden
         self.requires = Requirements(last_hidden=True)
         if heads.shape.offset:
@@ -185,8 +187,17 @@ def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
 
     known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
     heads = load_head(options, materials, hydra.HydraHeads, read, known)
+    vocabulary = chosen_vocabulary(options, materials)
+    if vocabulary is not None:
+        heads = _reduced(heads, vocabulary, materials)
     tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
     return HydraDrafter(heads, target.num_layers, **options.growth(tree, target))
+
+
+def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, materials: Materials) -> HydraHeads:
+    """The heads with output layers for some tokens alone, made once."""
+    key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
+    return materials.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 
 
 def recognizes(contents: Contents) -> bool:

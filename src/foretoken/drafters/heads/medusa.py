@@ -11,8 +11,10 @@ from foretoken.drafters.heads.options import HeadOptions
 from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import LastStates, last_hidden
 from foretoken.drafters.parts.ranked import RankedGrowth
+from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
 from foretoken.heads.names import is_medusa
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.medusa import MedusaHeads, OutputLayer
+    from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 else:
@@ -100,6 +103,8 @@ class MedusaDrafter(Drafter):
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.growth.takes_trees = target.supports_trees
         self._output = target.shadow.get_output_embeddings()
+        if self.heads.needs_output_layer and self.heads.vocabulary is not None:
+            self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         return self._states.recall(row, memory, num_tokens)
@@ -140,8 +145,22 @@ def build(options: MedusaOptions, materials: Materials) -> MedusaDrafter:
 
     known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
     heads = load_head(options, materials, medusa.MedusaHeads, read, known)
+    vocabulary = chosen_vocabulary(options, materials)
+    if vocabulary is not None:
+        heads = _reduced(heads, vocabulary, materials)
     tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
     return MedusaDrafter(heads, **options.growth(tree, target))
+
+
+def _reduced(heads: MedusaHeads, vocabulary: DraftVocabulary, materials: Materials) -> MedusaHeads:
+    """The heads with output layers for some tokens alone, made once.
+
+    Raises: ConfigError for heads that have chosen their tokens already.
+    """
+    if heads.vocabulary is not None:
+        raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
+    key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
+    return materials.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 
 
 def recognizes(contents: Contents) -> bool:

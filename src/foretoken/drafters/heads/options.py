@@ -9,6 +9,7 @@ from foretoken.config.acceptance import POSTERIOR_ALPHA, POSTERIOR_THRESHOLD, RU
 from foretoken.config.drafting import DraftOptions, ModelOptions, acceptance, draft_length, node_limit
 from foretoken.config.options import anything, number, one_of, option
 from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.drafters.parts.reduced_output import VocabularyOptions
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ takes 1.1 to 1.5 times as long as over one, and over 64 two to three times; see 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions(DraftOptions, ModelOptions):
+class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
     """Keys of heads whose drafts are static trees.
 
     Attributes:
