@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate
 from foretoken.cli.writers import as_record
@@ -56,6 +59,43 @@ def test_a_folder_says_what_lies_in_it(folders: dict[str, str], caplog: pytest.L
         applying = dict(llm.applicable_methods())
         other = "medusa" if config.method == "hydra" else "hydra"
         assert "needs a head that was trained for this target" in str(applying[other])
+
+
+def test_files_of_torch_are_told_and_read(tmp_path: Path) -> None:
+    """As the authors publish them: one file of torch, and a config that counts wrongly."""
+    from foretoken.heads.checkpoint import read_checkpoint
+
+    plain = LLM(toy_model(VOCAB_SIZE))
+    for name, heads, write, keys in (
+        ("medusa", medusa_heads(), write_medusa, {"medusa_num_heads": 2, "medusa_num_layers": 2}),
+        ("hydra", hydra_heads(True), write_hydra, {}),
+    ):
+        write(heads, tmp_path / "written")  # type: ignore[operator]
+        found = read_checkpoint(tmp_path / "written")
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save(dict(found.tensors), folder / f"{name}_lm_head.pt")
+        (folder / "config.json").write_text(json.dumps({**found.config, **keys}))
+        assert SpeculativeConfig(model=str(folder)).method == name
+        llm = plain.with_speculative_config({"model": str(folder)})
+        assert tokens(llm, GREEDY) == tokens(plain, GREEDY)
+        assert rate(llm) > 2.5
+
+
+def test_a_model_with_its_heads_inside_is_target_and_heads(tmp_path: Path) -> None:
+    """Medusa-2: one folder, one file, named twice."""
+    model = toy_model(VOCAB_SIZE)
+    model.config.medusa_num_heads, model.config.medusa_num_layers = 4, 2
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    write_medusa(medusa_heads(), tmp_path / "heads")
+    inside = load_file(tmp_path / "heads" / "model.safetensors")
+    both = {**tensors, **{f"medusa_head.{name}": tensor for name, tensor in inside.items()}}
+    save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    llm = LLM(tmp_path, {"model": str(tmp_path)}, dtype="float64")
+    assert llm.speculative_config.method == "medusa"
+    assert tokens(llm, GREEDY) == tokens(LLM(toy_model(VOCAB_SIZE)), GREEDY)
+    assert rate(llm) > 2.5
 
 
 def test_loaded_heads_are_taken_as_they_are() -> None:

@@ -29,22 +29,18 @@ HYDRA_COPIES = re.compile(
 
 
 def is_medusa(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Whether these are Medusa's heads, by the names of their tensors, or by the config where no names are known.
+    """Whether these are Medusa's heads, by the config, or where it does not say so by the names of their tensors.
 
     A model that was trained with its heads (Medusa-2) counts: it has both.
     """
-    known = list(names)
-    if known:
-        inside = [name.removeprefix(MEDUSA_PREFIX) for name in known if name.startswith(MEDUSA_PREFIX)]
-        own = inside or [name for name in known if name != TOKEN_MAP]
-        return all(
-            MEDUSA_BLOCK.fullmatch(name) or MEDUSA_OUTPUT.fullmatch(name) or MEDUSA_SERVED.fullmatch(name)
-            for name in own
-        )
-    return config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
+        return True
+    known = [name for name in names if name != TOKEN_MAP]
+    own = [name.removeprefix(MEDUSA_PREFIX) for name in known if name.startswith(MEDUSA_PREFIX)] or known
+    kinds = (MEDUSA_BLOCK, MEDUSA_OUTPUT, MEDUSA_SERVED)
+    return bool(own) and all(any(kind.fullmatch(name) for kind in kinds) for name in own)
 
 
 def is_hydra(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-    """Whether these are heads of Hydra or Hydra++, by the names of their tensors, or by the config."""
-    known = list(names)
-    return any(map(HYDRA_MLP.fullmatch, known)) if known else "hydra_num_heads" in config
+    """Whether these are heads of Hydra or Hydra++, by the config, or by the names of their tensors."""
+    return "hydra_num_heads" in config or any(map(HYDRA_MLP.fullmatch, names))
