@@ -13,7 +13,7 @@ SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_termi
 	$(addprefix tests/integration/test_,counting.py identity_compositions.py policies_in_engine.py random_schedules.py \
 	rejection_law.py swift.py) \
 	$(addprefix tests/unit/test_,acceptance.py bench.py budget.py chat.py composition.py datastore.py imports.py mutants.py jacobi.py length_policies.py lengths.py \
-	lookahead.py nasd.py ngram.py noise.py params.py suffix.py token_recycling.py traceplot.py training_recipe.py \
+	lookahead.py nasd.py ngram.py noise.py params.py peers.py suffix.py token_recycling.py traceplot.py training_recipe.py \
 	tree.py tune.py verify.py)
 PIP = -m pip install --quiet --disable-pip-version-check
 

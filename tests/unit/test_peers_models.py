@@ -1,0 +1,162 @@
+"""What a race hands to other engines: checkpoints, their conversion, and prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken import zoo
+from foretoken.bench.models import load_pair
+from foretoken.bench.peers import export as exporting
+from foretoken.bench.peers.export import Exported, cast, export
+from foretoken.bench.peers.prompts import prompts_of
+from foretoken.bench.peers.workers.protocol import eos_token_ids, has_draft
+from foretoken.bench.workload import AGAIN
+from foretoken.errors import ConfigError
+from foretoken.loading.models import load_model
+
+TARGET = zoo.path("zoo:tiny", "target")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    return tmp_path / "peers" / "models"
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_written_once_with_the_weights_of_the_model(cache: Path) -> None:
+    said: list[str] = []
+    found = export("zoo:tiny", None, "none", said.append)
+    assert found.folder.parent == cache
+    assert found.has_draft
+    assert has_draft(found.folder)
+    assert found.dtype == str(load_pair("zoo:tiny", None, "auto").target.dtype).removeprefix("torch.")
+    for part in ("target", "draft"):
+        written = load_model(str(found.folder / part), dtype="float32").model.state_dict()
+        original = load_model("zoo:tiny", part=part, dtype="float32").model.state_dict()
+        assert written.keys() == original.keys()
+        assert all(torch.equal(written[name], original[name]) for name in original)
+    assert export("zoo:tiny", None, "none", said.append) == found
+    assert len(said) == 1
+    assert exporting._name("zoo:tiny", None, "100m") != found.folder.name
+
+
+def test_what_breaks_off_leaves_nothing_behind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: str, draft_model: str | None, scale: str, out: Path) -> None:
+        out.mkdir(parents=True)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(exporting, "_write", full)
+    with pytest.raises(OSError, match="no space left"):
+        export("zoo:tiny", None, "none")
+    assert list(cache.iterdir()) == []
+
+
+def test_another_process_may_have_written_it_meanwhile(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken(model: str, draft_model: str | None, scale: str, out: Path) -> None:
+        for folder in (out, cache / exporting._name(model, draft_model, scale)):
+            folder.mkdir(parents=True)
+            (folder / "facts.json").write_text(json.dumps({"models": "theirs", "dtype": "float32"}))
+
+    monkeypatch.setattr(exporting, "_write", overtaken)
+    found = export("zoo:tiny", None, "none")
+    assert found == Exported(found.folder, "theirs", "float32")
+    assert [path.name for path in cache.iterdir()] == [found.folder.name]
+
+
+def test_a_folder_with_other_files_is_another_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("one")
+    before = exporting._name(str(tmp_path), None, "none")
+    assert exporting._name(str(tmp_path), None, "none") == before
+    (tmp_path / "model.safetensors").write_text("another")
+    assert exporting._name(str(tmp_path), None, "none") != before
+
+
+def test_casting_keeps_the_frequencies_of_rotations() -> None:
+    model = load_pair("zoo:tiny", None, "float32").target
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cast(model, torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert before
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+# -- GGUF --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "error"), [("f32", 1e-4), ("q8_0", 0.5)])
+def test_a_converted_checkpoint_computes_what_it_did(tmp_path: Path, kind: str, error: float) -> None:
+    """Read back by this library's own reader. A wrong order of rotated channels moves logits by several units."""
+    from foretoken.bench.peers.workers.to_gguf import convert
+
+    load_model("zoo:tiny", dtype="float32").model.save_pretrained(tmp_path / "target")
+    shutil.copy(TARGET / "tokenizer.json", tmp_path / "target")
+    out = tmp_path / "model.gguf"
+    convert(tmp_path / "target", out, kind)
+    ids = torch.arange(40)[None] * 37 % 4096
+    with torch.inference_mode():
+        found, expected = (load_model(name, dtype="float32").model(ids).logits for name in (str(out), "zoo:tiny"))
+    assert (found - expected).abs().max() < error
+    assert expected.abs().max() > 5
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": "gpt2"}, "a gpt2 model; only Llama"),
+        ("tokenizer.json", {"model": {"type": "Unigram"}}, "Unigram; only byte-level BPE"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, file: str, change: dict[str, object], message: str
+) -> None:
+    from foretoken.bench.peers.workers.to_gguf import convert
+
+    folder = tmp_path / "target"
+    shutil.copytree(TARGET, folder)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(RuntimeError, match=message):
+        convert(folder, tmp_path / "model.gguf", "f32")
+
+
+def test_ends_of_text_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    assert eos_token_ids(tmp_path) == set()
+    for eos, expected in ((2, {2}), ([0, 3], {0, 3}), (None, set())):
+        (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert eos_token_ids(tmp_path) == expected
+    assert not has_draft(tmp_path)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_of_the_kinds_in_turn_and_may_be_asked_again() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
+        asked.append(ids)
+        return (7, 7, 7)
+
+    every = prompts_of(TARGET, None, None, 8, answer)
+    kinds = [next(every).category for _ in range(9)]
+    assert len(set(kinds)) == 9
+    assert not asked  # an answer is computed when its prompt is reached
+    again = next(prompts_of(TARGET, (AGAIN,), None, 8, answer))
+    assert again.token_ids[: len(asked[0]) + 3] == (*asked[0], 7, 7, 7)
+    assert again.token_ids[-len(asked[0]) :] == asked[0]
+    assert {one.category for one in prompts_of(TARGET, ("copy", "maths"), None, 8, answer)} == {"copy", "maths"}
+    room = json.loads((TARGET / "config.json").read_text())["max_position_embeddings"]
+    assert list(prompts_of(TARGET, None, None, room, answer)) == []
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no prompt is of the kind 'poetry'; choose among"):
+        next(prompts_of(TARGET, ("poetry",), None, 8, tuple))
