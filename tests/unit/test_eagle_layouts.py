@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import foretoken
-from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts
+from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts, trained
 from foretoken import LLM, SamplingParams
 from foretoken.classic.sampling import speculative_generate
 from foretoken.config.method import methods
@@ -26,7 +26,7 @@ from foretoken.heads.eagle_structure import TargetFacts
 from foretoken.heads.layers import Placed
 from foretoken.heads.published import published_eagle
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.testing import toy_model
+from foretoken.testing import PROMPTS, toy_model
 
 EOS = 3
 
@@ -554,3 +554,31 @@ def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp
     assert torch.equal(model().generate(ids, custom_generate=foretoken.speculate(model=folder), **options), plain)
     with pytest.raises(UnsupportedModelError, match=r"EAGLE\) are not applicable to the classic functions"):
         speculative_generate([1, 2, 3], random_head(3), model())
+
+
+def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Good in training, dead in use: what was stored is held against the first 200 drafted tokens."""
+    found = {}
+    for name, head, stored in (
+        ("good", trained(1), 0.9),
+        ("bad", random_head(1), 0.9),
+        ("modest", random_head(1), 0.0),
+    ):
+        config, tensors = write_eagle(head)
+        write_checkpoint(tmp_path / name, {**config, "first_token_acceptance": stored}, tensors)
+        llm = LLM(model(), {"method": "eagle2", "model": str(tmp_path / name)})
+        with caplog.at_level(logging.WARNING, "foretoken"):
+            for _ in range(2):
+                prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+                llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+        found[name] = [record for record in caplog.messages if "when the head was validated" in record]
+        caplog.clear()
+    assert {name: len(messages) for name, messages in found.items()} == {"good": 0, "bad": 1, "modest": 0}
+    assert "of 90 % when the head was validated" in found["bad"][0]
+    again = read_eagle(read_checkpoint(tmp_path / "bad"), facts()).head
+    assert write_eagle(again)[0]["first_token_acceptance"] == 0.9
+    for wrong in (1.5, "0.9", True):
+        with pytest.raises(CheckpointError, match="must be a share"):
+            read_eagle(
+                Checkpoint("a head", {**write_eagle(again)[0], "first_token_acceptance": wrong}, tensors), facts()
+            )

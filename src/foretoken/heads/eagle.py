@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
+from foretoken.heads.expectation import Expectation
 from foretoken.heads.layers import MLP, Attention, DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
 from foretoken.heads.vocabulary import DraftVocabulary
 
@@ -90,11 +91,15 @@ class EagleHead(nn.Module):
     Args:
       shape: its structure.
       vocabulary: of its own output layer; None where it has none and the target's is used.
+
+    Attributes:
+      expectation: of its first drafts, where a checkpoint has stored one.
     """
 
     def __init__(self, shape: EagleShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__()
         self.shape, self.vocabulary = shape, vocabulary
+        self.expectation: Expectation | None = None
         size, eps = shape.layer.hidden_size, shape.layer.eps
         self.rotary = Rotary(shape.layer)
         self.embed_tokens = nn.Embedding(shape.own_embedding, size) if shape.own_embedding else None

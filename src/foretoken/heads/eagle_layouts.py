@@ -17,6 +17,8 @@ from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, fill
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_structure import StructureReader, TargetFacts
+from foretoken.heads.expectation import KEY as EXPECTED
+from foretoken.heads.expectation import Expectation
 from foretoken.heads.recognition import eagle_generation, eagle_name
 
 _WITHOUT_USE = re.compile(r"^(verifier_norm|verifier_lm_head|verifier_lm_head_embed)\.|rotary_emb\.")
@@ -61,6 +63,7 @@ def read_eagle(
     shape = reader.shape(found, rope_theta)
     head = EagleHead(shape, vocabulary)
     fill(head, tensors, name)
+    head.expectation = Expectation.of(checkpoint.config, name)
     return EagleLayout(head.eval(), tuple(reader.notes))
 
 
@@ -99,6 +102,8 @@ def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any],
         },
         "transformer_layer_config": llama,
     }
+    if head.expectation is not None:
+        config[EXPECTED] = head.expectation.stored
     tensors = {name: tensor.detach() for name, tensor in head.named_parameters()}
     if not is_fused:
         config |= {

@@ -100,6 +100,9 @@ class EagleRows:
         streams = [self._streams(result.committed, len(result.emitted)) for result in results]
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         self._take_in(rows, streams, starts)
+        if self.head.expectation is not None:
+            for result in results:
+                self.head.expectation.add(result.tree.num_draft_tokens, result.num_accepted)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         for copy in copies:
