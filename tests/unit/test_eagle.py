@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_heads import VOCAB_SIZE, Unrolled, logits_of, model, random_head, streams_of, target, trained
+from eagle_heads import Unrolled, logits_of, model, random_head, streams_of, target, trained
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.eagle2 import Eagle2Drafter
@@ -27,6 +27,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.layers import Placed
 from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, compare, decode
@@ -39,9 +40,10 @@ FORWARD = EagleHead.forward
 DRAFTERS: dict[int, type[GrownEagleDrafter]] = {1: Eagle2Drafter, 3: Eagle3Drafter}
 
 
-def drafter(head: EagleHead, depth: int, **growth: Any) -> GrownEagleDrafter:
+def drafter(head: EagleHead, depth: int, lm: CausalLM | None = None, **growth: Any) -> GrownEagleDrafter:
+    lm = lm or target()
     given = {"num_branches": NUM_BRANCHES, "reranks": True, "max_nodes": NUM_NODES, **growth}
-    return DRAFTERS[head.shape.generation](head, target(), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth), **given)
+    return DRAFTERS[head.shape.generation](head, lm, target_vocab_size=lm.vocab_size, policy=Fixed(depth), **given)
 
 
 def chains(head: EagleHead, depth: int) -> GrownEagleDrafter:

@@ -37,8 +37,11 @@ from unit.test_eagle import from_scratch
 EAGLE_TREE = RankTree.published("eagle")
 
 
-def drafter(head: EagleHead, depth: int, tree: RankTree = EAGLE_TREE, **options: Any) -> EagleDrafter:
-    return EagleDrafter(head, target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=depth, **options)
+def drafter(
+    head: EagleHead, depth: int, tree: RankTree = EAGLE_TREE, lm: CausalLM | None = None, **options: Any
+) -> EagleDrafter:
+    lm = lm or target()
+    return EagleDrafter(head, lm, tree=tree, target_vocab_size=lm.vocab_size, max_depth=depth, **options)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def read_eagle(
 
 
 def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a head in the layout of the package speculators (read and written: 0.6).
+    """Config and tensors of a head in the layout of the package speculators (0.9, which reads it).
 
     The input embedding is left out where it is the target's.
     """
