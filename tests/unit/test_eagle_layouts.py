@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import foretoken
 from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts, trained
 from foretoken import LLM, SamplingParams
 from foretoken.classic.sampling import speculative_generate
+from foretoken.cli import app
 from foretoken.config.method import methods
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -582,3 +584,20 @@ def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.Lo
             read_eagle(
                 Checkpoint("a head", {**write_eagle(again)[0], "first_token_acceptance": wrong}, tensors), facts()
             )
+
+
+def test_the_command_line_takes_heads(tmp_path: Path) -> None:
+    """A folder says by itself what it is; ``info`` names it, and says what the other methods lack."""
+    toy_model(VOCAB_SIZE, dtype=torch.float32).save_pretrained(tmp_path / "target")
+    _, config, tensors = eagle3()
+    head = str(write(tmp_path / "head", config, tensors, as_pickle=False))
+    options = ["info", "-m", str(tmp_path / "target"), "--dtype", "float32", "--repeats", "1", "--context", "8"]
+    found = CliRunner().invoke(app, [*options, "--draft-model", head, "--json"])
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert (report["method"], report["heads"]) == ("eagle3", [head])
+    methods_of = {entry["method"]: entry for entry in report["methods"]}
+    assert methods_of["eagle3"]["applies"]
+    assert "needs a head" in methods_of["eagle2"]["reason"]
+    shown = CliRunner().invoke(app, [*options, "--draft-model", head])
+    assert head in shown.output.replace("\n", "")

@@ -103,6 +103,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
             {"method": name, "applies": reason is None, "reason": reason} for name, reason in llm.applicable_methods()
         ],
         "drafter": None,
+        "heads": list(llm.drafting.heads),
     }
     drafting = llm.drafting
     if drafting.model is not None and drafting.info is not None:
@@ -142,6 +143,8 @@ def show(report: dict[str, Any]) -> None:
     if drafter is not None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
         facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")
+    for head in report["heads"]:
+        facts.add_row("head", head)
     for note in report["notes"]:
         facts.add_row("note", note)
     console.print(facts)

@@ -131,7 +131,7 @@ class DraftingOptions:
         str | None,
         typer.Option(
             metavar="PATH|HUB_ID|zoo:NAME",
-            help="A smaller model with the same tokenizer. Aliases: --assistant-model, --model-draft, ...",
+            help="A smaller model with the same tokenizer, or a head. Aliases: --assistant-model, --model-draft, ...",
         ),
     ] = None
     method: Annotated[
@@ -157,8 +157,8 @@ class DraftingOptions:
             if given:
                 raise typer.BadParameter(f"leave out {_options(given)}, or put it into --speculative-config")
             return SpeculativeConfig.parse(self.speculative_config)
-        if self.method is None:
-            given["method"] = "draft_model" if self.draft_model is not None else _default_method(model)
+        if self.method is None and self.draft_model is None:  # what a drafter is says what it is for
+            given["method"] = _default_method(model)
         return SpeculativeConfig.parse(given)
 
 
