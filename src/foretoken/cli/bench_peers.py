@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from foretoken.bench.peers.outcome import Outcome
     from foretoken.cli.bench_options import BenchOptions
 
+_SECONDS_PER_LINE = 10.0
+"""Of progress where there is no terminal."""
+
 
 def make_environments(options: BenchOptions) -> None:
     """Make what ``--make-peers`` names.
@@ -101,7 +104,7 @@ def race_peers(options: BenchOptions, model: str, scale: str, results: dict[str,
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on terminals; elsewhere a line per step, since a race takes long."""
+    """A bar on terminals; elsewhere a line now and then, since a race takes long."""
     from foretoken.cli.which import progress
 
     if sys.stderr.isatty():
@@ -109,8 +112,13 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             yield say
         return
     started = time.perf_counter()
+    latest = ("", started)
 
     def tell(what: str, done: int, total: int) -> None:
-        typer.echo(f"foretoken: {(time.perf_counter() - started) / 60:.1f} min: {what}, {done} of {total}", err=True)
+        nonlocal latest
+        now = time.perf_counter()
+        if what != latest[0] or now - latest[1] > _SECONDS_PER_LINE:
+            typer.echo(f"foretoken: {(now - started) / 60:.1f} min: {what}, {done} of {total}", err=True)
+            latest = what, now
 
     yield tell

@@ -39,7 +39,7 @@ class PeerRow:
     tuned_tokens_per_second: float
     tokens_per_second: float
     num_busy_threads: float
-    sameness: Sameness | None
+    sameness: Sameness
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
 
 
@@ -110,7 +110,7 @@ class Outcome:
         return tuple(name for heat in self.heats for name in heat.wrong)
 
 
-def row_of(trial: Trial, arm: RemoteArm, same: Sameness | None) -> PeerRow:
+def row_of(trial: Trial, arm: RemoteArm, same: Sameness) -> PeerRow:
     """What a trial has shown of an arm."""
     facts: Mapping[str, Any] = arm.facts
     return PeerRow(

@@ -80,6 +80,7 @@ class Race:
         self._missing = dict(missing)
         self._workload = _Workload()
         self._heats: list[Heat] = []
+        self._gaps: dict[tuple[object, ...], float] = {}
         self._stack = ExitStack()
         self._workers: list[Worker] = []
         try:
@@ -193,7 +194,7 @@ class Race:
         started = time.perf_counter()
 
         def heat(trial: Trial, is_complete: bool) -> Heat:
-            same = sameness(trial, arms, self._reference(size), self._gap) if is_complete else {}
+            same = sameness(trial, arms, self._reference(size), self._gap)
             return Heat(
                 title=title,
                 num_rows=size,
@@ -201,9 +202,9 @@ class Race:
                 runs_per_prompt=2 * self._settings.repeats,
                 other_cpu_share=trial.other_cpu_share,
                 idle_shares=self._idle_shares(before, time.perf_counter() - started),
-                rows=tuple(row_of(trial, arm, same.get(arm.name)) for arm in arms),
+                rows=tuple(row_of(trial, arm, same[arm.name]) for arm in arms),
                 verdicts=tuple(verdicts(trial, arms)),
-                wrong=tuple(arm.name for arm in arms if arm.name in same and self._is_wrong(arm, same[arm.name])),
+                wrong=tuple(arm.name for arm in arms if self._is_wrong(arm, same[arm.name])),
                 is_complete=is_complete,
             )
 
@@ -248,10 +249,12 @@ class Race:
         return plain[0]
 
     def _gap(self, ids: Seq[int], output: Seq[int], one: int, other: int) -> float:
-        """By how much this library's target prefers one token to another, in logits."""
-        request = {"prompt": list(ids), "output": list(output), "one": one, "other": other}
-        found: float = self._workers[0].ask(verb="gap", **request)["gap"]
-        return found
+        """By how much this library's target prefers one token to another, in logits; asked for once."""
+        key = tuple(ids), tuple(output), one, other
+        if key not in self._gaps:
+            request = {"prompt": list(ids), "output": list(output), "one": one, "other": other}
+            self._gaps[key] = self._workers[0].ask(verb="gap", **request)["gap"]
+        return self._gaps[key]
 
     def _is_wrong(self, arm: RemoteArm, found: Sameness) -> bool:
         """Own arms always say the same again; in float32 they and transformers say what plain decoding says."""

@@ -39,8 +39,7 @@ def show_missing(console: Console, outcome: Outcome) -> None:
 
 def _show_heat(console: Console, heat: Heat) -> None:
     title = heat.title if heat.is_complete else f"{heat.title}, interrupted after {len(heat.prompts)}"
-    if heat.is_complete:
-        _show_texts(console, heat, title)
+    _show_texts(console, heat, title)
     if heat.wrong:
         names = ", ".join(heat.wrong)
         console.print(
@@ -60,10 +59,8 @@ def _show_texts(console: Console, heat: Heat, title: str) -> None:
     table.padding = (0, 1)
     for row in heat.rows:
         same = row.sameness
-        if same is not None:
-            repeats = "" if same.is_repeatable else " (not repeatable)"
-            rows = f"{same.num_same_rows}/{same.num_rows}{repeats}"
-            table.add_row(_name(row), rows, f"{same.same_share:.1%}", f"{same.largest_gap:.2g}")
+        rows = f"{same.num_same_rows}/{same.num_rows}" + ("" if same.is_repeatable else " (not repeatable)")
+        table.add_row(_name(row), rows, f"{same.same_share:.1%}", f"{same.largest_gap:.2g}")
     show_table(console, f"texts beside foretoken's plain decoding: {title}", table)
     console.print(
         "same tokens: before the first difference of a row; gap: by how much foretoken's target prefers one token to "
