@@ -198,8 +198,8 @@ def test_settings_and_best_arms_are_chosen_on_prompts_that_do_not_count(track: T
     outcome = track.run([track.launch("foretoken", OWN), track.launch("other", peer)])
     assert rows(outcome)["other lookup"].settings == "way early"
     tried = outcome.tried["other lookup"]
-    assert tried["way early"] == pytest.approx(1000)
-    assert tried["way late"] == pytest.approx(500)
+    assert tried["way early"] == pytest.approx({"on_first": 1000, "on_all": 1000})
+    assert tried["way late"] == pytest.approx({"on_first": 500, "on_all": 500})
     assert "no such kernel" in tried["way broken"]
     assert [one.base for one in outcome.heats[0].verdicts] == ["other plain", "other lookup"]
 

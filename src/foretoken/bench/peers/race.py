@@ -136,9 +136,10 @@ class Race:
             else:
                 found.skipped.append(prompt.name)
         if len(chosen) < wanted:
+            found_ones = "are there" if settings.batch_sizes else f"have answers of {self._shortest} tokens"
             raise ConfigError(
                 f"{settings.num_prompts} prompts are to count and {settings.num_tuning_prompts} are for choosing "
-                f"settings, and {len(chosen)} have answers of {self._shortest} tokens; ask for fewer with "
+                f"settings, and {len(chosen)} {found_ones}; ask for fewer with "
                 "--num-prompts, or give more with --prompts-file"
             )
         found.counting, found.tuning = chosen[: settings.num_prompts], chosen[settings.num_prompts :]

@@ -160,7 +160,7 @@ class Field:
 def _fastest(
     candidates: list[Candidate], groups: list[list[list[int]]], max_new_tokens: int
 ) -> tuple[_Tried, dict[str, Any]]:
-    """The fastest candidate, and the tokens per second of all, or why they do not work.
+    """The fastest candidate, and the tokens per second of all, on the first prompts and on all, or why one fails.
 
     All decode the first group of prompts; the best three then decode all of them, forwards and backwards.
     """
@@ -176,7 +176,7 @@ def _fastest(
             say(traceback.format_exc())
             found[candidate.label] = f"does not work: {' '.join(str(error).split())[-_REASON:]}"
             continue
-        found[candidate.label] = tried.speed
+        found[candidate.label] = {"on_first": tried.speed}
         finalists = sorted([*finalists, tried], key=lambda one: -one.speed)[:_NUM_FINALISTS]
     if not finalists:
         raise NothingWorksError("; ".join(f"{label}: {reason}" for label, reason in found.items()))
@@ -186,7 +186,8 @@ def _fastest(
         for group in groups:
             for tried in [*finalists, *reversed(finalists)]:
                 tried.run(group, max_new_tokens)
-        found.update({tried.candidate.label: tried.speed for tried in finalists})
+        for tried in finalists:
+            found[tried.candidate.label]["on_all"] = tried.speed
     return max(finalists, key=lambda one: one.speed), found
 
 
