@@ -138,7 +138,7 @@ def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "give the heads"),
-        (["--speculative-config", '{"method": "ngram"}'], "no static tree to tune"),
+        (["--speculative-config", '{"method": "ngram"}'], "not of 'ngram'"),
         (["--heads", "./nowhere"], "nowhere does not exist"),
     ],
 )

@@ -115,18 +115,17 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
 
 
 def _drafter(llm: LLM) -> Any:
-    """A drafter of heads with a static tree.
+    """A drafter whose heads can be asked about a text that is known.
 
     Raises: ConfigError for any other, saying which method it is.
     """
-    from foretoken.drafters.parts.ranked import RankedGrowth
+    from foretoken.drafters.heads.hydra import HydraDrafter
+    from foretoken.drafters.heads.medusa import MedusaDrafter
     from foretoken.errors import ConfigError
 
     drafter = llm.drafting.new_drafter()
-    if not isinstance(getattr(drafter, "growth", None), RankedGrowth):
-        raise ConfigError(
-            f"method {llm.speculative_config.method!r} has no static tree to tune; this search is for medusa and hydra"
-        )
+    if not isinstance(drafter, (MedusaDrafter, HydraDrafter)):
+        raise ConfigError(f"this search is for the trees of medusa and hydra, not of {llm.speculative_config.method!r}")
     return drafter
 
 
