@@ -48,11 +48,13 @@ class Laps:
 
     def __init__(self) -> None:
         self.best: dict[str, float] = {}
+        self.last: dict[str, float] = {}
 
     def timed(self, name: str, call: Callable[[], Any]) -> Any:
         start = perf_counter()
         result = call()
-        self.best[name] = min(self.best.get(name, float("inf")), perf_counter() - start)
+        self.last[name] = perf_counter() - start
+        self.best[name] = min(self.best.get(name, float("inf")), self.last[name])
         return result
 
 
@@ -121,6 +123,8 @@ def measure(llm: LLM, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     with torch.inference_mode():
         for _ in range(options.repeats):
             laps.timed("propose", lambda: drafter.propose([row], [Budget(NUM_HEADS)]))
+            rest = laps.last["propose"] - sum(laps.last[name] for name in stages)
+            laps.best["rest"] = min(laps.best.get("rest", 1.0), rest)
             length = len(row.token_ids) - 1
             laps.timed(
                 "observe", lambda at=length: states._take_in([row], [features[0].last_hidden(range(read))], [at - 1])
@@ -140,7 +144,8 @@ def measure(llm: LLM, kind: str, options: argparse.Namespace) -> dict[str, Any]:
         "bytes_read": num_bytes,
         "bound_ms": 1e3 * bound,
         "network_by_bound": network / bound,
-        "rest_of_proposal": 1 - network / laps.best["propose"],
+        "rest_ms": 1e3 * laps.best["rest"],
+        "rest_of_proposal": laps.best["rest"] / laps.best["propose"],
         "plain_ms": 1e3 * laps.best["plain"],
         "draft_by_plain": (laps.best["propose"] + laps.best["observe"]) / laps.best["plain"],
         "row_bytes_at_8192": row_bytes(drafter, target),

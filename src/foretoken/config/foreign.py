@@ -18,6 +18,10 @@ _NO_BEAMS = (
     "draws samples"
 )
 _TO_CONFIG = "how to draft is set in one place; write speculative_config={{'method': ..., {name!r}: ...}}"
+_NO_THRESHOLDS = (
+    "the one lossy rule here is typical acceptance, for medusa and hydra: rejection_sample_method='typical' with "
+    "posterior_threshold and posterior_alpha"
+)
 _PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
 
 LLM_ARGUMENTS = {
@@ -156,8 +160,8 @@ SPECULATIVE_KEYS = {
     "target_lookbehind": Foreign("drafter and target must share a tokenizer; leave it out"),
     "use_mtp": Foreign("heads for several tokens are not available in this version; leave it out", (None, False)),
     # SGLang
-    "speculative_accept_threshold_single": Foreign("lossy acceptance is not available in this version", (None, 1, 1.0)),
-    "speculative_accept_threshold_acc": Foreign("lossy acceptance is not available in this version", (None, 1, 1.0)),
+    "speculative_accept_threshold_single": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
+    "speculative_accept_threshold_acc": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
 }
 """Keys of speculation elsewhere."""
 
