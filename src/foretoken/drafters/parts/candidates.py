@@ -116,9 +116,17 @@ class Candidates:
     def _by_law(
         self, logits: torch.Tensor, places: Places, k: int, columns: torch.Tensor | None, as_chances: bool
     ) -> list[Scored]:
-        laws = sampling.log_probs(logits, places.laws, places.paths)
-        found, gaps = choice.largest(laws, min(k, laws.shape[-1]))
-        scores = laws.gather(1, found.clamp(min=0)).double() if as_chances else gaps
+        k = min(k, logits.shape[-1])
+        if all(law.is_argmax for law in places.laws):  # the law is the softmax, which keeps the order of logits
+            found, scores = choice.largest(logits, k)
+            if as_chances:
+                wide = logits.float()
+                peaks = wide.gather(1, found[:, :1].clamp(min=0))
+                scores = scores + (peaks - wide.logsumexp(-1, keepdim=True)).double()
+        else:
+            laws = sampling.log_probs(logits, places.laws, places.paths)
+            found, gaps = choice.largest(laws, k)
+            scores = laws.gather(1, found.clamp(min=0)).double() if as_chances else gaps
         return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
 
     def _by_noise(

@@ -8,6 +8,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -177,8 +179,8 @@ def _shape(
 
     Padding has depth -1, the position of the pending token: the next one may lie outside of the context.
     """
-    depths = torch.full((len(drafts), num_fed + width), -1, dtype=torch.long)
-    ancestors = torch.zeros((len(drafts), width, num_fed + width), dtype=torch.bool)
+    depths = np.full((len(drafts), num_fed + width), -1, dtype=np.int64)
+    ancestors = np.zeros((len(drafts), width, num_fed + width), dtype=bool)
     for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
         for node, offset in place.offset_of.items():
             depths[i, offset] = draft.depths[node] - 1  # the pending token is part of the trunk by now
@@ -186,4 +188,4 @@ def _shape(
             ancestors[i, j, [place.offset_of[above] for above in draft.path(node)]] = True
         for j in range(len(draft.frontier), width):
             ancestors[i, j, num_fed + j] = True
-    return depths, tuple(len(draft.frontier) for draft in drafts), ancestors
+    return torch.from_numpy(depths), tuple(len(draft.frontier) for draft in drafts), torch.from_numpy(ancestors)
