@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import foretoken
 from eagle_heads import HIDDEN, LAYER, VOCAB_SIZE, model, random_head, streams_of, texts, trained
 from foretoken import LLM, SamplingParams
+from foretoken.bench.candidates import read_candidates
 from foretoken.classic.sampling import speculative_generate
 from foretoken.cli import app
 from foretoken.config.method import methods
@@ -599,5 +600,7 @@ def test_the_command_line_takes_heads(tmp_path: Path) -> None:
     methods_of = {entry["method"]: entry for entry in report["methods"]}
     assert methods_of["eagle3"]["applies"]
     assert "needs a head" in methods_of["eagle2"]["reason"]
+    by_name = {each.name: each.given for each in read_candidates("eagle3,eagle3+suffix,draft_model,ngram", head, None)}
+    assert [name for name, given in by_name.items() if "model" in given] == ["eagle3", "eagle3+suffix"]
     shown = CliRunner().invoke(app, [*options, "--draft-model", head])
     assert head in shown.output.replace("\n", "")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.config.method import methods
+from foretoken.config.method import methods, recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 
@@ -41,7 +41,7 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
     """The methods that a user names: by comma, ``a+b`` and ``a>b`` as everywhere, JSON for other settings, or "all".
 
     Args:
-      draft_model: for those that draft with a model.
+      draft_model: for those that draft with a model; a head for those that draft with heads.
       num_draft_tokens: for all; None leaves every method its default.
 
     Raises: ConfigError for anything that is not a method.
@@ -89,11 +89,17 @@ def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens:
     if config.method == "none":
         raise ConfigError("--methods holds plain decoding, which every method is compared with anyway; leave it out")
     full = dict(given)
-    part = config.model_part
-    if draft_model is not None and part is not None and part.model is None:
+    if draft_model is not None and _takes(config, draft_model):
         full["model"] = draft_model
     if num_draft_tokens is not None:
         full.setdefault("num_speculative_tokens", num_draft_tokens)
     spelled = str(given["method"]) if "method" in given else str(config.method)
     others = {key: value for key, value in given.items() if key != "method"}
     return Candidate(" ".join([spelled, *(f"{key}={value}" for key, value in others.items())]), full)
+
+
+def _takes(config: SpeculativeConfig, drafter: str) -> bool:
+    """Whether a config drafts with what was named beside it: heads with a head, other methods with a model."""
+    is_head = recognized(drafter) is not None
+    open_parts = [part for part in config.parts if part.model is None and "model" in part.definition.keys]
+    return any(part.definition.drafts_with_heads == is_head for part in open_parts)
