@@ -196,6 +196,30 @@ def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
     assert seen > 20
 
 
+@pytest.mark.parametrize("acceptance", ["match", "standard", "typical"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: str) -> None:
+    """Two possible tokens per node, and trees that ask for three: 2 + 4 + 4 + 4 nodes are left of 3 + 6 + 6 + 6."""
+    params = replace(SAMPLED, top_p=1.0, top_k=2, max_tokens=12)
+    drafter, sizes = make(kind, TREES["cartesian"], acceptance=acceptance), set()
+    propose = drafter.propose
+
+    def noted(rows: Any, budgets: Any) -> Any:
+        trees = propose(rows, budgets)
+        sizes.update(len(tree) for tree, budget in zip(trees, budgets, strict=True) if budget >= NUM_HEADS)
+        return trees
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    engine = Engine(target(), drafter, EngineConfig(acceptance=acceptance))
+    rows = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
+    for _ in engine.run():
+        pass
+    assert sizes == {1, 1 + 2 + 4 + 4 + 4}
+    if acceptance == "match":
+        plain = decode(target(), EmptyDrafter(), [(prompt, params) for prompt in PROMPTS]).outputs
+        assert [tuple(row.output_ids) for row in rows] == list(plain.values())
+
+
 # -- what is kept of rows --------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.heads.hydra import HydraDrafter
 from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -31,6 +32,7 @@ from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.heads.eagle import EagleHead, EagleShape
+from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.law import noise
@@ -88,6 +90,12 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
             )
         growth = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(2), "num_branches": 2, "acceptance": acceptance}
         return Eagle2Drafter(head, target(), **growth)
+    if kind in ("hydra", "hydra++"):
+        torch.manual_seed(8)
+        layer = LayerShape(32, 48, 4, 2, 8) if kind == "hydra++" else None
+        grounded = HydraHeads(HydraShape(32, VOCAB_SIZE, 2, prefix=layer)).double().requires_grad_(False)
+        tree = RankTree.cartesian((2, 2))
+        return HydraDrafter(grounded, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
     if kind == "ngram":
         return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
     return DraftModelDrafter(
@@ -131,6 +139,9 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
         ("tree", "standard"),
         ("medusa", "match"),
         ("medusa", "standard"),
+        ("hydra", "standard"),
+        ("hydra++", "match"),
+        ("hydra++", "standard"),
         ("eagle", "match"),
         ("eagle", "standard"),
         ("eagle2", "standard"),
