@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+import toy_heads
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.hydra import HydraDrafter
+from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -42,7 +47,13 @@ def small(dtype: torch.dtype) -> CausalLM:
 
 def random_drafter(rng: random.Random, dtype: torch.dtype) -> Drafter:
     depth = rng.randint(0, 6)
-    kind = rng.choice(["model", "model", "model", "ngram", "nasd", "none"])
+    kind = rng.choice(["model", "model", "model", "ngram", "nasd", "none", "medusa", "hydra"])
+    if kind in ("medusa", "hydra"):
+        heads = getattr(toy_heads, f"{kind}_heads")(rng.random() < 0.5)
+        growth: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "max_depth": min(depth, 4)}
+        growth["tree"] = RankTree.published("zephyr_stage2").first(rng.randint(2, 24))
+        heads = copy.deepcopy(heads).to(dtype)
+        return MedusaDrafter(heads, **growth) if kind == "medusa" else HydraDrafter(heads, 2, **growth)
     if kind == "ngram":
         return NGramDrafter(depth, prompt_lookup_min=1, num_candidates=rng.randint(1, 3))
     if kind == "nasd":

@@ -19,8 +19,8 @@ _NO_BEAMS = (
 )
 _TO_CONFIG = "how to draft is set in one place; write speculative_config={{'method': ..., {name!r}: ...}}"
 _NO_THRESHOLDS = (
-    "the one lossy rule here is typical acceptance, for medusa, hydra and eagle: rejection_sample_method='typical' with "
-    "posterior_threshold and posterior_alpha"
+    "the one lossy rule here is typical acceptance, for medusa, hydra and eagle: rejection_sample_method='typical' "
+    "with posterior_threshold and posterior_alpha"
 )
 _PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
 
