@@ -19,7 +19,7 @@ from foretoken import LLM, zoo
 from foretoken.errors import ProbeError
 from foretoken.model import lm as model_module
 from foretoken.model.execution.execution import Execution
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
@@ -323,13 +323,13 @@ def test_a_layer_with_the_weights_of_another_is_found(dtype: str, monkeypatch: p
 
 
 def test_a_bias_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = PackedLinear._pack
+    pack = PackedProduct._pack
 
-    def wrong(self: PackedLinear) -> None:
+    def wrong(self: PackedProduct) -> None:
         pack(self)
         self._bias = None
 
-    monkeypatch.setattr(PackedLinear, "_pack", wrong)
+    monkeypatch.setattr(PackedProduct, "_pack", wrong)
     with pytest.raises(ProbeError, match="does not compute in packed execution what it computes eagerly"):
         load(build("starcoder2", torch.bfloat16), "packed")
 

@@ -174,7 +174,7 @@ def with_wrapped_weights(linear: nn.Linear) -> nn.Linear:
 def test_quantised_weights_run_as_they_are(new: Callable[[nn.Linear], nn.Module], dtype: torch.dtype) -> None:
     """And linears beside them are packed as ever. The first version packed what only looked like floats."""
     model = replaced(dense_model(dtype), new)
-    assert list(packable(model, 0)) == [model.lm_head]
+    assert list(packable(model)) == [model.lm_head]
     want = plain(model)
     for execution in ("auto", "eager"):
         assert_decoded_as_it_is(model, execution=execution)

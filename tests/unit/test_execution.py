@@ -223,7 +223,7 @@ class TestPacked:
         """Which of them have the same bits is the machine's affair, and measured: see test_kernels."""
         torch.manual_seed(0)
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-        packed = PackedLinear(layer)
+        packed = PackedLinear.of(layer)
         rows = torch.randn(300, in_features, dtype=dtype)
         exact = F.linear(rows.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
         with torch.inference_mode():
@@ -235,12 +235,12 @@ class TestPacked:
 
     def test_no_rows_give_no_rows(self) -> None:
         """An expert that no token chose runs over nothing."""
-        packed = PackedLinear(nn.Linear(8, 5))
+        packed = PackedLinear.of(nn.Linear(8, 5))
         assert packed(torch.zeros(0, 8)).shape == (0, 5)
 
     def test_other_dtypes_than_the_weights_are_refused(self) -> None:
         with pytest.raises(TypeError, match="float64"):
-            PackedLinear(nn.Linear(8, 5))(torch.zeros(1, 8, dtype=torch.float64))
+            PackedLinear.of(nn.Linear(8, 5))(torch.zeros(1, 8, dtype=torch.float64))
 
     def test_float64_and_small_weights_stay_as_they_are(self) -> None:
         for model, options in ((build("llama", torch.float64), PACK_ALL), (build("llama"), {})):
@@ -254,7 +254,7 @@ class TestPacked:
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         assert execution.num_packed_layers == len(linears) == 15
         assert execution.packed_bytes == 4 * sum(linear.weight.numel() for linear in linears)
-        assert execution.describe().startswith("packed (15 layers")
+        assert execution.describe().startswith("packed (15 layers in 9 products")
 
     def test_layers_that_somebody_wrapped_are_left_alone(self) -> None:
         """Quantised subclasses and forwards replaced on the instance (accelerate does) are not plain linears."""
@@ -322,10 +322,10 @@ class TestStaleness:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_a_written_bias_is_seen(self, dtype: torch.dtype) -> None:
         layer = nn.Linear(8, 5, dtype=dtype)
-        packed = PackedLinear(layer)
+        packed = PackedLinear.of(layer)
         with torch.no_grad():
             layer.bias.add_(1)
-        packed.refresh()
+        packed.product.refresh()
         x = torch.randn(3, 8, dtype=dtype)
         assert relative_error(packed(x), layer(x)) < ROUNDING[dtype]
 

@@ -16,7 +16,7 @@ from foretoken.model.execution import trials
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kernels import ROW_COUNTS, Bucket, KernelFacts
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, PackedProduct
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.partial import first_layers
@@ -282,16 +282,16 @@ class TestRowLimit:
         model = shadow(toy_model(dtype=torch.float32))
         execution = apply_execution(model, "packed", min_packed_elements=0)
         sizes: list[int] = []
-        call = PackedLinear.__call__
+        call = PackedProduct.__call__
 
-        class Counted(PackedLinear):
+        class Counted(PackedProduct):
             def __call__(self, x: torch.Tensor) -> torch.Tensor:
                 sizes.append(x.shape[:-1].numel())
                 return call(self, x)
 
         for layer in linears(model):
             if isinstance(layer.forward, PackedLinear):
-                layer.forward.__class__ = Counted
+                layer.forward.product.__class__ = Counted
         ids = torch.arange(40).view(2, 20)
         with torch.inference_mode():
             with execution.calls_of((1, 16)):

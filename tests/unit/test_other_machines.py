@@ -32,7 +32,7 @@ def test_nothing_is_packed(elsewhere: str) -> None:
     assert not can_pack()
     assert [packed_dtype(dtype) for dtype in DTYPES] == [None] * 3
     assert [choose_execution("auto", "cpu", dtype) for dtype in DTYPES] == ["eager"] * 3
-    assert not list(packable(toy_model(), min_elements=0))
+    assert not list(packable(toy_model()))
     assert apply_execution(shadow(toy_model())).describe() == "eager"
 
 

@@ -17,7 +17,7 @@ from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import NotPassedOnError
 from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
-from foretoken.model.execution.packing import MIN_ELEMENTS
+from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
 from foretoken.model.masks import SLIDING, Masks
@@ -105,6 +105,7 @@ class CausalLM:
         self.layer_types = layer_types(self.config)
         slides = SLIDING in self.layer_types
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
+        self._lists_all = False  # compiled layers take lists of nodes only
         self._shadow = shadow(model).eval()
         self._recorder = Recorder(self._shadow, self.num_layers)
         self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
@@ -120,10 +121,11 @@ class CausalLM:
                 self._shadow,
                 execution,
                 release_originals=release_originals,
-                min_packed_elements=0 if packs_all else MIN_ELEMENTS,
+                min_packed_elements=0 if packs_all else None,
                 earlier=earlier,
             )
         )
+        self._compile()
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
             self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
@@ -136,7 +138,26 @@ class CausalLM:
         is_additive = is_eager or execution.uses_grouped_attention
         self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it
-        self._takes_lists = execution.uses_grouped_attention and execution.compiled is None
+        self._takes_lists = execution.uses_grouped_attention
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile the decoder layers where that is wanted and possible."""
+
+        def forward(num_nodes: int) -> None:
+            self.forward(Nodes.from_chains([[0] * num_nodes]), self.new_cache(1))
+
+        if self.execution.regions is not None:
+            count = self.num_forwards
+            self._lists_all = True
+            self.execution.compile(self.name, self.layers, forward)
+            self._lists_all = self.execution.num_compiled > 0
+            self.num_forwards = count
+
+    def compile_again(self) -> None:
+        """Run compiled what can be, after modules of the shadow were changed."""
+        if self.execution.regions is not None:
+            self.execution.regions.attach(self.layers)
 
     def _judge(self, probe: Probe | None) -> None:
         self.probe = probe
@@ -200,7 +221,9 @@ class CausalLM:
         copied = shadow(self._shadow)
         other = self.over(copied, self.execution.over(copied))
         other.name = f"{self.name} ({name})"
+        detach(other.layers)
         edit(other, copied)
+        other.compile_again()
         other.num_forwards = 0
         return other
 
@@ -291,10 +314,11 @@ class CausalLM:
         starts = torch.tensor(trunks, device=self.device)[:, None]
         positions = starts + nodes.depths.to(self.device)  # (B, S + N)
         kept = range(width)[keep] if keep is not None else range(width)
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not has_one_shape
         while True:
-            is_list = is_padded and self._takes_lists and not has_one_shape
-            flat = FlatNodes(nodes.counts, width, self.device) if is_list else None
+            is_list = self._takes_lists and (is_padded or self._lists_all)
+            counts = (width,) * num_rows if has_one_shape else nodes.counts
+            flat = FlatNodes(counts, width, self.device) if is_list else None
             columns = cache.open(first_row, num_rows, width, view_length, flat)
             mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
             limit = rows_per_call

@@ -88,35 +88,40 @@ class FlatNodes:
     """
 
     def __init__(self, counts: Sequence[int], width: int, device: torch.device) -> None:
-        columns = np.arange(width)
-        is_real = columns < np.array(counts)[:, None]
+        self.shape = len(counts), width
+        self.counts = tuple(counts)
+        self.is_full = min(counts) == width
+        self._device = device
+        if self.is_full:
+            return
+        is_real = np.arange(width) < np.array(counts)[:, None]
         places = np.flatnonzero(is_real)
         numbers = np.zeros(is_real.size, dtype=np.int64)
         numbers[places] = np.arange(len(places))
-        self.shape = is_real.shape
-        self.counts = tuple(counts)
-        self._rows, self._columns = np.divmod(places, width)
         self._places = torch.from_numpy(places).to(device)
         self._numbers = torch.from_numpy(numbers).to(device)
 
     def __len__(self) -> int:
         """Number of nodes S."""
-        return len(self._places)
+        return sum(self.counts)
 
     def listed(self, values: torch.Tensor) -> torch.Tensor:
         """(B, N, ...) -> (S, ...)."""
-        return values.flatten(0, 1).index_select(0, self._places)
+        flat = values.flatten(0, 1)
+        return flat if self.is_full else flat.index_select(0, self._places)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(S, ...) -> (B, N, ...); padding holds what the first node has."""
-        return values.index_select(0, self._numbers).view(*self.shape, *values.shape[1:])
+        spread = values if self.is_full else values.index_select(0, self._numbers)
+        return spread.view(*self.shape, *values.shape[1:])
 
     def kept(self, columns: range) -> tuple[torch.Tensor, FlatNodes]:
         """Numbers of the nodes in some columns of the rectangle, and these nodes as a list of their own."""
-        is_kept = (self._columns >= columns.start) & (self._columns < columns.stop)
-        counts = np.bincount(self._rows[is_kept], minlength=self.shape[0]).tolist()
-        device = self._places.device
-        return torch.from_numpy(np.flatnonzero(is_kept)).to(device), FlatNodes(counts, len(columns), device)
+        starts = [0, *accumulate(self.counts)]
+        rows = [range(min(columns.start, count), min(columns.stop, count)) for count in self.counts]
+        numbers = [start + column for start, row in zip(starts, rows, strict=False) for column in row]
+        index = torch.tensor(numbers, dtype=torch.long, device=self._device)
+        return index, FlatNodes([len(row) for row in rows], len(columns), self._device)
 
 
 class NodeLogits:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
 from foretoken.model.execution.linears import replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
@@ -139,5 +139,4 @@ def _weight_of(layer: nn.Module) -> torch.Tensor:
     forward = replacement(layer)
     if isinstance(forward, PackedLinear):
         return forward.dense()
-    weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
-    return weight.t().contiguous() if isinstance(layer, Conv1D) else weight
+    return dense_weight(layer).contiguous()

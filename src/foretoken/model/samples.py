@@ -28,7 +28,7 @@ class LinearSamples:
             yield None
             return
         samples = cls(model)
-        handles = [layer.register_forward_hook(samples._keep) for layer in packable(model, 0)]
+        handles = [layer.register_forward_hook(samples._keep) for layer in packable(model)]
         try:
             yield samples
         finally:

@@ -54,11 +54,15 @@ class SkippableLayers:
     Args:
       layers: decoder layers, in order.
       run: makes one forward through the layers, to learn the shape of what the modules return.
+      changed: called after branches were left out or put back.
 
     Raises: UnsupportedModelError for layers that are built differently.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], run: Callable[[], Any]) -> None:
+    def __init__(
+        self, layers: Iterable[nn.Module], run: Callable[[], Any], changed: Callable[[], None] | None = None
+    ) -> None:
+        self._changed = changed
         self._parts = [Sublayers.of(layer) for layer in layers]
         modules = [module for part in self._parts for module in (part.layer, part.attention, *part.mlp)]
         self._outputs = _outputs_of(modules, run)
@@ -82,6 +86,8 @@ class SkippableLayers:
                 for module in part.mlp[:-1]:
                     _replace(module, self._outputs, _same)  # so that the last one sees the width of the stream
                 _replace(part.mlp[-1], self._outputs, torch.zeros_like)
+        if self._changed is not None:
+            self._changed()
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

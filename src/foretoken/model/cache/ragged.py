@@ -77,7 +77,7 @@ class KVCache(Cache):  # type: ignore[misc]
         needed = max(lengths) + width
         self.reserve(max(needed, view_length or 0), first_row + num_rows)
         columns = None
-        if flat is not None or min(lengths) != max(lengths):
+        if (flat is not None and not flat.is_full) or min(lengths) != max(lengths):
             columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(width, device=self.device)
         self.window = Window(first_row, num_rows, max(lengths), columns, view_length or needed, flat)
         return self.window.view_length

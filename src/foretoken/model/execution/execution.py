@@ -10,7 +10,7 @@ import difflib
 import logging
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,20 +20,21 @@ from torch import nn
 
 from foretoken.errors import ConfigError
 from foretoken.model.execution.attention import use_grouped_sdpa
-from foretoken.model.execution.compiled import CompiledForward
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
-    MIN_ELEMENTS,
     PackedLinear,
-    as_operator,
+    PackedProduct,
     available_memory_bytes,
     can_pack,
     cpu_has_bfloat16,
     packable,
     packed_dtype,
     packing_bytes,
+    worth_packing,
 )
+from foretoken.model.execution.regions import Regions
+from foretoken.model.execution.sharing import groups
 from foretoken.model.independence import quantised_layers
 from foretoken.model.nodes import NodeLogits
 
@@ -92,15 +93,14 @@ class Execution:
         self.model = model
         self.kind = kind
         self.uses_grouped_attention = False
-        self.compiled: CompiledForward | None = None
-        self._packed: list[PackedLinear] = []
+        self.regions: Regions | None = None
+        self._products: list[PackedProduct] = []
         self._num_norms = 0
-        self._row_limit: RowLimit | None = None
+        self._row_limit = RowLimit()
+        self._has_limits = False
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
-        if self.compiled is not None:
-            return self.compiled(**kwargs)
         return self.model(**kwargs)
 
     def logits(
@@ -130,7 +130,7 @@ class Execution:
         keep = numbers if len(kept) else 1
         inputs = {"input_ids": flat.listed(tokens)[None], "position_ids": flat.listed(positions)[None]}
         output = self.run(**inputs, **arguments, flat_nodes=flat, logits_to_keep=keep)
-        logits = output.logits[0]
+        logits = output.logits[0, : None if len(kept) else 0]  # a model gives one at least
         return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
 
     @contextmanager
@@ -139,8 +139,8 @@ class Execution:
         if num_rows is None:
             yield
             return
-        if self._row_limit is None:
-            self._row_limit = RowLimit()
+        if not self._has_limits:
+            self._has_limits = True
             for layer in linears(self.model):
                 layer.forward = LimitedLinear(layer, self._row_limit)
         self._row_limit.num_rows = num_rows
@@ -152,8 +152,19 @@ class Execution:
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""
         other = Execution(model, self.kind)
-        other.uses_grouped_attention = self.uses_grouped_attention
+        other.uses_grouped_attention, other.regions = self.uses_grouped_attention, self.regions
+        other._row_limit, other._has_limits = self._row_limit, self._has_limits
         return other
+
+    def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], object]) -> None:
+        """Compile the decoder layers, where this is compiled execution; see `Regions.build`."""
+        if self.regions is not None and self.uses_grouped_attention:
+            self.regions.build(name, layers, forward)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many decoder layers run compiled."""
+        return 0 if self.regions is None else self.regions.num_compiled
 
     def refresh_if_stale(self) -> bool:
         """Pack again what was written since it was packed; True when anything was.
@@ -161,37 +172,45 @@ class Execution:
         Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
         tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
         """
-        return sum(layer.refresh() for layer in self._packed) > 0
+        return sum(product.refresh() for product in self._products) > 0
 
     @property
     def num_packed_layers(self) -> int:
-        return len(self._packed)
+        return sum(len(product.layers) for product in self._products)
 
     @property
     def packed_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self._packed)
+        return sum(product.num_bytes for product in self._products)
 
     def describe(self) -> str:
         """One line for people."""
         notes = []
-        if self._packed:
+        if self._products:
             layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
-            notes.append(f"{layers}, {self.packed_bytes / 1e6:.0f} MB packed")
+            products = "1 product" if len(self._products) == 1 else f"{len(self._products)} products"
+            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
-        if not notes and self.kind != "eager":
+        if self.kind == "compiled":
+            reason = self.regions.reason if self.regions is not None else ""
+            notes.append(f"{self.num_compiled} decoder layers compiled" + (f", {reason}" if reason else ""))
+        elif not notes and self.kind != "eager":
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
 
-    def _pack(self, release_originals: bool, min_elements: int, earlier: Execution | None) -> None:
+    def _pack(self, release_originals: bool, min_elements: int | None, earlier: Execution | None) -> None:
         shared = _shared_storages(self.model)
-        packed_before = {} if earlier is None else {id(packed.weight): packed for packed in earlier._packed}
-        for layer in list(packable(self.model, min_elements)):
-            packed = PackedLinear(layer, packed_before.get(id(layer.weight)))
-            layer.forward = as_operator(packed) if self.kind == "compiled" else packed
-            self._packed.append(packed)
-            if release_originals and layer.weight.data_ptr() not in shared:  # type: ignore[operator]
-                packed.release()
+        known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
+        layers = list(packable(self.model))
+        for group in groups(self.model, layers) if layers else []:
+            if not worth_packing(group, min_elements):
+                continue
+            product = PackedProduct(group, known.get(id(group[0].weight)))
+            for index, layer in enumerate(group):
+                layer.forward = PackedLinear(product, index)
+            self._products.append(product)
+            if release_originals:
+                product.release(shared)
 
     def _fuse_norms(self) -> None:
         for layer in self.model.modules():
@@ -207,7 +226,7 @@ def apply_execution(
     kind: str = "auto",
     *,
     release_originals: bool = False,
-    min_packed_elements: int = MIN_ELEMENTS,
+    min_packed_elements: int | None = None,
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
@@ -219,8 +238,8 @@ def apply_execution(
       kind: "auto" (packed on x86 where memory allows, else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.
-      min_packed_elements: smaller weights stay as they are; 0 packs all, so that the bits of a row never depend on
-        the number of rows.
+      min_packed_elements: smaller products stay as they are, see `worth_packing`; 0 packs all, so that a row keeps its
+        bits among more numbers of rows.
       cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
       progress: of "compiled": called with one line before and after each compilation.
       earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
@@ -232,7 +251,7 @@ def apply_execution(
     chosen = choose_execution(kind, device, compute_dtype(shadow_model))
     is_packed_already = earlier is not None and earlier.num_packed_layers > 0
     if kind == "auto" and chosen == "packed" and not is_packed_already:
-        chosen = "packed" if _fits(shadow_model, release_originals, min_packed_elements) else "eager"
+        chosen = "packed" if _fits(shadow_model, release_originals) else "eager"
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
@@ -240,13 +259,13 @@ def apply_execution(
     execution._fuse_norms()
     execution._pack(release_originals, min_packed_elements, earlier)
     if execution.kind == "compiled":
-        execution.compiled = CompiledForward(shadow_model, cache_dir, progress)
+        execution.regions = Regions(cache_dir, progress, execution._row_limit)
     return execution
 
 
-def _fits(model: PreTrainedModel, release_originals: bool, min_elements: int) -> bool:
+def _fits(model: PreTrainedModel, release_originals: bool) -> bool:
     """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
-    needed = packing_bytes(packable(model, min_elements), release_originals)
+    needed = packing_bytes(packable(model), release_originals)
     available = available_memory_bytes()
     if available is None or needed <= 0.9 * available:
         return True

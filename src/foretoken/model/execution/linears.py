@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from foretoken.model.execution.packing import PackedLinear
+
 
 class RowLimit:
     """How many rows linear layers take in one call, at least and at most; None for any number."""
@@ -29,17 +31,26 @@ class LimitedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        if self._limit.num_rows is None:
+        limits = self._limit.num_rows
+        if limits is None:
             return self.inner(x)
-        fewest, most = self._limit.num_rows
-        num_rows = x.shape[:-1].numel()
-        if num_rows < fewest:
-            padded = F.pad(x.flatten(0, -2), (0, 0, 0, fewest - num_rows))
-            return self.inner(padded)[:num_rows].view(*x.shape[:-1], -1)
-        if num_rows <= most:
-            return self.inner(x)
-        parts = x.flatten(0, -2).tensor_split(-(-num_rows // most))  # even: none is much smaller than the others
-        return torch.cat([self.inner(part) for part in parts]).view(*x.shape[:-1], -1)
+        if isinstance(self.inner, PackedLinear):
+            product = self.inner.product
+            return product.part(x, self.inner.index, lambda whole: in_calls(product, whole, limits))
+        return in_calls(self.inner, x, limits)
+
+
+def in_calls(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, limits: tuple[int, int]) -> torch.Tensor:
+    """Run (..., in) in calls of at least and at most so many rows."""
+    fewest, most = limits
+    num_rows = x.shape[:-1].numel()
+    if num_rows < fewest:
+        padded = F.pad(x.flatten(0, -2), (0, 0, 0, fewest - num_rows))
+        return run(padded)[:num_rows].view(*x.shape[:-1], -1)
+    if num_rows <= most:
+        return run(x)
+    parts = x.flatten(0, -2).tensor_split(-(-num_rows // most))  # even: none is much smaller than the others
+    return torch.cat([run(part) for part in parts]).view(*x.shape[:-1], -1)
 
 
 def replacement(layer: nn.Module) -> object:

@@ -6,21 +6,24 @@ costs about 1.4 times as much for five. In bfloat16 up to sixteen rows cost what
 
 from __future__ import annotations
 
-import itertools
 import operator
 import platform
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
-MIN_ELEMENTS = 2**18  # below, the 25 us that a call into oneDNN costs more than F.linear exceed what it saves
+MIN_ELEMENTS = 2**18
+"""Of float32 weights: below, the 15 us that a call into oneDNN costs more than torch's own product exceed what packing
+saves. Of bfloat16, torch's product is such a call, too, and packed weights of every size were seen to be faster."""
+
 HALVES = (torch.bfloat16, torch.float16)
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cpu_has_bfloat16() -> bool:
@@ -66,53 +69,77 @@ class _Version:
         return cls(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype)
 
 
-class PackedLinear:
-    """The forward of one `nn.Linear` or `Conv1D`, over a packed copy of its weight.
+class PackedProduct:
+    """One oneDNN matrix of linear layers that are given the same input: its product is split among them.
 
     Args:
-      layer: whose weight is packed.
-      earlier: of a layer with the same tensors; what it packed is taken over where they still hold the same values.
+      layers: each an `nn.Linear` or `Conv1D`, all with or all without a bias, of one dtype and number of inputs.
+      earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype. Up to which number of rows a row keeps its bits
     depends on the CPU: see `foretoken.model.execution.kernels`.
     """
 
-    def __init__(self, layer: nn.Module, earlier: PackedLinear | None = None) -> None:
-        self._layer = layer
+    def __init__(self, layers: Sequence[nn.Module], earlier: PackedProduct | None = None) -> None:
+        self.layers = tuple(layers)
         self._is_released = False
+        self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
         if earlier is not None and earlier._holds(self._tensors()):
-            vars(self).update({**vars(earlier), "_layer": layer, "_versions": tuple(map(_Version.of, self._tensors()))})
+            tensors = tuple(map(_Version.of, self._tensors()))
+            vars(self).update({**vars(earlier), "layers": self.layers, "_versions": tensors, "_shared": None})
         else:
             self._pack()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., in) -> (..., out)."""
+        """(..., in) -> (..., out of all layers, one after another)."""
         if x.dtype != self._dtype:
             raise TypeError(f"a packed layer of {self._dtype} was given {x.dtype}; use execution='eager'")
         if self._dtype == self._packed_dtype:
-            return _linear(x, self._packed, self._bias, "none", [], "")
-        return _linear(x.to(self._packed_dtype), self._packed, self._bias, "none", [], "").to(self._dtype)
+            return _linear(x, self.packed, self._bias, "none", [], "")
+        return _linear(x.to(self._packed_dtype), self.packed, self._bias, "none", [], "").to(self._dtype)
+
+    def part(self, x: torch.Tensor, index: int, run: Product | None = None) -> torch.Tensor:
+        """(..., in) -> (..., out) of one layer. The others find theirs when they are given the very same tensor.
+
+        Args:
+          run: runs this product, instead of this product itself.
+        """
+        run = run or self
+        if len(self.layers) == 1:
+            return run(x)
+        shared = self._shared
+        if shared is None or shared[0] is not x or index not in shared[2]:
+            shared = x, run(x).split(self.sizes, -1), set(range(len(self.layers)))
+            self._shared = shared
+        shared[2].discard(index)
+        if not shared[2]:
+            self._shared = None
+        return shared[1][index]
 
     def refresh(self) -> bool:
-        """Pack again when weight or bias were written since; True when they were."""
+        """Pack again when a weight or bias was written since; True when it was."""
         if self._is_released or self._versions == tuple(map(_Version.of, self._tensors())):
             return False
         self._pack()
         return True
 
-    def release(self) -> None:
-        """Free the weight that was packed, for every module that shares the parameter.
+    def release(self, shared: Container[int] = ()) -> None:
+        """Free the weights that were packed, for every module that shares the parameters.
 
         A NaN of the same shape stays, so that code which reads the weight past the layer is noticed.
-        """
-        weight = self.weight
-        weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
-        self._is_released = True
 
-    def dense(self) -> torch.Tensor:
-        """The weight (out, in) as it was packed, also where the original was released."""
-        dense: torch.Tensor = self._packed.to_dense()
-        return dense
+        Args:
+          shared: addresses of weights that stay.
+        """
+        for weight in self._weights():
+            if weight.data_ptr() not in shared:
+                weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+                self._is_released = True
+
+    def dense(self, index: int = 0) -> torch.Tensor:
+        """The weight (out, in) of one layer as it was packed, also where the original was released."""
+        dense: torch.Tensor = self.packed.to_dense()
+        return dense.split(self.sizes)[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors that were packed, with the same values.
@@ -129,14 +156,15 @@ class PackedLinear:
         return self._num_elements * self._packed_dtype.itemsize
 
     @property
-    def weight(self) -> nn.Parameter:
-        weight = self._layer.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
+    def out_features(self) -> int:
+        return sum(self.sizes)
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [layer.weight for layer in self.layers]  # type: ignore[misc]
 
     def _tensors(self) -> list[torch.Tensor]:
-        bias = self._layer.bias
-        return [self.weight] if bias is None else [self.weight, bias]  # type: ignore[list-item]
+        biases: list[torch.Tensor] = [layer.bias for layer in self.layers if layer.bias is not None]  # type: ignore[misc]
+        return [*self._weights(), *biases]
 
     def _pack(self) -> None:
         tensors = self._tensors()
@@ -147,12 +175,40 @@ class PackedLinear:
         if packed_as is None:
             raise TypeError(f"weights of {self._dtype} cannot be packed; rebuild the execution")
         self._packed_dtype = packed_as
-        weight, *bias = (tensor.detach().to(packed_as) for tensor in tensors)
-        if isinstance(self._layer, Conv1D):
-            weight = weight.t()  # (in, out) -> (out, in)
-        self._num_elements, self.out_features = weight.numel(), weight.shape[0]
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), BATCH_HINT)
-        self._bias = bias[0] if bias else None
+        weights = [dense_weight(layer).to(packed_as) for layer in self.layers]
+        biases = [tensor.detach().to(packed_as) for tensor in tensors[len(weights) :]]
+        self.sizes = [len(weight) for weight in weights]
+        self._num_elements = sum(weight.numel() for weight in weights)
+        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, BATCH_HINT)
+        self._bias = torch.cat(biases) if biases else None
+
+
+class PackedLinear:
+    """The forward of one `nn.Linear` or `Conv1D`, as its part of a packed product."""
+
+    def __init__(self, product: PackedProduct, index: int = 0) -> None:
+        self.product = product
+        self.index = index
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> PackedLinear:
+        """Of a layer whose input nobody shares."""
+        return cls(PackedProduct([layer]))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        return self.product.part(x, self.index)
+
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in) as it was packed, also where the original was released."""
+        return self.product.dense(self.index)
+
+
+def dense_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight (out, in) of a linear layer."""
+    weight: torch.Tensor = layer.weight.detach()  # type: ignore[operator]
+    return weight.t() if isinstance(layer, Conv1D) else weight  # of a Conv1D it is (in, out)
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,37 +220,6 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 if can_pack():  # builds without oneDNN (Apple silicon) lack the operator, and asking for it would break off the import
     _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-
-
-# An operator of its own, since inductor neither takes packed weights as inputs nor calls Python from a graph. It finds
-# its layer by number; a library and this table must live as long as the module does.
-_library = torch.library.Library("foretoken", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("packed_linear(Tensor x, int layer, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
-_numbers = itertools.count()
-_layers: weakref.WeakValueDictionary[int, PackedLinear] = weakref.WeakValueDictionary()
-
-
-def _run_packed(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
-    return _layers[layer](x)
-
-
-def _packed_shape(x: torch.Tensor, layer: int, out_features: int) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-_library.impl("packed_linear", _run_packed, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("foretoken::packed_linear", _packed_shape, lib=_library)
-
-
-def as_operator(packed: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The same forward as an operator that `torch.compile` can carry through a graph."""
-    number, out_features = next(_numbers), packed.out_features
-    _layers[number] = packed
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.foretoken.packed_linear(x, number, out_features)  # type: ignore[no-any-return]
-
-    return forward
 
 
 def available_memory_bytes() -> int | None:
@@ -219,7 +244,7 @@ def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
     return total
 
 
-def packable(model: nn.Module, min_elements: int = MIN_ELEMENTS) -> Iterator[nn.Module]:
+def packable(model: nn.Module) -> Iterator[nn.Module]:
     """Layers whose weight can be packed and whose forward is their class's own.
 
     Tensors of other classes are left alone: quantised weights, which only look like the floats that they stand for.
@@ -230,5 +255,17 @@ def packable(model: nn.Module, min_elements: int = MIN_ELEMENTS) -> Iterator[nn.
         weight, bias = layer.weight, layer.bias
         if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):
             continue
-        if weight.device.type == "cpu" and weight.numel() >= min_elements and packed_dtype(weight.dtype):
+        if weight.device.type == "cpu" and packed_dtype(weight.dtype):
             yield layer
+
+
+def worth_packing(layers: Sequence[nn.Module], min_elements: int | None = None) -> bool:
+    """Whether the product of these layers runs faster packed.
+
+    Args:
+      min_elements: of all weights together; `MIN_ELEMENTS` in single precision by default, none in half precision.
+    """
+    weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
+    if min_elements is None:
+        min_elements = MIN_ELEMENTS if packed_dtype(weights[0].dtype) == torch.float32 else 0
+    return sum(weight.numel() for weight in weights) >= min_elements

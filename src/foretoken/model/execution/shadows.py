@@ -11,9 +11,13 @@ from foretoken.errors import UnsupportedModelError
 from foretoken.model.execution.linears import LimitedLinear
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.regions import CompiledLayer
 from foretoken.model.wrappers import take_out_compilation
 
 Model = TypeVar("Model", bound=nn.Module)
+
+SHARED = (PackedLinear, LimitedLinear, RMSNorm, CompiledLayer)
+"""Forwards that copies of a module share."""
 
 
 def shadow(model: Model) -> Model:
@@ -25,7 +29,7 @@ def shadow(model: Model) -> Model:
     shared = [
         *model.parameters(),
         *model.buffers(),
-        *(forward for forward in forwards if isinstance(forward, (PackedLinear, LimitedLinear, RMSNorm))),
+        *(forward for forward in forwards if isinstance(forward, SHARED)),
     ]
     memo: dict[int, Any] = {id(item): item for item in shared}
     try:

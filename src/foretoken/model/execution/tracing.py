@@ -1,0 +1,442 @@
+"""The graphs of a decoder layer: what it computes before its attention and after it, as inductor's kernels.
+
+A layer is traced once with its weights, the products of its linear layers and its number of nodes as inputs, so that
+all layers of one build, and every number of nodes, rows and columns, run the same two graphs. Attention and products
+stay calls; inductor writes what lies between them.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from foretoken.model.execution.attention import seen_by
+from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.packing import PackedLinear
+
+NODES_HINT = 16
+"""The number of nodes that kernels are laid out for; they take any."""
+
+Source: TypeAlias = tuple[str, Any]
+"""Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index), ("input", index), and
+after attention ("attended", None) and ("value", index) of what was computed before it."""
+
+
+class NotTraceableError(Exception):
+    """A layer does something that no graph holds."""
+
+
+# -- products as an operator ------------------------------------------------------------------------------------------
+
+# inductor takes neither packed weights as inputs nor Python code: an operator finds its layer by number. The library
+# must live as long as the module does.
+_library = torch.library.Library("foretoken", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("product(Tensor x, SymInt number, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
+_numbers = count()
+_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
+
+
+class Runner:
+    """What runs one product, as operators find it: by its number."""
+
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.run = run
+        self.number = next(_numbers)
+        _runners[self.number] = self
+
+
+def _run(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return _runners[number].run(x)
+
+
+def _product_shape(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+_library.impl("product", _run, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("foretoken::product", _product_shape, lib=_library)
+torch.library.register_fake("foretoken::attention", _attention_shape, lib=_library)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A compiled graph, where it finds its inputs, and which dimensions of its inputs and outputs are nodes.
+
+    Args:
+      run: takes a list of inputs, returns a sequence of tensors.
+      sources: of the inputs.
+      nodes_in: for every input the dimension that counts nodes, or None.
+      nodes_out: the same for the outputs.
+    """
+
+    run: Callable[[list[Any]], Sequence[torch.Tensor]]
+    sources: tuple[Source, ...]
+    nodes_in: tuple[int | None, ...]
+    nodes_out: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A traced layer.
+
+    Args:
+      before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
+      after: gives the hidden states (1, S, H).
+      in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
+    """
+
+    before: Segment | None
+    after: Segment
+    in_tuple: int | None
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How a model calls one of its layers, as seen in forwards.
+
+    Args:
+      args, kwargs: of the call.
+      inputs: places of its tensors: (index or name, and an index within a tuple or None).
+      node_dims: for each of them, the dimension that counts nodes, or None.
+      mask: place of the attention mask, or None.
+      cache: place of the cache.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[tuple[Any, int | None], ...]
+    node_dims: tuple[int | None, ...]
+    mask: Any
+    cache: Any
+
+
+class _Passing:
+    """Stands in for a cache while a layer is traced: hands on what it is given."""
+
+    def __init__(self) -> None:
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.given = key_states, value_states
+        return key_states, value_states
+
+
+class Tracer:
+    """Traces one layer.
+
+    Args:
+      layer: of a shadow; its modules are restored.
+      call: how it is called.
+    """
+
+    def __init__(self, layer: nn.Module, call: LayerCall) -> None:
+        self._layer = layer
+        self._call = call
+        self._linears = linears(layer)
+        self.runners: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.sizes: list[int] = []
+        self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, and where its part begins and ends
+        self._find_products()
+        held = {id(parameter) for linear in self._linears for parameter in linear.parameters()}
+        self.tensors = [
+            (module, name)
+            for module in layer.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and id(tensor) not in held
+        ]
+
+    def _find_products(self) -> None:
+        numbers: dict[int, int] = {}
+        for linear in self._linears:
+            forward = replacement(linear) or type(linear).forward.__get__(linear)
+            run: Any = forward.product if isinstance(forward, PackedLinear) else forward
+            if id(run) not in numbers or not isinstance(forward, PackedLinear):
+                numbers[id(run)] = len(self.runners)
+                self.runners.append(run)
+                self.sizes.append(run.out_features if isinstance(forward, PackedLinear) else _out_features(linear))
+            first, size = 0, _out_features(linear)
+            if isinstance(forward, PackedLinear):
+                first = sum(run.sizes[: forward.index])
+            self.parts[linear] = numbers[id(run)], first, first + size
+
+    def trace(self) -> tuple[fx.GraphModule, list[Source], Any]:
+        """The whole layer as one graph, the sources of its inputs, and torch's fake mode of their shapes.
+
+        Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
+        """
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental import _config as fx_config
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # one node is no case of its own
+            shapes = ShapeEnv()
+            mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+            number = _Symbols(shapes)
+            nodes = number(NODES_HINT)
+            numbers = [number(NODES_HINT + 1 + index) for index in range(len(self.runners))]
+            tensors = [self._fake(mode, module, name) for module, name in self.tensors]
+            inputs = [self._fake_input(mode, nodes, *each) for each in zip(self._call.inputs, self._call.node_dims)]
+            stack.enter_context(mode)
+
+            def run(*given: Any) -> torch.Tensor:
+                return self._run(*given)
+
+            traced = make_fx(run, decomposition_table=select_decomp_table())(nodes, numbers, tensors, inputs)
+        sources: list[Source] = [("nodes", None), *(("product", index) for index in range(len(numbers)))]
+        sources += [("tensor", index) for index in range(len(tensors))]
+        sources += [("input", index) for index in range(len(inputs))]
+        return traced, sources, mode
+
+    def _fake(self, mode: Any, module: nn.Module, name: str) -> torch.Tensor:
+        tensor = getattr(module, name)
+        fake: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+        return fake
+
+    def _fake_input(self, mode: Any, nodes: Any, place: tuple[Any, int | None], dim: int | None) -> torch.Tensor:
+        tensor = value_at(self._call.args, self._call.kwargs, place)
+        if dim is None:
+            fake: torch.Tensor = mode.from_tensor(tensor.clone(), static_shapes=True)
+            return fake
+        sizes = [nodes if each == dim else size for each, size in enumerate(tensor.shape)]
+        with mode:
+            return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+
+    def _run(self, nodes: Any, numbers: Any, tensors: Any, inputs: Any) -> torch.Tensor:
+        """The layer over stand-ins."""
+        call = self._call
+        args, kwargs = list(call.args), dict(call.kwargs)
+        for place, tensor in zip(call.inputs, inputs, strict=True):
+            _put(args, kwargs, place, tensor)
+        cache, mask = _Passing(), None if call.mask is None else value_at(args, kwargs, (call.mask, None))
+        _put(args, kwargs, (call.cache, None), cache)
+
+        def attend(_: Any, query: Any, key: Any, value: Any, given: Any, **__: Any) -> torch.Tensor:
+            if cache.given is None or key is not cache.given[0] or value is not cache.given[1] or given is not mask:
+                raise NotTraceableError("its attention takes other keys, values or masks than those that it was given")
+            cache.given = None
+            return torch.ops.foretoken.attention(query, key, value)  # type: ignore[no-any-return]
+
+        forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
+        with seen_by(attend), _replaced(forwards), _held(self.tensors, tensors):
+            output = type(self._layer).forward(self._layer, *args, **kwargs)
+        self.in_tuple = len(output) if isinstance(output, tuple) else None
+        states, *others = output if isinstance(output, tuple) else (output,)
+        if any(other is not None for other in others):
+            raise NotTraceableError("it returns more than its hidden states")
+        return states  # type: ignore[no-any-return]
+
+    def _stand_in(self, linear: nn.Module, numbers: Sequence[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        index, first, last = self.parts[linear]
+        size = self.sizes[index]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            known = self._shared.get(index)
+            if known is None or known[0] is not x:
+                known = self._shared[index] = x, torch.ops.foretoken.product(x, numbers[index], size)
+            return known[1] if last - first == size else known[1][..., first:last]
+
+        return forward
+
+    _shared: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def compile(self, directory: Path, num_threads: int) -> LayerGraph:
+        """Trace the layer and compile it.
+
+        Args:
+          directory: where kernels are kept between processes.
+        Raises: as `trace`, and whatever inductor raises, for instance without a C++ compiler.
+        """
+        self._shared = {}
+        traced, sources, mode = self.trace()
+        self._shared = {}
+        graph = traced.graph
+        graph.eliminate_dead_code()
+        if any(node.op == "get_attr" for node in graph.nodes):
+            raise NotTraceableError("it holds constants, or changes its attention mask")
+        calls = [node for node in graph.nodes if node.target is torch.ops.foretoken.attention.default]
+        if len(calls) > 1:
+            raise NotTraceableError("it has more than one attention")
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        source_of = dict(zip(given, sources, strict=True))
+        body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
+        compiled = _Inductor(mode, directory, num_threads)
+        if not calls:
+            return LayerGraph(None, compiled(body, [output], source_of), self.in_tuple)
+        attention = calls[0]
+        earlier = _ancestors(attention)
+        first = [node for node in body if node in earlier]
+        second = [node for node in body if node not in earlier and node is not attention]
+        crossing = [node for node in first if any(user in second for user in node.users)]
+        before = compiled(first, [*attention.args, *crossing], source_of)
+        source_of[attention] = ("attended", None)
+        source_of.update({node: ("value", 3 + index) for index, node in enumerate(crossing)})
+        return LayerGraph(before, compiled(second, [output], source_of), self.in_tuple)
+
+
+class _Symbols:
+    """Whole numbers that graphs take as inputs."""
+
+    def __init__(self, shapes: Any) -> None:
+        self._shapes = shapes
+        self._count = count()
+
+    def __call__(self, hint: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(f"foretoken_{next(self._count)}")
+        symbol = self._shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return self._shapes.create_symintnode(symbol, hint=hint)
+
+
+class _Inductor:
+    """Compiles parts of a traced graph."""
+
+    def __init__(self, mode: Any, directory: Path, num_threads: int) -> None:
+        self._mode = mode
+        self._directory = directory
+        self._num_threads = num_threads
+
+    def __call__(self, nodes: Iterable[fx.Node], outputs: Sequence[Any], source_of: dict[fx.Node, Source]) -> Segment:
+        """These nodes as a graph of their own, over those of the given sources that they need."""
+        from torch._guards import TracingContext, tracing
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        nodes = list(nodes)
+        needed = {node for each in nodes for node in each.all_input_nodes} | {*outputs}
+        given = [node for node in source_of if node in needed]
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in given:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in outputs))
+        examples = [node.meta["val"] for node in given]
+        options = {"size_asserts": False, "compile_threads": 1, "fx_graph_cache": True, "cpp.threads": self._num_threads}
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            config.patch(options),
+            tracing(TracingContext(self._mode)),
+            _inductor_cache(self._directory),
+        ):
+            compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
+        return Segment(
+            compiled,
+            tuple(source_of[node] for node in given),
+            tuple(map(_node_dim, examples)),
+            tuple(_node_dim(node.meta["val"]) for node in outputs),
+        )
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """All that a node is computed from."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                waiting.append(parent)
+    return found
+
+
+def _node_dim(example: Any) -> int | None:
+    """The dimension of a fake tensor that is not fixed."""
+    if not isinstance(example, torch.Tensor):
+        return None
+    open_dims = [dim for dim, size in enumerate(example.shape) if not isinstance(size, int)]
+    if len(open_dims) > 1:
+        raise NotTraceableError("it computes a table of nodes by nodes")
+    return open_dims[0] if open_dims else None
+
+
+def _out_features(linear: nn.Module) -> int:
+    weight: torch.Tensor = linear.weight  # type: ignore[assignment]
+    return int(weight.shape[0] if isinstance(linear, nn.Linear) else weight.shape[1])
+
+
+def value_at(args: Sequence[Any], kwargs: dict[str, Any], place: tuple[Any, int | None]) -> Any:
+    """An argument of a call, or what a tuple there holds."""
+    key, index = place
+    value = args[key] if isinstance(key, int) else kwargs[key]
+    return value if index is None else value[index]
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None], value: Any) -> None:
+    key, index = place
+    holder: Any = args if isinstance(key, int) else kwargs
+    if index is None:
+        holder[key] = value
+    else:
+        holder[key] = (*holder[key][:index], value, *holder[key][index + 1 :])
+
+
+@contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+    """Let modules run these functions inside."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, old in before.items():
+            if old is None:
+                del vars(module)["forward"]
+            else:
+                module.forward = old  # type: ignore[assignment]
+
+
+@contextmanager
+def _held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let modules hold these tensors inside."""
+    holders = [module._parameters if name in module._parameters else module._buffers for module, name in places]
+    before = [holder[name] for holder, (_, name) in zip(holders, places, strict=True)]
+    for holder, (_, name), tensor in zip(holders, places, tensors, strict=True):
+        holder[name] = tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for holder, (_, name), old in zip(holders, places, before, strict=True):
+            holder[name] = old  # type: ignore[assignment]
+
+
+@contextmanager
+def _inductor_cache(directory: Path) -> Iterator[None]:
+    """Let inductor keep its kernels in ``directory``. It reads the place from the environment only."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    os.environ[name] = str(directory)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
