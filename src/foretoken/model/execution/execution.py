@@ -33,7 +33,7 @@ from foretoken.model.execution.packing import (
     packing_bytes,
     worth_packing,
 )
-from foretoken.model.execution.regions import Regions
+from foretoken.model.execution.regions import Regions, worth_compiling
 from foretoken.model.execution.sharing import groups
 from foretoken.model.independence import quantised_layers
 from foretoken.model.nodes import NodeLogits
@@ -61,7 +61,8 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve "auto" and check the rest.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager".
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". Where the model is large enough and there
+      is a C++ compiler, `apply_execution` then compiles it, too.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     if kind != "auto" and kind not in KINDS:
@@ -235,7 +236,8 @@ def apply_execution(
 
     Args:
       shadow_model: from `shadow`, or a model that nobody else holds; its layers are changed in place.
-      kind: "auto" (packed on x86 where memory allows, else eager), "eager", "packed" or "compiled".
+      kind: "auto" (compiled on x86 where memory allows and a C++ compiler is found, packed where the model is small or
+        there is none, else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.
       min_packed_elements: smaller products stay as they are, see `worth_packing`; 0 packs all, so that a row keeps its
@@ -250,8 +252,11 @@ def apply_execution(
     device = shadow_model.get_input_embeddings().weight.device
     chosen = choose_execution(kind, device, compute_dtype(shadow_model))
     is_packed_already = earlier is not None and earlier.num_packed_layers > 0
-    if kind == "auto" and chosen == "packed" and not is_packed_already:
-        chosen = "packed" if _fits(shadow_model, release_originals) else "eager"
+    if kind == "auto" and chosen == "packed":
+        if not is_packed_already and not _fits(shadow_model, release_originals):
+            chosen = "eager"
+        elif worth_compiling(packable(shadow_model)):
+            chosen = "compiled"
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution

@@ -7,7 +7,7 @@ model and the machine at hand, never assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.linears import linears
+from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.trials import PREFILL_MULTIPLE, VIEW_MULTIPLES, ModelTrial, leaves_one_query
 
 if TYPE_CHECKING:
@@ -134,16 +135,14 @@ def measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
 def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
     if lm.device.type != "cpu":
         return KernelFacts(None, f"nothing is measured on {lm.device.type}")
-    if lm.execution.kind == "compiled":
-        return KernelFacts(None, "compiled kernels are rebuilt for every kind of shape")
     if other := _other_products(lm.shadow):
         return KernelFacts(None, f"{other} multiplies by matrices of its own, in calls whose size depends on the text")
     low, high = 1, ROW_COUNTS[-1]
-    for layer in _kinds(lm.shadow):
-        rows = _row_range(layer)
+    for kind in _kinds(linears(lm.shadow)):
+        rows = kind.row_range()
         if rows is None:
             return KernelFacts(
-                None, f"a linear layer of {_shape(layer)} has different bits at another place in the batch"
+                None, f"a linear layer of {kind.shape} has different bits at another place in the batch"
             )
         low, high = max(low, rows[0]), min(high, rows[1])
     if high < 2 * low:
@@ -156,64 +155,71 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
     return KernelFacts(None, "the bits of a row change with the nodes, rows or columns beside it")
 
 
-def _kinds(model: nn.Module) -> Iterator[nn.Module]:
-    """One linear layer of every shape and way of being run."""
-    seen = set()
-    for layer in linears(model):
-        kind = (_shape(layer), layer.weight.dtype, type(vars(layer).get("forward")), layer.bias is None)
-        if kind not in seen:
-            seen.add(kind)
-            yield layer
+@dataclass(frozen=True)
+class _Kind:
+    """Products of one shape that are run in one way.
+
+    Args:
+      run: one of them, (M, in) -> (M, out).
+      shape: (in, out), of all layers that share it.
+    """
+
+    run: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def row_range(self, counts: Sequence[int] = ROW_COUNTS) -> tuple[int, int] | None:
+        """The widest range of numbers of rows, of those tried, in which a row has the same bits; None for no range."""
+        generator = torch.Generator().manual_seed(0)
+        size_in, size_out = self.shape
+        x = torch.randn(max(counts[-1], MIN_OUTPUTS // size_out), size_in, generator=generator).to(self.dtype)
+        if not torch.equal(self.run(x[:16].roll(1, 0)).roll(-1, 0), self.run(x[:16])):
+            return None
+        best = (counts[0], counts[0])
+        low, first = 0, torch.empty(0)
+        for count in counts:
+            output = self._in_calls(x, count)
+            if not torch.equal(output, first):
+                low, first = count, output
+            if count * best[0] > best[1] * low:  # by the ratio of its ends
+                best = (low, count)
+        return best
+
+    def _in_calls(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """(M, in) -> (M, out), this many rows in every call; the last one takes some of the rows before it along."""
+        starts = range(0, len(x) - count, count)
+        num_left = len(x) - len(starts) * count
+        return torch.cat([*(self.run(x[start : start + count]) for start in starts), self.run(x[-count:])[-num_left:]])
 
 
-def _kinds_below_the_head(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The same without the output embedding, which prompts do not reach."""
+def _kinds(layers: Iterable[nn.Module]) -> list[_Kind]:
+    """One product of every shape and way of being run."""
+    found: dict[Any, _Kind] = {}
+    for layer in layers:
+        forward = replacement(layer)
+        run: Any = forward.product if isinstance(forward, PackedLinear) else layer
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        size_in, size_out = weight.shape if isinstance(layer, Conv1D) else weight.shape[::-1]
+        shape = size_in, run.out_features if isinstance(forward, PackedLinear) else size_out
+        found.setdefault((shape, weight.dtype, type(forward), layer.bias is None), _Kind(run, shape, weight.dtype))
+    return list(found.values())
+
+
+def _below_the_head(model: PreTrainedModel) -> list[nn.Module]:
+    """The linear layers that prompts reach: all but the output embedding."""
     head = model.get_output_embeddings()
-    return (layer for layer in _kinds(model) if layer is not head)
-
-
-def _shape(layer: nn.Module) -> tuple[int, int]:
-    """(in, out)."""
-    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    rows, columns = weight.shape
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+    return [layer for layer in linears(model) if layer is not head]
 
 
 def _prefill_rows(trial: ModelTrial) -> tuple[int, int] | None:
     """The range of numbers of rows in which every layer that reads prompts keeps bits; None where it is too small."""
     low, high = PREFILL_ROW_COUNTS[0], PREFILL_ROW_COUNTS[-1]
-    for layer in _kinds_below_the_head(trial.model):
-        rows = _row_range(layer, PREFILL_ROW_COUNTS)
+    for kind in _kinds(_below_the_head(trial.model)):
+        rows = kind.row_range(PREFILL_ROW_COUNTS)
         if rows is None:
             return None
         low, high = max(low, rows[0]), min(high, rows[1])
     return (low, high) if high >= 2 * low and trial.keeps_prompts_apart((low, high)) else None
-
-
-def _row_range(layer: nn.Module, counts: Sequence[int] = ROW_COUNTS) -> tuple[int, int] | None:
-    """The widest range of numbers of rows, of those tried, in which a row has the same bits; None for no range."""
-    generator = torch.Generator().manual_seed(0)
-    dtype: torch.dtype = layer.weight.dtype  # type: ignore[assignment]
-    size_in, size_out = _shape(layer)
-    x = torch.randn(max(counts[-1], MIN_OUTPUTS // size_out), size_in, generator=generator).to(dtype)
-    if not torch.equal(layer(x[:16].roll(1, 0)).roll(-1, 0), layer(x[:16])):
-        return None
-    best = (counts[0], counts[0])
-    low, first = 0, torch.empty(0)
-    for count in counts:
-        output = _in_calls(layer, x, count)
-        if not torch.equal(output, first):
-            low, first = count, output
-        if count * best[0] > best[1] * low:  # by the ratio of its ends
-            best = (low, count)
-    return best
-
-
-def _in_calls(layer: nn.Module, x: torch.Tensor, count: int) -> torch.Tensor:
-    """(M, in) -> (M, out), this many rows in every call; the last one takes some of the rows before it along."""
-    starts = range(0, len(x) - count, count)
-    num_left = len(x) - len(starts) * count
-    return torch.cat([*(layer(x[start : start + count]) for start in starts), layer(x[-count:])[-num_left:]])
 
 
 def _other_products(model: nn.Module) -> str | None:

@@ -7,8 +7,11 @@ that drafts of any shape, ragged rows, features and forwards at shapes that keep
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +45,21 @@ NUM_NODES = (11, 13)
 TOLERANCE = 16.0
 """How far what a compiled layer adds may differ from what it adds uncompiled, in roundings of the dtype."""
 
+MIN_WEIGHTS = 2**25
+"""Smaller models are not compiled unless that is asked for: the first compilation on a machine takes ten seconds or more,
+and every later one two."""
+
+COMPILERS = ("g++", "clang++", "c++")
+
 _graphs: dict[Any, LayerGraph] = {}
 """Graphs of this process, by the build of the layer."""
+
+
+def worth_compiling(linear_layers: Iterable[nn.Module]) -> bool:
+    """Whether a model with these linear layers is to be compiled by itself."""
+    weights: list[torch.Tensor] = [layer.weight for layer in linear_layers]  # type: ignore[misc]
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else COMPILERS
+    return sum(weight.numel() for weight in weights) >= MIN_WEIGHTS and any(map(shutil.which, compilers))
 
 
 class CompiledLayer:
@@ -201,6 +217,8 @@ class Regions:
         """How many layers run compiled."""
         return sum(layer is not None for layer in self.layers)
 
+    _one_at_a_time = threading.RLock()  # inductor is told by the environment where to keep kernels
+
     def build(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], object]) -> None:
         """Compile the layers of a model, those that can be; the others stay as they are.
 
@@ -219,7 +237,8 @@ class Regions:
         self.layers = [None] * len(layers)
         for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
             try:
-                compiled = self._compile(layer, call, first.attention[index], first.cache_index[index])
+                with self._one_at_a_time:
+                    compiled = self._compile(layer, call, first.attention[index], first.cache_index[index])
                 _check(layer, compiled, second, index)
             except Exception as error:  # of inductor, a C++ compiler, a full disk, the code of a model
                 self._fall_back(name, error)
