@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,13 +26,11 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import execution as execution_module
 from foretoken.model.execution import packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
-from foretoken.model.execution.compiled import MAX_NODES
 from foretoken.model.execution.execution import apply_execution, choose_execution, cpu_has_bfloat16
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear, packed_dtype
 from foretoken.model.execution.shadows import shadow
-from foretoken.model.lm import CausalLM, Nodes, Wanted
-from foretoken.tree import DraftTree
+from foretoken.model.lm import CausalLM, Nodes
 
 can_pack = pytest.mark.skipif(packed_dtype(torch.float32) is None, reason="oneDNN packs nothing here")
 
@@ -454,58 +451,3 @@ def chains(lm: CausalLM, lengths: list[int]) -> KVCache:
     lm.forward(Nodes.from_chains([list(range(3, 3 + length)) for length in lengths]), cache, keep=slice(0, 0))
     cache.commit([range(length) for length in lengths])
     return cache
-
-
-class TestCompiled:
-    def test_prefill_and_feature_capture_run_uncompiled(self, tmp_path: Path) -> None:
-        """Dynamo does not see hooks that are registered after it traced, so nothing with hooks is traced."""
-        model = build("llama")
-        eager = CausalLM(model, execution="eager", probe=False)
-        lm = CausalLM(model, execution="compiled", probe=False)
-        compiled = lm.execution.compiled
-        assert compiled is not None
-        compiled.cache_dir = tmp_path
-        want_cache, cache = chains(eager, [9, 5]), chains(lm, [9, 5])  # the first forward allocates
-        nodes, wanted = Nodes.from_chains([[7, 8], [9, 10]]), Wanted(last_hidden=True)
-        want, got = eager.forward_with(wanted, nodes, want_cache), lm.forward_with(wanted, nodes, cache)
-        assert relative_error(got.logits, want.logits) < 2e-5
-        assert relative_error(got.last_hidden, want.last_hidden) < 2e-5
-        wide = Nodes.from_chains([[7] * (MAX_NODES + 1)])
-        lm.forward(wide, chains(lm, [4]))
-        assert compiled.num_graphs == 0
-
-    @pytest.mark.slow
-    def test_one_graph_serves_every_number_of_nodes_and_columns(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 1})
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).eval()
-        before = fingerprint(model)
-        lines: list[str] = []
-        eager = CausalLM(model, execution="eager", probe=False)
-        lm = CausalLM(model, execution="packed", probe=False)
-        with torch.inference_mode():
-            lm.execution = apply_execution(
-                shadow(model), "compiled", cache_dir=tmp_path, progress=lines.append, **PACK_ALL
-            )
-        compiled = lm.execution.compiled
-        assert compiled is not None
-        want_cache, cache = chains(eager, [9, 5]), chains(lm, [9, 5])
-        with caplog.at_level("INFO", logger="foretoken"):
-            for tree in (DraftTree.chain(7, (8, 9)), DraftTree((7, 8, 9, 4, 5), (-1, 0, 0, 1, 2))):
-                nodes = Nodes.from_trees([tree, tree])
-                assert relative_error(lm.forward(nodes, cache), eager.forward(nodes, want_cache)) < 2e-5
-                for each in (cache, want_cache):
-                    each.commit([(0, 1), (0, 2)])
-        assert compiled.num_graphs == 1
-        assert lines == [record.getMessage() for record in caplog.records if record.name == "foretoken"]
-        assert len(lines) == 2
-        assert f"{compiled.compile_seconds:.1f} s" in lines[1]
-        assert any(tmp_path.iterdir()), "kernels are kept on disk"
-        assert fingerprint(model) == before
-        with torch.no_grad():
-            model.lm_head.weight.mul_(2)
-        assert lm.execution.refresh_if_stale()
-        assert relative_error(lm.forward(nodes, cache), eager.forward(nodes, want_cache)) < 2e-5
-        assert compiled.num_graphs == 1

@@ -46,11 +46,15 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _write(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         window = self._cache.window
         rows = buffer[window.first_row : window.first_row + window.num_rows]
-        if window.flat is not None and window.columns is not None:  # (1, heads, S, head_dim) of the real nodes of all rows
+        if (
+            window.flat is not None and window.columns is not None
+        ):  # (1, heads, S, head_dim) of the real nodes of all rows
             rows.transpose(1, 2)[window.row_index, window.columns] = states[0].transpose(0, 1)
         elif window.columns is None:
             if window.flat is not None and window.num_rows > 1:
-                states = states[0].unflatten(1, window.flat.shape).transpose(0, 1)  # (B, heads, N, head_dim)
+                states = (
+                    states[0].view(states.shape[1], *window.flat.shape, -1).transpose(0, 1)
+                )  # (B, heads, N, head_dim)
             rows[:, :, window.offset : window.offset + states.shape[2]] = states
         else:
             # not scatter_, which takes a thousand times longer in half precision and grows with the whole buffer

@@ -61,8 +61,8 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
     """Resolve "auto" and check the rest.
 
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". Where the model is large enough and there
-      is a C++ compiler, `apply_execution` then compiles it, too.
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
+      too, where it is large enough and there is a C++ compiler.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
     if kind != "auto" and kind not in KINDS:
@@ -159,8 +159,8 @@ class Execution:
 
     def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], object]) -> None:
         """Compile the decoder layers, where this is compiled execution; see `Regions.build`."""
-        if self.regions is not None and self.uses_grouped_attention:
-            self.regions.build(name, layers, forward)
+        if self.regions is not None:
+            self.regions.build(name, layers, forward, has_own_attention=not self.uses_grouped_attention)
 
     @property
     def num_compiled(self) -> int:

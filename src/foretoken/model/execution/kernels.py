@@ -141,9 +141,7 @@ def _measure(lm: CausalLM, max_nodes: int) -> KernelFacts:
     for kind in _kinds(linears(lm.shadow)):
         rows = kind.row_range()
         if rows is None:
-            return KernelFacts(
-                None, f"a linear layer of {kind.shape} has different bits at another place in the batch"
-            )
+            return KernelFacts(None, f"a linear layer of {kind.shape} has different bits at another place in the batch")
         low, high = max(low, rows[0]), min(high, rows[1])
     if high < 2 * low:
         return KernelFacts(None, f"linear layers agree on calls of {low} to {high} rows only")

@@ -109,7 +109,7 @@ class PackedProduct:
             return run(x)
         shared = self._shared
         if shared is None or shared[0] is not x or index not in shared[2]:
-            shared = x, run(x).split(self.sizes, -1), set(range(len(self.layers)))
+            shared = x, torch.split(run(x), self.sizes, -1), set(range(len(self.layers)))
             self._shared = shared
         shared[2].discard(index)
         if not shared[2]:
@@ -139,7 +139,7 @@ class PackedProduct:
     def dense(self, index: int = 0) -> torch.Tensor:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
         dense: torch.Tensor = self.packed.to_dense()
-        return dense.split(self.sizes)[index]
+        return torch.split(dense, self.sizes)[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors that were packed, with the same values.

@@ -7,89 +7,25 @@ stay calls; inductor writes what lies between them.
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from foretoken.model.execution.attention import seen_by
+from foretoken.model.execution.calls import LayerCall, value_at
+from foretoken.model.execution.inductor import Inductor, NotTraceableError, Segment, Source
 from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
 
 NODES_HINT = 16
 """The number of nodes that kernels are laid out for; they take any."""
-
-Source: TypeAlias = tuple[str, Any]
-"""Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index), ("input", index), and
-after attention ("attended", None) and ("value", index) of what was computed before it."""
-
-
-class NotTraceableError(Exception):
-    """A layer does something that no graph holds."""
-
-
-# -- products as an operator ------------------------------------------------------------------------------------------
-
-# inductor takes neither packed weights as inputs nor Python code: an operator finds its layer by number. The library
-# must live as long as the module does.
-_library = torch.library.Library("foretoken", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("product(Tensor x, SymInt number, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("attention(Tensor query, Tensor key, Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
-_numbers = count()
-_runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
-
-
-class Runner:
-    """What runs one product, as operators find it: by its number."""
-
-    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.run = run
-        self.number = next(_numbers)
-        _runners[self.number] = self
-
-
-def _run(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return _runners[number].run(x)
-
-
-def _product_shape(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
-
-
-def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
-_library.impl("product", _run, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("foretoken::product", _product_shape, lib=_library)
-torch.library.register_fake("foretoken::attention", _attention_shape, lib=_library)
-
-
-# -- graphs -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A compiled graph, where it finds its inputs, and which dimensions of its inputs and outputs are nodes.
-
-    Args:
-      run: takes a list of inputs, returns a sequence of tensors.
-      sources: of the inputs.
-      nodes_in: for every input the dimension that counts nodes, or None.
-      nodes_out: the same for the outputs.
-    """
-
-    run: Callable[[list[Any]], Sequence[torch.Tensor]]
-    sources: tuple[Source, ...]
-    nodes_in: tuple[int | None, ...]
-    nodes_out: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -105,26 +41,6 @@ class LayerGraph:
     before: Segment | None
     after: Segment
     in_tuple: int | None
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """How a model calls one of its layers, as seen in forwards.
-
-    Args:
-      args, kwargs: of the call.
-      inputs: places of its tensors: (index or name, and an index within a tuple or None).
-      node_dims: for each of them, the dimension that counts nodes, or None.
-      mask: place of the attention mask, or None.
-      cache: place of the cache.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[tuple[Any, int | None], ...]
-    node_dims: tuple[int | None, ...]
-    mask: Any
-    cache: Any
 
 
 class _Passing:
@@ -190,14 +106,18 @@ class Tracer:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # one node is no case of its own
+            # one node is no case of its own
+            stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
             shapes = ShapeEnv()
             mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
             number = _Symbols(shapes)
             nodes = number(NODES_HINT)
             numbers = [number(NODES_HINT + 1 + index) for index in range(len(self.runners))]
             tensors = [self._fake(mode, module, name) for module, name in self.tensors]
-            inputs = [self._fake_input(mode, nodes, *each) for each in zip(self._call.inputs, self._call.node_dims)]
+            inputs = [
+                self._fake_input(mode, nodes, *each)
+                for each in zip(self._call.inputs, self._call.node_dims, strict=True)
+            ]
             stack.enter_context(mode)
 
             def run(*given: Any) -> torch.Tensor:
@@ -236,7 +156,7 @@ class Tracer:
             if cache.given is None or key is not cache.given[0] or value is not cache.given[1] or given is not mask:
                 raise NotTraceableError("its attention takes other keys, values or masks than those that it was given")
             cache.given = None
-            return torch.ops.foretoken.attention(query, key, value)  # type: ignore[no-any-return]
+            return attention(query, key, value)  # type: ignore[no-any-return]
 
         forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
         with seen_by(attend), _replaced(forwards), _held(self.tensors, tensors):
@@ -254,7 +174,7 @@ class Tracer:
         def forward(x: torch.Tensor) -> torch.Tensor:
             known = self._shared.get(index)
             if known is None or known[0] is not x:
-                known = self._shared[index] = x, torch.ops.foretoken.product(x, numbers[index], size)
+                known = self._shared[index] = x, product(x, numbers[index], size)
             return known[1] if last - first == size else known[1][..., first:last]
 
         return forward
@@ -275,23 +195,23 @@ class Tracer:
         graph.eliminate_dead_code()
         if any(node.op == "get_attr" for node in graph.nodes):
             raise NotTraceableError("it holds constants, or changes its attention mask")
-        calls = [node for node in graph.nodes if node.target is torch.ops.foretoken.attention.default]
+        calls = [node for node in graph.nodes if node.target is attention.default]
         if len(calls) > 1:
             raise NotTraceableError("it has more than one attention")
         given = [node for node in graph.nodes if node.op == "placeholder"]
         source_of = dict(zip(given, sources, strict=True))
         body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
-        compiled = _Inductor(mode, directory, num_threads)
+        compiled = Inductor(mode, directory, num_threads)
         if not calls:
             return LayerGraph(None, compiled(body, [output], source_of), self.in_tuple)
-        attention = calls[0]
-        earlier = _ancestors(attention)
+        call = calls[0]
+        earlier = _ancestors(call)
         first = [node for node in body if node in earlier]
-        second = [node for node in body if node not in earlier and node is not attention]
+        second = [node for node in body if node not in earlier and node is not call]
         crossing = [node for node in first if any(user in second for user in node.users)]
-        before = compiled(first, [*attention.args, *crossing], source_of)
-        source_of[attention] = ("attended", None)
+        before = compiled(first, [*call.args, *crossing], source_of)
+        source_of[call] = ("attended", None)
         source_of.update({node: ("value", 3 + index) for index, node in enumerate(crossing)})
         return LayerGraph(before, compiled(second, [output], source_of), self.in_tuple)
 
@@ -312,48 +232,6 @@ class _Symbols:
         return self._shapes.create_symintnode(symbol, hint=hint)
 
 
-class _Inductor:
-    """Compiles parts of a traced graph."""
-
-    def __init__(self, mode: Any, directory: Path, num_threads: int) -> None:
-        self._mode = mode
-        self._directory = directory
-        self._num_threads = num_threads
-
-    def __call__(self, nodes: Iterable[fx.Node], outputs: Sequence[Any], source_of: dict[fx.Node, Source]) -> Segment:
-        """These nodes as a graph of their own, over those of the given sources that they need."""
-        from torch._guards import TracingContext, tracing
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner
-
-        nodes = list(nodes)
-        needed = {node for each in nodes for node in each.all_input_nodes} | {*outputs}
-        given = [node for node in source_of if node in needed]
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in given:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-        for node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in outputs))
-        examples = [node.meta["val"] for node in given]
-        options = {"size_asserts": False, "compile_threads": 1, "fx_graph_cache": True, "cpp.threads": self._num_threads}
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            config.patch(options),
-            tracing(TracingContext(self._mode)),
-            _inductor_cache(self._directory),
-        ):
-            compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
-        return Segment(
-            compiled,
-            tuple(source_of[node] for node in given),
-            tuple(map(_node_dim, examples)),
-            tuple(_node_dim(node.meta["val"]) for node in outputs),
-        )
-
-
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     """All that a node is computed from."""
     found, waiting = set[fx.Node](), [node]
@@ -365,26 +243,9 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _node_dim(example: Any) -> int | None:
-    """The dimension of a fake tensor that is not fixed."""
-    if not isinstance(example, torch.Tensor):
-        return None
-    open_dims = [dim for dim, size in enumerate(example.shape) if not isinstance(size, int)]
-    if len(open_dims) > 1:
-        raise NotTraceableError("it computes a table of nodes by nodes")
-    return open_dims[0] if open_dims else None
-
-
 def _out_features(linear: nn.Module) -> int:
     weight: torch.Tensor = linear.weight  # type: ignore[assignment]
     return int(weight.shape[0] if isinstance(linear, nn.Linear) else weight.shape[1])
-
-
-def value_at(args: Sequence[Any], kwargs: dict[str, Any], place: tuple[Any, int | None]) -> Any:
-    """An argument of a call, or what a tuple there holds."""
-    key, index = place
-    value = args[key] if isinstance(key, int) else kwargs[key]
-    return value if index is None else value[index]
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None], value: Any) -> None:
@@ -409,7 +270,7 @@ def _replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]])
             if old is None:
                 del vars(module)["forward"]
             else:
-                module.forward = old  # type: ignore[assignment]
+                module.forward = old
 
 
 @contextmanager
@@ -424,19 +285,3 @@ def _held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tenso
     finally:
         for holder, (_, name), old in zip(holders, places, before, strict=True):
             holder[name] = old  # type: ignore[assignment]
-
-
-@contextmanager
-def _inductor_cache(directory: Path) -> Iterator[None]:
-    """Let inductor keep its kernels in ``directory``. It reads the place from the environment only."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    directory.mkdir(parents=True, exist_ok=True)
-    os.environ[name] = str(directory)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -1,0 +1,109 @@
+"""Which decoder layers can share graphs, and whether a compiled one computes what the layer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from foretoken.model.execution.calls import Calls, LayerCall, value_at
+from foretoken.model.execution.inductor import NotTraceableError
+from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.tracing import Tracer
+
+TOLERANCE = 16.0
+"""How far what a compiled layer adds may differ from what it adds uncompiled, in roundings of the dtype."""
+
+
+def build_of(layer: nn.Module, tracer: Tracer) -> Any:
+    """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
+
+    A layer's own number makes no difference. Configs count by what they say.
+    """
+    parts: list[Any] = [
+        tuple((size, type(run).__name__) for size, run in zip(tracer.sizes, tracer.runners, strict=True))
+    ]
+    parts.append(tuple(tracer.parts.values()))
+    for path, module in layer.named_modules():
+        parts.append((path, type(module)))
+        for name, value in vars(module).items():
+            if name in ("layer_idx", "training") or name.startswith("_"):
+                continue
+            parts.append((name, _plain(value)))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            parts.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+    return tuple(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    if hasattr(value, "to_json_string"):
+        return value.to_json_string()
+    if isinstance(value, PackedLinear):
+        return "packed"
+    return getattr(value, "__qualname__", None) or type(value).__qualname__, id(getattr(value, "__code__", None))
+
+
+def layout_of(call: LayerCall) -> Any:
+    """Places, types and dtypes of what a layer is given."""
+    tensors = [value_at(call.args, call.kwargs, place) for place in call.inputs]
+    shapes = [
+        tuple(None if dim == at else size for at, size in enumerate(t.shape))
+        for t, dim in zip(tensors, call.node_dims, strict=True)
+    ]
+    others = [
+        (key, value) for key, value in call.kwargs.items() if isinstance(value, (bool, int, float, str, type(None)))
+    ]
+    return (
+        call.inputs,
+        call.node_dims,
+        call.mask,
+        call.cache,
+        tuple(shapes),
+        tuple(t.dtype for t in tensors),
+        tuple(others),
+    )
+
+
+def what_changed(layer: nn.Module) -> str:
+    """Why a layer does not run its class's own code; empty if it does."""
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    for module in layer.modules():
+        if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
+            return f"{type(module).__name__} in it has hooks"
+    return ""
+
+
+def same_code(layer: nn.Module, other: nn.Module) -> bool:
+    """Whether the modules of a copied layer run what those of the layer run."""
+    if layer is other:
+        return True
+    inside, inside_other = ([*each.modules()][1:] for each in (layer, other))
+    pairs = zip(inside, inside_other, strict=True)
+    return all(_code(mine) is _code(theirs) for mine, theirs in pairs)
+
+
+def _code(module: nn.Module) -> object:
+    forward = vars(module).get("forward")
+    return replacement(module) if forward is not None else None
+
+
+@torch.inference_mode()
+def check(layer: nn.Module, compiled: Callable[..., Any], calls: Calls, number: int) -> None:
+    """Raises: NotTraceableError where a layer computes something else compiled than it has computed uncompiled."""
+    args, kwargs = calls.of_layers[number]
+    want, got = calls.outputs[number], compiled(*args, **kwargs)
+    want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
+    epsilon = max(torch.finfo(want.dtype).eps, torch.finfo(torch.float32).eps)
+    given = args[0] if args else kwargs["hidden_states"]
+    size, change = float(want.double().norm()), float((want.double() - given.double()).norm())
+    error = float((got.double() - want.double()).norm())
+    if not error <= epsilon * (2 * size + TOLERANCE * change):  # the sum is rounded by its own size
+        raise NotTraceableError(f"it differs from itself uncompiled (relative error {error / max(change, 1e-30):.2g})")

@@ -1,0 +1,317 @@
+"""Decoder layers that run compiled: the same logits, features, drafts and bits; and what happens where they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor_config
+from transformers import PreTrainedModel
+
+from architectures import ARCHITECTURES
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.capture import Wanted
+from foretoken.model.execution import inductor, regions
+from foretoken.model.execution.packing import can_pack as can_pack_here
+from foretoken.model.execution.regions import CompiledLayer, worth_compiling
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+from foretoken.tree import DraftTree
+
+pytestmark = [
+    pytest.mark.skipif(not can_pack_here(), reason="only packed models are compiled"),
+    pytest.mark.skipif(not any(map(regions.shutil.which, regions.COMPILERS)), reason="no C++ compiler"),
+]
+
+FAST = ("llama", "gemma3", "gpt2", "phi")  # grouped heads, windows, learned positions, parallel branches
+UNCOMPILED = {  # and why
+    "qwen3-moe": "GuardOnDataDependentSymNode",
+    "mixtral": "GuardOnDataDependentSymNode",
+    "deepseek-v3": "does not read the cache",
+    "falcon": "attention of its own",
+    "falcon-multi-query": "attention of its own",
+    "gemma2": "attention of its own",
+    "gpt-oss": "attention of its own",
+}
+ALL = [
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.full)
+    for name in ARCHITECTURES
+    if name not in UNCOMPILED
+]
+TREES = (
+    [DraftTree.root(3)],
+    [DraftTree.chain(3, (4, 5, 6))],
+    [DraftTree((7, 8, 9, 4, 5), (-1, 0, 0, 1, 2)), DraftTree.chain(3, (1,)), DraftTree.root(9)],
+)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    architecture = ARCHITECTURES[name]
+    return architecture.build(architecture.attention[0], dtype)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, tuple[CausalLM, CausalLM]]:
+    """Adapters that were made: eager and compiled."""
+    return {}
+
+
+def pair(pairs: dict[str, tuple[CausalLM, CausalLM]], name: str) -> tuple[CausalLM, CausalLM]:
+    if name not in pairs:
+        model = build(name)
+        eager = CausalLM(model, execution="eager", probe=False)
+        pairs[name] = eager, CausalLM(model, execution="compiled", packs_all=True)
+    return pairs[name]
+
+
+def filled(lm: CausalLM, lengths: list[int]) -> KVCache:
+    """A cache with prompts of these lengths."""
+    cache = lm.new_cache(len(lengths))
+    lm.forward(Nodes.from_chains([[(7 * i + length) % 60 for i in range(length)] for length in lengths]), cache)
+    cache.commit([range(length) for length in lengths])
+    return cache
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> None:
+    eager, compiled = pair(pairs, name)
+    assert compiled.execution.num_compiled == compiled.num_layers
+    assert compiled.probe is not None
+    assert {check.verdict for check in compiled.probe.checks} == {"right"}
+    num_graphs = len(regions._graphs)
+    for trees in TREES:
+        lengths = [9, 30, 17][: len(trees)]
+        nodes = Nodes.from_trees(trees)
+        want, got = (lm.forward(nodes, filled(lm, lengths)) for lm in (eager, compiled))
+        for row, tree in enumerate(trees):
+            assert error(got[row, : len(tree)], want[row, : len(tree)]) < 2e-5
+    assert len(regions._graphs) == num_graphs
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_features_are_captured_between_compiled_layers(name: str, pairs: Any) -> None:
+    eager, compiled = pair(pairs, name)
+    wanted = Wanted(last_hidden=True, layer_inputs=(0, 1))
+    nodes = Nodes.from_trees(TREES[2])
+    want, got = (lm.forward_with(wanted, nodes, filled(lm, [9, 30, 17])) for lm in (eager, compiled))
+    for row, tree in enumerate(TREES[2]):
+        size = len(tree)
+        assert error(got.last_hidden[row, :size], want.last_hidden[row, :size]) < 2e-5
+        for layer in (0, 1):
+            assert error(got.layer_inputs[layer][row, :size], want.layer_inputs[layer][row, :size]) < 2e-5
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(name)
+    lm = CausalLM(model, execution="compiled", packs_all=True, probe=False)
+    assert lm.execution.num_compiled == 0
+    assert UNCOMPILED[name] in lm.execution.describe()
+    assert [record.message for record in caplog.records if "run packed and not compiled" in record.message]
+    eager, nodes = CausalLM(model, execution="eager", probe=False), Nodes.from_chains([[3, 4, 5]])
+    assert error(lm.forward(nodes, filled(lm, [9])), eager.forward(nodes, filled(eager, [9]))) < 2e-5
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_keeps_its_bits(name: str, pairs: Any) -> None:
+    """Strict mode promises what was measured; here it is measured once more by other shapes than those tried."""
+    _, lm = pair(pairs, name)
+    bucket = lm.kernel_facts(8).bucket
+    assert bucket is not None, lm.kernel_facts(8).reason
+    chains = [[3, 4, 5, 6], [7], [9, 10]]
+    width = bucket.width(3, 4)
+    together = lm.forward(Nodes.from_chains(chains, width), filled_apart(lm, [9, 30, 17]), bucket=bucket)
+    for row, (chain, length) in enumerate(zip(chains, [9, 30, 17], strict=True)):
+        cache = filled_apart(lm, [length])
+        for number, token in enumerate(chain):
+            nodes = Nodes.from_chains([[token]], bucket.width(1, 1))
+            alone = lm.forward(nodes, cache, bucket=bucket)
+            assert torch.equal(alone[0, 0], together[row, number])
+            cache.commit([[0]])
+
+
+def filled_apart(lm: CausalLM, lengths: list[int]) -> KVCache:
+    """As `filled`, each prompt read by itself."""
+    cache = lm.new_cache(len(lengths))
+    for row, length in enumerate(lengths):
+        chain = [(7 * i + length) % 60 for i in range(length)]
+        lm.forward(Nodes.from_chains([chain]), cache, first_row=row, keep=slice(0, 0))
+        cache.commit([range(length)], first_row=row)
+    return cache
+
+
+@pytest.mark.parametrize("exactness", ["default", "strict"])
+@pytest.mark.parametrize("method", ["ngram", "token_recycling", "layer_skip"])
+@pytest.mark.parametrize("name", ALL)
+def test_speculative_text_is_plain_text(name: str, method: str, exactness: str) -> None:
+    model = build(name, torch.float64 if exactness == "default" else torch.float32)
+    settings = {"method": method, **({"exit_layer": 1} if method == "layer_skip" else {})}
+    prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 8, 9], [11] * 12]
+    options: dict[str, Any] = {"execution": "compiled" if exactness == "strict" else "packed", "exactness": exactness}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
+        texts = [
+            [output.outputs[0].token_ids for output in LLM(model, each, **options).generate(prompts, params)]
+            for each in (None, settings)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_sublayers_are_left_out_of_compiled_layers(pairs: Any) -> None:
+    eager, compiled = pair(pairs, "llama")
+    nodes = Nodes.from_chains([[3, 4, 5]])
+    for layer_set in (LayerSet((0,), ()), LayerSet((), (1,)), LayerSet((1,), (1,))):
+        want, got = (skipping(lm, layer_set).forward(nodes, filled(lm, [9])) for lm in (eager, compiled))
+        assert error(got, want) < 2e-5
+    assert error(compiled.forward(nodes, filled(compiled, [9])), eager.forward(nodes, filled(eager, [9]))) < 2e-5
+
+
+def test_writes_into_weights_are_followed() -> None:
+    model = build("llama")
+    lm, eager = (
+        CausalLM(model, execution="compiled", packs_all=True, probe=False),
+        CausalLM(model, execution="eager", probe=False),
+    )
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        model.model.layers[1].input_layernorm.weight.mul_(3)
+    assert lm.refresh()
+    nodes = Nodes.from_chains([[3, 4, 5]])
+    assert error(lm.forward(nodes, filled(lm, [9])), eager.forward(nodes, filled(eager, [9]))) < 2e-5
+
+
+def test_hooks_inside_of_a_layer_keep_running() -> None:
+    model = build("llama")
+    seen = []
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    lm = CausalLM(model, execution="compiled", packs_all=True, probe=False)
+    assert lm.execution.num_compiled == 1
+    assert "has hooks" in lm.execution.describe()
+    seen.clear()
+    lm.forward(Nodes.from_chains([[3]]), lm.new_cache(1))
+    assert seen
+
+
+def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = CompiledLayer._attend
+    monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
+    lm = CausalLM(build("llama"), execution="compiled", packs_all=True, probe=False)
+    assert lm.execution.num_compiled == 0
+    assert "differs from itself uncompiled" in lm.execution.describe()
+
+
+@pytest.mark.parametrize("trouble", ["unwritable", "no compiler", "torch"])
+def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_graphs", {})
+    if trouble == "unwritable":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    elif trouble == "no compiler":
+        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    else:
+        monkeypatch.delattr(torch._inductor.compile_fx, "compile_fx_inner")
+    model = build("llama")
+    compilers = ("no-such-compiler",) if trouble == "no compiler" else inductor_config.cpp.cxx
+    with inductor_config.patch({"cpp.cxx": compilers}):
+        lm = CausalLM(model, execution="compiled", packs_all=True)
+    eager = CausalLM(model, execution="eager", probe=False)
+    assert lm.execution.num_compiled == 0
+    assert "0 decoder layers compiled, " in lm.execution.describe()
+    nodes = Nodes.from_chains([[3, 4, 5]])
+    assert error(lm.forward(nodes, filled(lm, [9])), eager.forward(nodes, filled(eager, [9]))) < 2e-5
+
+
+def test_small_models_and_machines_without_a_compiler_are_not_compiled_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = nn.Linear(8192, 4096, device="meta")
+    assert worth_compiling([large])
+    assert not worth_compiling([nn.Linear(64, 64)])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not worth_compiling([large])
+
+
+def test_an_interrupted_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    model = build("llama")
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(inductor.Inductor, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CausalLM(model, execution="compiled", packs_all=True, probe=False)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert CausalLM(model, execution="compiled", packs_all=True, probe=False).execution.num_compiled == 2
+
+
+def test_two_threads_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    made: list[CausalLM] = []
+
+    def make(name: str) -> None:
+        made.append(CausalLM(build(name), execution="compiled", packs_all=True, probe=False))
+
+    threads = [threading.Thread(target=make, args=[name]) for name in ("llama", "gpt2", "llama")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [lm.execution.num_compiled for lm in made] == [2, 2, 2]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+FORK = """
+import os, sys, threading, torch
+sys.path.insert(0, sys.argv[1])
+from architectures import ARCHITECTURES
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+
+def logits(lm):
+    return lm.forward(Nodes.from_chains([[3, 4, 5]]), lm.new_cache(1))
+
+def make():
+    model = ARCHITECTURES["llama"].build("sdpa", torch.float32)
+    made.append(CausalLM(model, execution="compiled", packs_all=True, probe=False))
+
+made = []
+thread = threading.Thread(target=make)
+thread.start()
+if os.fork() == 0:
+    os._exit(0)
+assert os.wait()[1] == 0
+thread.join()
+want = logits(made[0])
+if os.fork() == 0:
+    os._exit(0 if torch.equal(logits(made[0]), want) else 3)
+assert os.wait()[1] == 0
+print(made[0].execution.num_compiled)
+"""
+
+
+def test_processes_fork_while_and_after_layers_are_compiled() -> None:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # OpenMP's threads do not survive a fork, whatever runs in them
+    command = [sys.executable, "-c", FORK, str(Path(__file__).parents[1])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "2", done.stderr
