@@ -197,6 +197,9 @@ class TestMeasurement:
         assert CausalLM(toy_model(), execution="eager", probe=False).context_length == 256
         bucket_of(lm_with(lambda rows: False).kernel_facts(16))
 
+
+class TestFirstLayers:
+    @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt-neox", "opt", "falcon", "phi3"])
     def test_give_what_a_model_of_so_many_layers_gives(self, name: str) -> None:
         config = ARCHITECTURES[name].config()
         key = next(key for key in ("num_hidden_layers", "n_layer") if hasattr(config, key))

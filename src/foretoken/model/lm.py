@@ -19,6 +19,7 @@ from foretoken.model.execution.execution import Execution, apply_execution, choo
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
+from foretoken.model.groups import Grouping
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
 from foretoken.model.masks import SLIDING, Masks
 from foretoken.model.nodes import FlatNodes, Logits, Nodes
@@ -137,6 +138,7 @@ class CausalLM:
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
         self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
+        self._grouping = Grouping(self._masks)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it
         self._takes_lists = execution.uses_grouped_attention
 
@@ -308,7 +310,8 @@ class CausalLM:
         self.num_forwards += 1
         num_rows, width = nodes.tokens.shape
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
-        has_one_shape = bucket is None and view_length is not None
+        is_fixed = view_length is not None
+        has_one_shape = is_fixed and bucket is None
         if bucket is not None and view_length is None:
             view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
         starts = torch.tensor(trunks, device=self.device)[:, None]
@@ -320,7 +323,20 @@ class CausalLM:
             counts = (width,) * num_rows if has_one_shape else nodes.counts
             flat = FlatNodes(counts, width, self.device) if is_list else None
             columns = cache.open(first_row, num_rows, width, view_length, flat)
-            mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
+            if flat is None:
+                mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
+            else:
+                flat.groups = self._grouping.of(
+                    nodes,
+                    counts,
+                    starts,
+                    positions,
+                    trunks,
+                    bucket,
+                    width if is_fixed or rows_per_call is not None else None,
+                    columns if is_fixed else None,
+                )
+                mask = self._masks.stand_ins(flat)
             limit = rows_per_call
             if bucket is not None:
                 limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))

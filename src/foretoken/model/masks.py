@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
-from foretoken.model.nodes import Nodes
+from foretoken.model.nodes import FlatNodes, Nodes
 
 Mask: TypeAlias = torch.Tensor | dict[str, torch.Tensor] | None
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -32,6 +33,27 @@ class Masks:
     device: torch.device
     is_additive: bool = False
     always: bool = False
+    _templates: dict[str, _Template] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of attention that the model has."""
+        return tuple(dict.fromkeys(self.layer_types))
+
+    def of_chains(self, kind: str, lengths: Sequence[int], width: int, columns: int) -> torch.Tensor:
+        """Mask (R, 1, N, T) of chains behind rows of these lengths; padding sees what a longer chain would.
+
+        All rows see the same band, each at its own place: the mask of one is a view of one band, kept for all steps.
+        """
+        template = self._templates.setdefault(kind, _Template(self, None if kind == FULL else self.window))
+        masks = [template.cut(length, width, columns) for length in lengths]
+        return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
+
+    def stand_ins(self, flat: FlatNodes) -> Mask:
+        """What a model is given in place of masks where its rows run attention in groups: one for every kind."""
+        masks = {kind: torch.empty(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
+        flat.kinds = {id(mask): kind for kind, mask in masks.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def of(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool) -> Mask:
         """Masks (B, 1, N, T), one per layer type where the model has several; None where everything is visible.
@@ -88,3 +110,35 @@ class Masks:
             return visible
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
+
+
+class _Template:
+    """The band that a chain sees, wide enough to be cut at any place.
+
+    Args:
+      window: columns that a node looks back, its own included; None for all.
+    """
+
+    def __init__(self, masks: Masks, window: int | None) -> None:
+        self._masks = masks
+        self._window = window
+        self._before = 0  # columns before the place of the first node
+        self._band = torch.empty(0, 0)
+
+    def cut(self, length: int, width: int, columns: int) -> torch.Tensor:
+        """(N, T): node i is in column ``length + i``."""
+        height, total = self._band.shape
+        if length > self._before or width > height or columns - length > total - self._before:
+            self._grow(max(length, self._before), max(width, height), max(columns - length, total - self._before))
+        start = self._before - length
+        return self._band[:width, start : start + columns]
+
+    def _grow(self, before: int, height: int, after: int) -> None:
+        """Twice as far, so that it seldom happens."""
+        device = self._masks.device
+        self._before = max(before, min(2 * before, before + 4096), 256)
+        distance = torch.arange(height, device=device)[:, None] - torch.arange(-self._before, 2 * after, device=device)
+        sees = distance >= 0
+        if self._window is not None:
+            sees &= distance < self._window
+        self._band = self._masks.formatted(sees[None])[0, 0]

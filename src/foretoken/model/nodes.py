@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foretoken.model.groups import RowGroup
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class FlatNodes:
         self.shape = len(counts), width
         self.counts = tuple(counts)
         self.is_full = min(counts) == width
+        self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
+        self.kinds: dict[int, str] = {}  # of attention, by the id of what stands in for its mask
         self._device = device
         if self.is_full:
             return

@@ -72,10 +72,11 @@ def grouped_sdpa(
       value: (B, H_kv, T, D_v).
       attention_mask: bool or additive, (B or 1, 1, N, T), or None when every query sees every column.
       scaling: factor of the scores; 1/sqrt(D) by default.
-      flat_nodes: the query is the list (1, H_q, S, D) of the real nodes of all rows, and so is the result.
+      flat_nodes: the query is the list (1, H_q, S, D) of the real nodes of all rows, and so is the result. The mask
+        only stands for its kind; the true ones are those of the groups.
 
     Returns: (B, N, H_q, D_v), contiguous, and None.
-    Raises: NotPassedOnError for a list that comes without ``flat_nodes``.
+    Raises: NotPassedOnError for a list that comes without ``flat_nodes``, or with a mask that was changed.
     Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
     """
     if (see := _seen_by.get()) is not None:
@@ -84,9 +85,19 @@ def grouped_sdpa(
             return seen, None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if flat_nodes is not None:
-        spread = flat_nodes.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (B, H_q, N, D)
-        output, weights = _attend(module, spread, key, value, attention_mask, **options)
-        return flat_nodes.listed(output)[None], weights
+        kind = flat_nodes.kinds.get(id(attention_mask))
+        if kind is None:
+            raise NotPassedOnError
+        parts = []
+        for group in flat_nodes.groups:
+            rows, nodes = slice(group.rows.start, group.rows.stop), slice(group.nodes.start, group.nodes.stop)
+            part = query[:, :, nodes]  # (1, H_q, nodes, D)
+            if len(group.rows) > 1 or not group.flat.is_full:
+                part = group.flat.spread(part[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
+            keys, values = key[rows, :, : group.columns], value[rows, :, : group.columns]
+            output, _ = _attend(module, part, keys, values, group.masks[kind], **options)
+            parts.append(group.flat.listed(output))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
     if len(query) != len(key):
         raise NotPassedOnError
     return _attend(module, query, key, value, attention_mask, **options)

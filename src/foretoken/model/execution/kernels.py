@@ -63,7 +63,11 @@ class Bucket:
         One row of 1 node with min_rows 3: 3. Two rows of 1 node: 2 each, which makes 4 in all. 11 nodes in groups of
         3 are 33 queries, one more than a block: 12.
         """
-        width = max(num_nodes, self.min_nodes, -(-self.min_rows // num_rows))
+        return self.nodes(max(num_nodes, -(-self.min_rows // num_rows)))
+
+    def nodes(self, num_nodes: int) -> int:
+        """The number of nodes to which rows that run attention together are padded."""
+        width = max(num_nodes, self.min_nodes)
         return width + leaves_one_query(width, self.group_size)
 
     def prefill_width(self, num_tokens: int) -> int:

@@ -1,0 +1,140 @@
+"""Rows that run attention together: neighbours of like length and draft, so that none pays for a much longer one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.model.masks import FULL, Masks
+from foretoken.model.nodes import FlatNodes, Nodes
+
+if TYPE_CHECKING:
+    from foretoken.model.execution.kernels import Bucket
+
+CALL_COLUMNS = 256
+"""What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
+
+NODES_PER_READING = 8
+"""How many nodes cost as much arithmetic as reading the keys and values of a row costs."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Neighbouring rows of one forward.
+
+    Args:
+      rows: of the forward.
+      nodes: theirs in the list.
+      flat: how they lie in a rectangle.
+      columns: T, over which they run attention.
+      masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
+    """
+
+    rows: range
+    nodes: range
+    flat: FlatNodes
+    columns: int
+    masks: dict[str, torch.Tensor | None]
+
+
+class Grouping:
+    """Groups the rows of forwards over lists of nodes.
+
+    Args:
+      masks: of the model.
+    """
+
+    def __init__(self, masks: Masks) -> None:
+        self._masks = masks
+
+    def of(
+        self,
+        nodes: Nodes,
+        counts: Sequence[int],
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        trunks: Sequence[int],
+        bucket: Bucket | None,
+        width: int | None = None,
+        columns: int | None = None,
+    ) -> tuple[RowGroup, ...]:
+        """The groups of a forward, in the order of its rows.
+
+        Args:
+          counts: nodes of every row.
+          starts, positions: as for `Masks.of`.
+          trunks: columns of every row before the root of its draft.
+          bucket: shapes that keep bits, if they are to be kept.
+          width: of the rectangle of every group; None for as few nodes as there need be.
+          columns: T, and all rows are to run together; None for as few as there need be.
+        """
+        found, first = [], 0
+        heads = [trunk + nodes.num_fed for trunk in trunks]
+        all_rows = range(len(counts))
+        for rows in [all_rows] if columns is not None else _alike(heads, counts):
+            widest = max(counts[row] for row in rows)
+            wide = width or (widest if bucket is None else bucket.nodes(widest))
+            needed = max(heads[row] for row in rows) + wide
+            length = columns or (needed if bucket is None else bucket.view_length(needed))
+            size = sum(counts[row] for row in rows)
+            flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
+            masks = self._masks_of(nodes, rows, wide, [heads[row] for row in rows], starts, positions, length)
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks))
+            first += size
+        return tuple(found)
+
+    def _masks_of(
+        self,
+        nodes: Nodes,
+        rows: range,
+        width: int,
+        heads: Sequence[int],
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        columns: int,
+    ) -> dict[str, torch.Tensor | None]:
+        kinds = self._masks.kinds
+        if nodes.ancestors is None and nodes.num_fed == 0:
+            sees_all = width == 1 and all(head + 1 == columns for head in heads)
+            return {
+                kind: None if kind == FULL and sees_all else self._masks.of_chains(kind, heads, width, columns)
+                for kind in kinds
+            }
+        span = slice(rows.start, rows.stop)
+        ancestors = None if nodes.ancestors is None else nodes.ancestors[span, :width, : nodes.num_fed + width]
+        part = Nodes(
+            nodes.tokens[span, :width],
+            nodes.depths[span, : nodes.num_fed + width],
+            tuple(nodes.counts[row] for row in rows),
+            ancestors,
+            nodes.num_fed,
+        )
+        masks = self._masks.of(part, starts[span], positions[span, : nodes.num_fed + width], columns, True)
+        if isinstance(masks, dict):
+            return dict(masks)
+        return dict.fromkeys(kinds, masks)
+
+
+def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
+    """Neighbours whose padding costs less than calls of their own would.
+
+    Lengths 100 100 900 of one node each make two groups, since two more rows of 900 columns cost 1,600 columns more than
+    they need, and a call 256.
+    """
+    first, longest, widest = 0, lengths[0], counts[0]
+    for row in range(1, len(lengths)):
+        longer, wider = max(longest, lengths[row]), max(widest, counts[row])
+        together = (row - first + 1) * _cost(longer, wider)
+        apart = (row - first) * _cost(longest, widest) + _cost(lengths[row], counts[row]) + CALL_COLUMNS
+        if together > apart:
+            yield range(first, row)
+            first, longer, wider = row, lengths[row], counts[row]
+        longest, widest = longer, wider
+    yield range(first, len(lengths))
+
+
+def _cost(length: int, count: int) -> float:
+    return length * (1 + count / NODES_PER_READING)
