@@ -89,9 +89,10 @@ def _loaded(options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint]
 def pack(head: nn.Module) -> None:
     """Run the linear layers of a head that nobody else holds through oneDNN, as those of the target are."""
     for layer in list(packing.packable(head)):
-        packed: Any = packing.PackedLinear(layer)
-        layer.forward = packed
-        packed.release()
+        if packing.worth_packing([layer]):
+            packed: Any = packing.PackedLinear.of(layer)
+            layer.forward = packed
+            packed.product.release()
 
 
 def name_of(target: CausalLM) -> str:

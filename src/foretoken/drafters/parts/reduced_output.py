@@ -80,9 +80,9 @@ def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch
     if layer.bias is not None:
         reduced.bias = torch.nn.Parameter(layer.bias.detach().index_select(0, ids), False)
     if isinstance(packed, packing.PackedLinear):
-        copy = packing.PackedLinear(reduced)
+        copy = packing.PackedLinear.of(reduced)
         reduced.forward = copy  # type: ignore[method-assign, assignment]
-        copy.release()
+        copy.product.release()
     return reduced
 
 
