@@ -121,8 +121,8 @@ class Grouping:
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
     """Neighbours whose padding costs less than calls of their own would.
 
-    Lengths 100 100 900 of one node each make two groups: two rows of 900 columns would cost 1,600 columns more than they
-    need, and another call costs 256.
+    Lengths 100 100 900 of one node each make two groups: two rows of 900 columns would cost 1,600 columns more than
+    they need, and another call costs 256.
     """
     first, longest, widest = 0, lengths[0], counts[0]
     for row in range(1, len(lengths)):

@@ -19,10 +19,10 @@ from foretoken.model.execution.execution import Execution, apply_execution, choo
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
-from foretoken.model.groups import Grouping
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
+from foretoken.model.layouts import Layouts, Shapes
 from foretoken.model.masks import SLIDING, Masks
-from foretoken.model.nodes import FlatNodes, Logits, Nodes
+from foretoken.model.nodes import Logits, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.state import ModelState
@@ -137,8 +137,8 @@ class CausalLM:
         is_eager = self._shadow.config._attn_implementation == "eager"
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
-        self._masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
-        self._grouping = Grouping(self._masks)
+        masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
+        self._layouts = Layouts(masks)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it
         self._takes_lists = execution.uses_grouped_attention
 
@@ -308,43 +308,18 @@ class CausalLM:
         """
         check_autocast(self.device)
         self.num_forwards += 1
-        num_rows, width = nodes.tokens.shape
-        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
-        is_fixed = view_length is not None
-        has_one_shape = is_fixed and bucket is None
-        if bucket is not None and view_length is None:
-            view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
-        starts = torch.tensor(trunks, device=self.device)[:, None]
-        positions = starts + nodes.depths.to(self.device)  # (B, S + N)
+        width = nodes.width
         kept = range(width)[keep] if keep is not None else range(width)
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not has_one_shape
+        shapes, tokens = Shapes(view_length, bucket, rows_per_call), nodes.tokens.to(self.device)
         while True:
-            is_list = self._takes_lists and (is_padded or self._lists_all)
-            counts = (width,) * num_rows if has_one_shape else nodes.counts
-            flat = FlatNodes(counts, width, self.device) if is_list else None
-            columns = cache.open(first_row, num_rows, width, view_length, flat)
-            if flat is None:
-                mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
-            else:
-                flat.groups = self._grouping.of(
-                    nodes,
-                    counts,
-                    starts,
-                    positions,
-                    trunks,
-                    bucket,
-                    width if is_fixed or rows_per_call is not None else None,
-                    columns if is_fixed else None,
-                )
-                mask = self._masks.stand_ins(flat)
-            limit = rows_per_call
-            if bucket is not None:
-                limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))
-            self._recorder.flat = flat
+            layout = self._layouts.of(
+                nodes, cache, first_row, shapes, takes_lists=self._takes_lists, lists_all=self._lists_all
+            )
+            self._recorder.flat = layout.flat
             try:
-                with self.execution.calls_of(limit):
+                with self.execution.calls_of(layout.rows_per_call):
                     return self.execution.logits(
-                        nodes.tokens.to(self.device), positions[:, nodes.num_fed :], mask, cache, kept, flat, listed
+                        tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed
                     )
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False
@@ -359,7 +334,7 @@ class CausalLM:
           wanted: which features; without any, this is `forward`.
           nodes, cache, keep, options: as for `forward`.
         Raises: UnsupportedModelError for a model whose decoder layers cannot be told apart.
-        Exactness: the logits are those of `forward`. Compiled execution runs this forward eagerly.
+        Exactness: the logits are those of `forward`.
         """
         if not wanted:
             return Output(self.forward(nodes, cache, keep=keep, **options))

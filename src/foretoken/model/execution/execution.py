@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import logging
 import platform
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +33,7 @@ from foretoken.model.execution.packing import (
     worth_packing,
 )
 from foretoken.model.execution.regions import Regions, worth_compiling
-from foretoken.model.execution.sharing import groups
+from foretoken.model.execution.sharing import groups, shared_storages
 from foretoken.model.independence import quantised_layers
 from foretoken.model.nodes import NodeLogits
 
@@ -200,7 +199,7 @@ class Execution:
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
 
     def _pack(self, release_originals: bool, min_elements: int | None, earlier: Execution | None) -> None:
-        shared = _shared_storages(self.model)
+        shared = shared_storages(self.model)
         known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
         layers = list(packable(self.model))
         for group in groups(self.model, layers) if layers else []:
@@ -282,14 +281,6 @@ def _fits(model: PreTrainedModel, release_originals: bool) -> bool:
         available / 1e9,
     )
     return False
-
-
-def _shared_storages(model: nn.Module) -> set[int]:
-    """Addresses of weights that more than one module uses, such as tied embeddings."""
-    owners = Counter(
-        parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
-    )
-    return {address for address, count in owners.items() if count > 1}
 
 
 def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:

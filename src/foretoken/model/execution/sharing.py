@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,3 +66,11 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
         for handle in handles:
             handle.remove()
     return calls
+
+
+def shared_storages(model: nn.Module) -> set[int]:
+    """Addresses of weights that more than one module uses, such as tied embeddings."""
+    owners = Counter(
+        parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
+    return {address for address, count in owners.items() if count > 1}

@@ -1,0 +1,95 @@
+"""How the nodes of one forward lie: their positions, what they may look at, and whether they run as a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.model.groups import Grouping
+from foretoken.model.masks import Mask, Masks
+from foretoken.model.nodes import FlatNodes, Nodes
+
+if TYPE_CHECKING:
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.execution.kernels import Bucket
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes of one forward.
+
+    Args:
+      positions: (B, N).
+      mask: what the model is given as its mask; of a list of nodes it only stands for the masks of its groups.
+      flat: the list, or None for a rectangle of rows.
+      rows_per_call: how many nodes linear layers are given in one call at least and at most; None for any number.
+    """
+
+    positions: torch.Tensor
+    mask: Mask
+    flat: FlatNodes | None
+    rows_per_call: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """At which shapes a forward is to run.
+
+    Args:
+      view_length: cache columns that attention runs over, if they are fixed.
+      bucket: shapes that keep the bits of a row, if they are to be kept.
+      rows_per_call: as in `Layout`, for prompts that keep them.
+    """
+
+    view_length: int | None = None
+    bucket: Bucket | None = None
+    rows_per_call: tuple[int, int] | None = None
+
+
+class Layouts:
+    """Lays out the nodes of forwards of one model.
+
+    Args:
+      masks: makes its masks.
+    """
+
+    def __init__(self, masks: Masks) -> None:
+        self._masks = masks
+        self._grouping = Grouping(masks)
+
+    def of(
+        self, nodes: Nodes, cache: KVCache, first_row: int, shapes: Shapes, *, takes_lists: bool, lists_all: bool
+    ) -> Layout:
+        """Open the cache for these nodes.
+
+        Args:
+          takes_lists: rows of different numbers of nodes are to run as a list.
+          lists_all: others, too.
+        """
+        num_rows, width = nodes.tokens.shape
+        bucket, view_length = shapes.bucket, shapes.view_length
+        is_fixed = view_length is not None
+        has_one_shape = is_fixed and bucket is None
+        trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
+        if bucket is not None and view_length is None:
+            view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
+        starts = torch.tensor(trunks, device=cache.device)[:, None]
+        positions = starts + nodes.depths.to(cache.device)  # (B, S + N)
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not has_one_shape
+        flat = None
+        if takes_lists and (is_padded or lists_all):
+            flat = FlatNodes((width,) * num_rows if has_one_shape else nodes.counts, width, cache.device)
+        columns = cache.open(first_row, num_rows, width, view_length, flat)
+        if flat is None:
+            mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
+        else:
+            keeps_width = is_fixed or shapes.rows_per_call is not None
+            place = nodes, flat.counts, starts, positions, trunks, bucket
+            flat.groups = self._grouping.of(*place, width if keeps_width else None, columns if is_fixed else None)
+            mask = self._masks.stand_ins(flat)
+        limit = shapes.rows_per_call
+        if bucket is not None:
+            limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))
+        return Layout(positions[:, nodes.num_fed :], mask, flat, limit)
