@@ -62,7 +62,8 @@ class LLM:
       tokenizer: by default the one beside the model; without any, prompts and results are token ids.
       dtype, device: of what is loaded here. "auto" is the GPU where there is one, and the dtype of the checkpoint where
         the device computes in it, else float32; GGUF files with quantised weights count as bfloat16.
-      execution: "auto" (packed on x86 CPUs where memory allows, else eager), "eager", "packed" or "compiled".
+      execution: "auto" (on x86 CPUs compiled, or packed where the model is small; else eager), "eager", "packed" or
+        "compiled"; see docs/models.md.
       revision, trust_remote_code: of a model from the hub.
       gguf_file: in a directory or at a hub id with several kinds of weights. A GGUF file by its path needs no option.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.

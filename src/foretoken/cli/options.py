@@ -31,7 +31,7 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="auto: the checkpoint's where the device computes in it, else float32.")
 ]
 Execution = Annotated[
-    str, typer.Option("--execution", help="auto (packed on x86, else eager), eager, packed or compiled.")
+    str, typer.Option("--execution", help="auto (compiled or packed on x86, else eager), eager, packed or compiled.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +38,17 @@ class RowGroup:
     flat: FlatNodes
     columns: int
     masks: dict[str, torch.Tensor | None]
+    _folded: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+
+    def folded(self, kind: str, group_size: int) -> torch.Tensor | None:
+        """The mask where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
+        mask = self.masks[kind]
+        if mask is None or group_size == 1 or mask.shape[2] == 1:
+            return mask
+        key = kind, group_size
+        if key not in self._folded:
+            self._folded[key] = mask.repeat(1, 1, group_size, 1)
+        return self._folded[key]
 
 
 class Grouping:

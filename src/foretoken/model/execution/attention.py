@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.model.groups import RowGroup
     from foretoken.model.nodes import FlatNodes
 
 GROUPED_SDPA = "foretoken_sdpa"
@@ -88,19 +89,45 @@ def grouped_sdpa(
         kind = flat_nodes.kinds.get(id(attention_mask))
         if kind is None:
             raise NotPassedOnError
-        parts = []
-        for group in flat_nodes.groups:
-            rows, nodes = slice(group.rows.start, group.rows.stop), slice(group.nodes.start, group.nodes.stop)
-            part = query[:, :, nodes]  # (1, H_q, nodes, D)
-            if len(group.rows) > 1 or not group.flat.is_full:
-                part = group.flat.spread(part[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
-            keys, values = key[rows, :, : group.columns], value[rows, :, : group.columns]
-            output, _ = _attend(module, part, keys, values, group.masks[kind], **options)
-            parts.append(group.flat.listed(output))
+        parts = [_attend_group(module, query, key, value, group, kind, options) for group in flat_nodes.groups]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
     if len(query) != len(key):
         raise NotPassedOnError
     return _attend(module, query, key, value, attention_mask, **options)
+
+
+def _attend_group(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: RowGroup,
+    kind: str,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of some rows: of the list (1, H_q, S, D) those of their nodes, (nodes, H_q, D_v)."""
+    if len(group.nodes) < query.shape[2]:
+        query = query[:, :, group.nodes.start : group.nodes.stop]
+    if len(group.rows) > 1 or not group.flat.is_full:
+        query = group.flat.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
+    if len(group.rows) < len(key) or group.columns < key.shape[2]:
+        rows = slice(group.rows.start, group.rows.stop)
+        key, value = key[rows, :, : group.columns], value[rows, :, : group.columns]
+    num_heads, group_size = query.shape[1], query.shape[1] // key.shape[1]
+    if not _is_plain(options) or num_heads % key.shape[1]:
+        output, _ = _attend(module, query, key, value, group.masks[kind], **options)
+        return group.flat.listed(output)
+    num_rows, num_nodes = group.flat.shape
+    if group_size > 1:
+        query = query.reshape(num_rows, -1, group_size * num_nodes, query.shape[3])
+    mask = group.folded(kind, group_size)
+    output = F.scaled_dot_product_attention(query, key, value, mask, scale=options["scaling"])
+    output = output.view(num_rows, num_heads, num_nodes, output.shape[3]).transpose(1, 2)
+    return group.flat.listed(output if output.is_contiguous() else output.contiguous())
+
+
+def _is_plain(options: dict[str, Any]) -> bool:
+    return options["dropout"] == 0.0 and all(value is None or value is False for value in _special(options))
 
 
 def _attend(
@@ -117,7 +144,7 @@ def _attend(
     """`grouped_sdpa` over a rectangle of rows."""
     num_heads, num_queries = query.shape[1], query.shape[2]
     num_kv_heads, num_columns = key.shape[1], key.shape[2]
-    is_plain = dropout == 0.0 and all(value is None or value is False for value in _special(kwargs))
+    is_plain = _is_plain({"dropout": dropout, **kwargs})
     sees_all = attention_mask is None and (num_queries == 1 or is_causal is False)
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     if not is_plain or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:

@@ -47,7 +47,8 @@ def _plain(value: Any) -> Any:
         return value.to_json_string()
     if isinstance(value, PackedLinear):
         return "packed"
-    return getattr(value, "__qualname__", None) or type(value).__qualname__, id(getattr(value, "__code__", None))
+    of = value if hasattr(value, "__qualname__") else type(value)
+    return of.__module__, of.__qualname__, getattr(getattr(of, "__code__", None), "co_code", None)
 
 
 def layout_of(call: LayerCall) -> Any:

@@ -242,7 +242,7 @@ def apply_execution(
       min_packed_elements: smaller products stay as they are, see `worth_packing`; 0 packs all, so that a row keeps its
         bits among more numbers of rows.
       cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
-      progress: of "compiled": called with one line before and after each compilation.
+      progress: of "compiled": called with one line before what takes long.
       earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
 
     Raises: ConfigError for an unknown kind, or one that the device cannot run.

@@ -78,7 +78,7 @@ class Inductor:
         ):
             compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
         return Segment(
-            compiled,
+            getattr(compiled, "current_callable", None) or compiled,  # without what profilers are told of each call
             tuple(source_of[node] for node in given),
             tuple(map(_node_dim, examples)),
             tuple(_node_dim(node.meta["val"]) for node in outputs),

@@ -6,6 +6,7 @@ that drafts of any shape, ragged rows, features and forwards at shapes that keep
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import os
@@ -78,6 +79,9 @@ class CompiledLayer:
         self._in_tuple = graph.in_tuple
         self._before = None if graph.before is None else _Bound(graph.before, self)
         self._after = _Bound(graph.after, self)
+        segments = [graph.after] if graph.before is None else [graph.before, graph.after]
+        needed = {key for segment in segments for kind, key in segment.sources if kind == "input"}
+        self._needed = [(key, *call.inputs[key]) for key in sorted(needed | {0})]
         self.kept_alive = layer
 
     def fixed(self, source: Source) -> Any:
@@ -89,7 +93,10 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden states of the next layer, as the layer returns them."""
-        inputs = [value_at(args, kwargs, place) for place in self.call.inputs]
+        inputs: dict[int, torch.Tensor] = {}
+        for key, name, index in self._needed:
+            value = args[name] if isinstance(name, int) else kwargs[name]
+            inputs[key] = value if index is None else value[index]
         num_nodes = inputs[0].shape[1]
         limits = self._limit.num_rows
         attended: torch.Tensor | None = None
@@ -127,7 +134,7 @@ class _Bound:
     def __call__(
         self,
         num_nodes: int,
-        inputs: Sequence[Any],
+        inputs: dict[int, torch.Tensor],
         attended: torch.Tensor | None,
         values: Sequence[torch.Tensor],
         limits: tuple[int, int] | None,
@@ -185,7 +192,7 @@ class Regions:
 
     Args:
       cache_dir: where kernels are kept between processes; inductor/ in the cache folder by default.
-      progress: called with one line before and after graphs are compiled.
+      progress: called with one line before a build is compiled that this machine has not seen.
     """
 
     def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None, limit: RowLimit) -> None:
@@ -228,7 +235,6 @@ class Regions:
         except Exception as error:
             self._fall_back(name, error)
             return
-        self._announce(f"compiling the layers of {name}; ten to twenty seconds when it is first seen, then two")
         self.layers = [None] * len(layers)
         for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
             try:
@@ -243,11 +249,14 @@ class Regions:
                 self.layers[index] = compiled
         self.attach(layers)
         self.compile_seconds = time.perf_counter() - start
-        if self.num_compiled:
-            self._announce(
-                f"compiled {self.num_compiled} of {len(layers)} layers of {name} in {self.compile_seconds:.1f} s "
-                f"({self.num_graphs} builds; kernels kept in {self.cache_dir})"
-            )
+        logger.info(
+            "compiled %d of %d layers of %s in %.1f s (kernels in %s)",
+            self.num_compiled,
+            len(layers),
+            name,
+            self.compile_seconds,
+            self.cache_dir,
+        )
 
     def attach(self, layers: Sequence[nn.Module]) -> None:
         """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
@@ -264,7 +273,11 @@ class Regions:
         key = (build_of(layer, tracer), layout_of(call), torch.get_num_threads(), str(self.cache_dir))
         graph = _graphs.get(key)
         if graph is None:
+            mark = self.cache_dir / f"layer-{_digest(key)}"
+            if not mark.exists():
+                self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
             graph = _graphs[key] = tracer.compile(self.cache_dir, torch.get_num_threads())
+            mark.touch()
             self.num_graphs += 1
         return CompiledLayer(layer, call, attention, index, tracer, graph, self.limit)
 
@@ -281,6 +294,12 @@ class Regions:
         logger.info("%s", line)
         if self._progress is not None:
             self._progress(line)
+
+
+def _digest(key: Any) -> str:
+    """Names a build on this kind of machine."""
+    machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
+    return hashlib.sha256(repr((machine, key)).encode()).hexdigest()[:16]
 
 
 def detach(layers: Sequence[nn.Module]) -> None:
