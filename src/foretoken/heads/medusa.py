@@ -111,6 +111,16 @@ class MedusaHeads(nn.Module):
             hidden = block(hidden)
         return hidden
 
+    def logits(self, head: int, hidden: Tensor, output: OutputLayer | None = None) -> Tensor:
+        """What one head says: (M, H) -> (M, V); see `forward`."""
+        state = self.state(head, hidden)
+        if self.lm_heads:
+            own: Tensor = self.lm_heads[head](state)
+            return own
+        if output is None:
+            raise CheckpointError("these heads have no output layers; give the target's")
+        return output(state)
+
     def forward(self, hidden: Tensor, num_heads: int | None = None, output: OutputLayer | None = None) -> Tensor:
         """Logits of the first heads.
 

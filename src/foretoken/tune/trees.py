@@ -38,8 +38,8 @@ class RankedDrafter(Protocol):
     requires: Requirements
     growth: RankedGrowth
 
-    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """What head ``depth`` says along a text; row t guesses token t + 2 + depth."""
+    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
+        """What head ``depth`` says along a text; row i guesses token first + i + 2 + depth."""
         ...
 
 
@@ -120,7 +120,7 @@ def _ranks_of(target: CausalLM, drafter: RankedDrafter, row: Sequence, num_heads
         last = len(tokens) - 2 - depth  # from place t the token t + 2 + depth is guessed
         if last <= first:
             break
-        logits = drafter.along(depth, states, token_ids)[first:last]
+        logits = drafter.along(depth, states, token_ids, first)
         positions = range(first + 2 + depth, len(tokens))
         places = Places([row.law] * len(logits), [()] * len(logits), list(positions))
         for i, (best, position) in enumerate(

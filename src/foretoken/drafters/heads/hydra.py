@@ -98,16 +98,18 @@ class HydraDrafter(Drafter):
         self._inputs: torch.Tensor | None = None  # (M, (depth + 1) H) of the last level, and whose they are
         self._place: dict[tuple[int, int], int] = {}
 
-    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
         """What head ``depth`` says along a text that is known, given the tokens that stand before its guesses.
 
         Args:
           states: (T, H), what heads read of the target after the tokens.
           token_ids: (T,) of these tokens.
+          first: place from which on it is asked.
 
-        Returns: logits (T - 1 - depth, V); row t guesses token t + 2 + depth.
+        Returns: logits (T - 2 - depth - first, V); row i guesses token first + i + 2 + depth.
         """
-        return self.heads.along(depth, self.heads.contexts(states), self._embed(token_ids))
+        contexts, embedded = self.heads.contexts(states)[first:-1], self._embed(token_ids)[first:-1]
+        return self.heads.along(depth, contexts, embedded)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.growth.takes_trees = target.supports_trees

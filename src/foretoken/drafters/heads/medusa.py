@@ -88,17 +88,17 @@ class MedusaDrafter(Drafter):
         self._states = LastStates(last_hidden)
         self._output: OutputLayer | None = None
 
-    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
         """What head ``depth`` says along a text that is known.
 
         Args:
           states: (T, H), what heads read of the target after the tokens.
           token_ids: (T,) of these tokens.
+          first: place from which on it is asked.
 
-        Returns: logits (T - 1 - depth, V); row t guesses token t + 2 + depth.
+        Returns: logits (T - 2 - depth - first, V); row i guesses token first + i + 2 + depth.
         """
-        logits: torch.Tensor = self.heads(states[: len(states) - 1 - depth], depth + 1, self._output)
-        return logits[:, depth]
+        return self.heads.logits(depth, states[first : len(states) - 2 - depth], self._output)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.growth.takes_trees = target.supports_trees
