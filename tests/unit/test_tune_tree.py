@@ -19,7 +19,16 @@ from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.heads.medusa_layout import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
-from foretoken.tune.trees import MISS, Hits, StepCosts, measured_costs, measured_hits, search, sizes_to_measure
+from foretoken.tune.trees import (
+    MISS,
+    Hits,
+    StepCosts,
+    measured_costs,
+    measured_hits,
+    search,
+    sizes_to_measure,
+    watched_hits,
+)
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target
 
 HITS = Hits(((0, 0), (0, 1), (1, 0), (0, MISS), (MISS, 0), (0,)), 2)
@@ -99,6 +108,24 @@ def test_what_is_counted_is_what_steps_accept(kind: str, temperature: float) -> 
         assert accepted == len(ranks) or accepted == 4 or ranks[: accepted + 1] not in paths
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafts_that_are_watched_tell_what_asking_the_heads_tells(temperature: float) -> None:
+    """Of the first head all places that steps come to; of later ones those at which the best ones before were right."""
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True, seed=4)
+    prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
+    asked = set(measured_hits(target(), drafter("hydra"), prompts, params).ranks)
+    watched = watched_hits(target(), drafter("hydra"), prompts, params, 4)
+    assert not watched.are_whole
+    assert {len(ranks) for ranks in watched.ranks} >= ({1, 4} if temperature == 0 else {1, 2})
+    for ranks in watched.ranks:
+        assert set(ranks[:-1]) <= {0}
+        assert any(known[: len(ranks)] == ranks for known in asked)
+    tree = RankTree.grown(watched.accuracies, 12)
+    assert watched.tokens_per_step(tree) == tree.value(watched.accuracies) > 1
+    with pytest.raises(ConfigError, match="nothing was drafted"):
+        watched_hits(target(), drafter("hydra"), [PROMPTS[0]], SamplingParams(temperature=0.0, max_tokens=1), 4)
+
+
 def test_costs_rise_with_the_size() -> None:
     costs = measured_costs(target(), drafter("hydra"), RankTree.grown([[0.5, 0.1]] * 4, 12), PROMPTS[0], repeats=2)
     assert list(costs.verify) == [1, 2, 3, 4, 6, 8, 10, 12]
@@ -138,7 +165,7 @@ def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "give the heads"),
-        (["--speculative-config", '{"method": "ngram"}'], "not of 'ngram'"),
+        (["--speculative-config", '{"method": "ngram"}'], "not for 'ngram'"),
         (["--heads", "./nowhere"], "nowhere does not exist"),
     ],
 )

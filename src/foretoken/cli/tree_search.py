@@ -37,7 +37,7 @@ class TreeOptions:
         typer.Option(metavar="PATH|HUB_ID", help="Its heads: a folder or a hub id with Medusa's or Hydra's."),
     ] = None
     speculative_config: Annotated[
-        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of medusa or hydra, instead of --heads.")
+        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of medusa, hydra or eagle, instead of --heads.")
     ] = None
     prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
         BUILT_IN
@@ -63,7 +63,8 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     """
     from foretoken.bench.provenance import provenance
     from foretoken.config.sampling import SamplingParams
-    from foretoken.tune.trees import measured_costs, measured_hits, search
+    from foretoken.drafters.heads.eagle import EagleDrafter
+    from foretoken.tune.trees import measured_costs, measured_hits, search, watched_hits
 
     model = choose_model(options.model)
     llm = _loaded(model, options)
@@ -72,7 +73,10 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     params = SamplingParams(
         temperature=options.temperature, max_tokens=options.max_new_tokens, ignore_eos=True, seed=options.seed
     )
-    hits = measured_hits(llm.target, drafter, prompts, params)
+    if isinstance(drafter, EagleDrafter):
+        hits = watched_hits(llm.target, drafter, prompts, params, llm.speculative_config.num_speculative_tokens)
+    else:
+        hits = measured_hits(llm.target, drafter, prompts, params)
     longest = max(prompts, key=len)
     found = search(
         hits,
@@ -115,17 +119,19 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
 
 
 def _drafter(llm: LLM) -> Any:
-    """A drafter whose heads can be asked about a text that is known.
+    """A drafter of heads with a static tree.
 
     Raises: ConfigError for any other, saying which method it is.
     """
+    from foretoken.drafters.heads.eagle import EagleDrafter
     from foretoken.drafters.heads.hydra import HydraDrafter
     from foretoken.drafters.heads.medusa import MedusaDrafter
     from foretoken.errors import ConfigError
 
     drafter = llm.drafting.new_drafter()
-    if not isinstance(drafter, (MedusaDrafter, HydraDrafter)):
-        raise ConfigError(f"this search is for the trees of medusa and hydra, not of {llm.speculative_config.method!r}")
+    if not isinstance(drafter, (MedusaDrafter, HydraDrafter, EagleDrafter)):
+        method = llm.speculative_config.method
+        raise ConfigError(f"this search is for the static trees of medusa, hydra and eagle, not for {method!r}")
     return drafter
 
 

@@ -76,7 +76,7 @@ def tree(
     options: TreeOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Find the draft tree with which heads are fastest here (methods medusa and hydra).
+    """Find the draft tree with which heads are fastest here (methods medusa, hydra and eagle).
 
     The target writes texts of its own; the candidates of the heads are held against them. Trees of every size are grown
     from what was right how often, and steps of every size are timed.

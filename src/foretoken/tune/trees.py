@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from foretoken.bench.costs import replaced
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.parts.candidates import Places
@@ -21,6 +22,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.tree import DraftTree
 
 MISS = MAX_SIBLINGS
 """Stands for every rank that no tree tries."""
@@ -50,11 +52,13 @@ class Hits:
     Args:
       ranks: one entry per place in the texts: the rank of the next token but one among the candidates of the first
         head, of the one after it among those of the second, and so on; `MISS` where it was none of the first.
-      num_heads: of the drafter; entries near the end of a text are shorter.
+      num_heads: of the drafter, or levels that were looked at; entries near the end of a text are shorter.
+      are_whole: entries do not end where the first rank is another one than 0.
     """
 
     ranks: tuple[Ranks, ...]
     num_heads: int
+    are_whole: bool = True
 
     @property
     def accuracies(self) -> list[list[float]]:
@@ -71,8 +75,11 @@ class Hits:
     def tokens_per_step(self, tree: RankTree) -> float:
         """Mean tokens of a step, the bonus included, counted at every place where the whole tree could have been right.
 
-        No independence is assumed; but these are the places that the accuracies are from.
+        No independence is assumed; but these are the places that the accuracies are from. Where entries are not whole,
+        depths are taken to be right or wrong independently.
         """
+        if not self.are_whole:
+            return tree.value(self.accuracies)
         paths = set(tree.paths)
         whole = [ranks for ranks in self.ranks if len(ranks) >= min(tree.depth, self.num_heads)]
         return 1.0 + sum(_accepted(ranks, paths) for ranks in whole) / max(1, len(whole))
@@ -107,6 +114,61 @@ def measured_hits(
     if not any(len(ranks) == num_heads for ranks in found):
         raise ConfigError(f"the texts are too short for {num_heads} heads; raise max-new-tokens, or give other prompts")
     return Hits(tuple(found), num_heads)
+
+
+def watched_hits(
+    target: CausalLM,
+    drafter: Any,
+    prompts: Seq[Seq[int]],
+    params: SamplingParams,
+    depth: int,
+    max_num_seqs: int = 8,
+) -> Hits:
+    """The same for drafters whose guesses are made of their own drafts (EAGLE): by the trees that they propose.
+
+    Every tree has all candidates of the nodes on its best path, so how often a candidate is right is counted where the
+    best ones stand before it; a level that no text has come to counts as never right.
+
+    Args:
+      drafter: one with a `RankedGrowth`.
+      depth: levels that are looked at.
+    """
+    comb = [(0,) * above + (rank,) for above in range(depth) for rank in range(MAX_SIBLINGS)]
+    drafter.growth.use(RankTree.of(comb, "all candidates of the best path"))
+    propose = drafter.propose
+    notes: list[tuple[Sequence, int, DraftTree]] = []
+
+    def noted(rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        trees: list[DraftTree] = propose(rows, budgets)
+        notes.extend((row, len(row.token_ids), tree) for row, tree in zip(rows, trees, strict=True))
+        return trees
+
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
+    with replaced(drafter, "propose", noted):
+        for prompt in prompts:
+            engine.add_request(prompt, params)
+        for _ in engine.run():
+            pass
+    found = [ranks for row, start, tree in notes if (ranks := _ranks_in(tree, row.token_ids[start:]))]
+    if not found:
+        raise ConfigError("nothing was drafted in these texts; raise max-new-tokens, or give other prompts")
+    return Hits(tuple(found), depth, are_whole=False)
+
+
+def _ranks_in(tree: DraftTree, text: Seq[int]) -> Ranks:
+    """At which ranks a text goes through a tree, up to the first that is not 0."""
+    ranks: list[int] = []
+    node = 0
+    for token in text:
+        children = tree.children[node]
+        if not children:
+            break
+        child = tree.child(node, token)
+        ranks.append(MISS if child is None else children.index(child))
+        if child is None or ranks[-1]:
+            break
+        node = child
+    return tuple(ranks)
 
 
 @torch.inference_mode()
