@@ -26,7 +26,7 @@ from foretoken.engine.drafter import Requirements
 from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.tree import DraftTree
-from foretoken.tune.trees import states_along
+from foretoken.tune.hits import states_along
 
 NUM_HEADS = 4
 BATCH = 256

@@ -64,7 +64,8 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     from foretoken.bench.provenance import provenance
     from foretoken.config.sampling import SamplingParams
     from foretoken.drafters.heads.eagle import EagleDrafter
-    from foretoken.tune.trees import measured_costs, measured_hits, search, watched_hits
+    from foretoken.tune.hits import measured_hits, watched_hits
+    from foretoken.tune.trees import measured_costs, search
 
     model = choose_model(options.model)
     llm = _loaded(model, options)
