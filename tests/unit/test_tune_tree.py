@@ -145,7 +145,8 @@ def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     assert [size for size, _, _ in report["sizes"]] == [2, 3, 4, 5, 6]
     assert json.loads(out.read_text())["paths"] == report["paths"]
     config = {"model": str(tmp_path / "heads"), "speculative_token_tree": str(out)}
-    (sample,) = llm.with_speculative_config(config).generate("One", SamplingParams(max_tokens=4))[0].outputs
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (sample,) = llm.with_speculative_config(config).generate("One", greedy)[0].outputs
     assert len(sample.token_ids) == 4
     shown = CliRunner().invoke(app, [*given, "--speculative-config", json.dumps(config), "--nodes", "3"])
     assert shown.exit_code == 0, shown.output
