@@ -150,7 +150,12 @@ class Attention(nn.Module):
         queries, keys = rotated(queries, placed.cos, placed.sin), rotated(keys, placed.cos, placed.sin)
         if placed.cache is not None:
             keys, values = placed.cache.update(keys, values, self.index)
-        seen, _ = grouped_sdpa(self, queries, keys, values, placed.mask, is_causal=False, flat_nodes=placed.flat)
+        flat = placed.flat
+        if flat is not None:  # attention runs over rows, everything else over the list
+            queries = flat.spread(queries[0].transpose(0, 1)).transpose(1, 2)
+        seen, _ = grouped_sdpa(self, queries, keys, values, placed.mask, is_causal=False)
+        if flat is not None:
+            seen = flat.listed(seen)[None]
         mixed: Tensor = self.o_proj(seen.flatten(2))
         return mixed
 
