@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from foretoken.heads.hydra import HydraHeads, PrefixLayer
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
-from toy_heads import NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
+from toy_heads import HIDDEN, NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
 
 KINDS = ("medusa", "medusa-shared", "hydra", "hydra++")
 TREES = {
@@ -256,6 +257,20 @@ def check_contexts(engine: Engine) -> None:
 def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
     """After every step, for samples of one prompt too, while rows come and go and prompts are read in chunks."""
     run(make(kind), replace(SAMPLED, n=2), after=check_contexts)
+
+
+def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
+    """What it wrote lies behind the columns of the next row in its place, masked: 0 * NaN must not be."""
+    contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))  # type: ignore[arg-type]
+    long, bad, good = (cast(Sequence, SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
+    states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
+    with torch.inference_mode():
+        contexts._take_in([long, bad], [states[:6], torch.full((6, HIDDEN), torch.nan, dtype=torch.float64)], [0, 0])
+        contexts.forget([bad])
+        contexts._take_in([good], [states[:2]], [0])
+        contexts._take_in([long, good], [states[6:], states[2:3]], [6, 2])  # attention runs over seven columns of both
+        want = hydra_heads(True).contexts(states[:3])[-1]
+    torch.testing.assert_close(contexts.of([good])[0], want, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])

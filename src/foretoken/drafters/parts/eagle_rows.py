@@ -175,15 +175,14 @@ class EagleRows:
         for place in places:
             place.offset_of = {}
 
-    @torch.inference_mode()
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""
         own = self._own_output
         layer = self._target.shadow.get_output_embeddings() if own is None else own
-        found: torch.Tensor = layer(self.head.before_output(outputs))
+        with torch.inference_mode():
+            found: torch.Tensor = layer(self.head.before_output(outputs))
         return found
 
-    @torch.inference_mode()
     def _run(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
         """Run nodes behind the committed columns of neighbouring rows.
 
@@ -191,6 +190,10 @@ class EagleRows:
           given: (B, N, ...), streams of the target where ``is_true``, else features that the head predicted.
         Returns: (B, N, H); of padding anything.
         """
+        with torch.inference_mode():
+            return self._outputs(nodes, given, first_row, is_true)
+
+    def _outputs(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, is_true: bool) -> torch.Tensor:
         num_rows, width = nodes.tokens.shape
         device = self._target.device
         lengths = self.cache.row_lengths(first_row, num_rows)

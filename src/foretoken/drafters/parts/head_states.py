@@ -143,6 +143,8 @@ class PrefixStates(RowContexts):
         width = max(counts)
         device = self.cache.device
         hidden = torch.nn.utils.rnn.pad_sequence(list(states), batch_first=True)  # (B, width, H)
+        # what is not finite would stay in the cache behind the columns that count, where 0 * NaN is NaN
+        hidden = torch.nan_to_num(hidden)
         starts = torch.tensor(self.cache.row_lengths(first_slot, len(states)), device=device)[:, None]
         positions = starts + torch.arange(width, device=device)  # (B, width)
         num_columns = self.cache.open(first_slot, len(states), width)
