@@ -19,6 +19,7 @@ from foretoken.drafters.heads.eagle3 import Eagle3Drafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts import eagle_rows
+from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
 from foretoken.engine.drafter import Budget
@@ -124,7 +125,8 @@ def pool(head: EagleHead, row: Sequence, depth: int) -> dict[tuple[int, ...], fl
     for _ in range(depth):
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
-            law = torch.log_softmax(logits_of(head, from_scratch(head, row.token_ids, path)[1]).float(), dim=-1)
+            found_logits = logits_of(head, from_scratch(head, row.token_ids, path)[1])
+            law = torch.log_softmax(SHARPNESS * found_logits.float(), dim=-1)
             best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:NUM_BRANCHES]
             for column, score in best:
                 token = column if head.vocabulary is None else int(head.vocabulary.target_ids[column])

@@ -15,6 +15,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.growth import Growth
 from foretoken.engine.drafter import Budget
@@ -77,7 +78,7 @@ def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -
     for _ in range(depth):
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
-            law = torch.log_softmax(oracle.logits([*text, *path]).float(), dim=-1)
+            law = torch.log_softmax(SHARPNESS * oracle.logits([*text, *path]).float(), dim=-1)
             best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:siblings]  # equal ones by id
             for token, score in best:
                 if score > -math.inf:  # NaN is not

@@ -21,6 +21,11 @@ else:
     choice = Lazy("foretoken.law.choice")
     sampling = Lazy("foretoken.law.sampling")
 
+SHARPNESS = 2.0
+"""Power to which a drafter's law is raised, and normalised, where it is to say how likely tokens are to be taken by a
+greedy target. Such a target takes its likeliest token however flat its law is, so the drafter's first choice is right
+more often than its law says. Measured (docs/log.md): 1 loses a sixth of the tokens per step, 1.5 to 5 differ little."""
+
 Result = TypeVar("Result")
 Scored = list[tuple[int, float]]
 """Tokens and their scores, the best one first."""
@@ -120,13 +125,16 @@ class Candidates:
         if all(law.is_argmax for law in places.laws):  # the law is the softmax, which keeps the order of logits
             found, scores = choice.largest(logits, k)
             if as_chances:
-                wide = logits.float()
+                wide = logits.float() * SHARPNESS
                 peaks = wide.gather(1, found[:, :1].clamp(min=0))
-                scores = scores + (peaks - wide.logsumexp(-1, keepdim=True)).double()
+                scores = scores * SHARPNESS + (peaks - wide.logsumexp(-1, keepdim=True)).double()
         else:
             laws = sampling.log_probs(logits, places.laws, places.paths)
-            found, gaps = choice.largest(laws, k)
-            scores = laws.gather(1, found.clamp(min=0)).double() if as_chances else gaps
+            found, scores = choice.largest(laws, k)
+            if as_chances:
+                powers = torch.tensor([SHARPNESS if law.is_greedy else 1.0 for law in places.laws], device=laws.device)
+                chances = torch.log_softmax(laws * powers[:, None], dim=-1)
+                scores = chances.gather(1, found.clamp(min=0)).double()
         return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
 
     def _by_noise(
