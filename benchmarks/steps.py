@@ -1,0 +1,181 @@
+"""What one forward costs, by execution: of few nodes, of ragged rows, of prompts; beside its linear layers alone.
+
+    python benchmarks/steps.py [--model zoo:smollm2] [--dtype bfloat16] [--executions eager packed compiled]
+        [--nodes 1 5 16 32] [--context 256] [--batch-sizes 8 32] [--prompts 512 2048] [--repeats 20] [--out steps.json]
+
+Everything runs in turns. Times are milliseconds, minimum and median; ratios are medians of pairs with 95 % intervals.
+"linears" are the products of a forward with as many rows, one after another, so that weights are as cold as in one;
+"bandwidth" reads as many bytes as all weights have, once. Compile times are those of this run: "cold" from an empty
+folder, "warm" from the same folder and in a process that has not seen the graphs.
+Ragged rows have texts of 60 to 400 tokens. "sum of nodes" is the time of one row with as many nodes as all rows have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from foretoken import zoo
+from foretoken.bench.provenance import provenance
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.execution import regions
+from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+
+RAGGED = (60, 400)
+
+
+def load(options: argparse.Namespace) -> PreTrainedModel:
+    name = options.model
+    path = zoo.path(name.removeprefix("zoo:")) if name.startswith("zoo:") else name
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype)).eval()
+
+
+def filled(lm: CausalLM, lengths: list[int]) -> KVCache:
+    """A cache with texts of these lengths."""
+    cache = lm.new_cache(len(lengths), capacity=2 * max(lengths))
+    for row, length in enumerate(lengths):
+        lm.forward(Nodes.from_chains([text(length, row)]), cache, first_row=row, keep=slice(0, 0))
+        cache.commit([range(length)], first_row=row)
+    return cache
+
+
+def text(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 5000, length).tolist()
+
+
+def products(lm: CausalLM) -> list[tuple[Any, int]]:
+    """Every product of a forward once, and its number of inputs."""
+    found: dict[int, tuple[Any, int]] = {}
+    for layer in linears(lm.shadow):
+        forward = replacement(layer)
+        run = forward.product if isinstance(forward, PackedLinear) else layer
+        found.setdefault(id(run), (run, layer.in_features))
+    return list(found.values())
+
+
+@torch.inference_mode()
+def in_turns(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of every task, after two rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(-2, repeats):
+        for name in tasks if turn % 2 else reversed(tasks):
+            start = time.perf_counter()
+            tasks[name]()
+            if turn >= 0:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def show(title: str, times: dict[str, list[float]], base: str | None = None) -> dict[str, Any]:
+    print(f"\n{title}")
+    found = {}
+    for name, each in times.items():
+        line = {"min": min(each), "median": statistics.median(each)}
+        if base is not None and name != base:
+            line.update(ratio(each, times[base]))
+        found[name] = line
+        by = f"   {line['ratio']:.2f} ({line['low']:.2f}-{line['high']:.2f}) of {base}" if "ratio" in line else ""
+        print(f"  {name:28} {line['min']:8.1f} {line['median']:8.1f}{by}")
+    return found
+
+
+def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
+    pairs = np.array(mine) / np.array(others)
+    draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
+    return {"ratio": float(np.median(pairs)), "low": float(low), "high": float(high)}
+
+
+def compile_times(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds to compile the model, from an empty folder and from the disk."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", "warm"):
+            regions._graphs.clear()
+            lm = CausalLM(load(options), execution="packed", probe=False)
+            made = regions.Regions(folder, None, lm.execution._row_limit)
+            lm.execution.regions = made
+            lm._compile()
+            found[name] = made.compile_seconds
+            if made.reason:
+                print(f"not compiled: {made.reason}")
+    print("\ncompiling: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.items()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="zoo:smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--executions", nargs="+", default=["eager", "packed", "compiled"])
+    parser.add_argument("--nodes", nargs="*", type=int, default=[1, 5, 16, 32])
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 32])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--skip-compile-times", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    result: dict[str, Any] = {"provenance": provenance(), "options": {k: str(v) for k, v in vars(options).items()}}
+    if "compiled" in options.executions and not options.skip_compile_times:
+        result["compile_seconds"] = compile_times(options)
+    model = load(options)
+    lms = {kind: CausalLM(model, execution=kind, probe=False) for kind in options.executions}
+    last = lms[options.executions[-1]]
+
+    every = products(last)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    memory = torch.ones(num_bytes // 8, dtype=torch.int64)
+    caches = {kind: filled(lm, [options.context]) for kind, lm in lms.items()}
+    for count in options.nodes:
+        nodes = Nodes.from_chains([text(count, 9)])
+        given = {size: torch.randn(1, count, size).to(last.dtype) for size in {size for _, size in every}}
+        tasks: dict[str, Callable[[], object]] = {
+            kind: lambda lm=lm, kind=kind, nodes=nodes: lm.forward(nodes, caches[kind]) for kind, lm in lms.items()
+        }
+        tasks["linears"] = lambda given=given: [run(given[size]) for run, size in every]
+        tasks["bandwidth"] = memory.sum
+        title = f"{count} nodes after {options.context} tokens"
+        result[f"nodes {count}"] = show(title, in_turns(tasks, options.repeats), "linears")
+    for size in options.batch_sizes:
+        lengths = np.random.default_rng(size).integers(*RAGGED, size).tolist()
+        batches = {kind: filled(lm, lengths) for kind, lm in lms.items() if kind != "eager"}
+        one, chain = Nodes.from_chains([[7]] * size), Nodes.from_chains([text(size, 3)])
+        wide = Nodes.from_chains([text(8 if row == 0 else 1, row) for row in range(size)])
+        tasks = {}
+        for kind, cache in batches.items():
+            lm = lms[kind]
+            tasks[f"{kind}, a node each"] = lambda lm=lm, cache=cache, one=one: lm.forward(one, cache, listed=True)
+            tasks[f"{kind}, one row of 8"] = lambda lm=lm, cache=cache, wide=wide: lm.forward(wide, cache, listed=True)
+            tasks[f"{kind}, sum of nodes"] = lambda lm=lm, kind=kind, chain=chain: lm.forward(chain, caches[kind])
+        base = f"{list(batches)[-1]}, sum of nodes"
+        result[f"batch {size}"] = show(f"{size} ragged rows", in_turns(tasks, options.repeats), base)
+    for length in options.prompts:
+        prompt = torch.tensor([text(length, 1)])
+        nodes = Nodes.from_chains(prompt.tolist())
+        tasks = {"transformers": lambda prompt=prompt: model(prompt, use_cache=True, logits_to_keep=1)}
+        for kind, lm in lms.items():
+            tasks[kind] = lambda lm=lm, nodes=nodes, length=length: lm.forward(
+                nodes, lm.new_cache(1, capacity=length), keep=slice(0, 0)
+            )
+        repeats = max(3, options.repeats // 4)
+        result[f"prompt {length}"] = show(f"a prompt of {length} tokens", in_turns(tasks, repeats), "transformers")
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
