@@ -130,6 +130,9 @@ def test_a_row_keeps_its_bits(name: str, pairs: Any) -> None:
     """Strict mode promises what was measured; here it is measured once more by other shapes than those tried."""
     _, lm = pair(pairs, name)
     bucket = lm.kernel_facts(8).bucket
+    if name == "cohere":  # its norms have weights for every head, which is not told from products
+        assert bucket is None
+        return
     assert bucket is not None, lm.kernel_facts(8).reason
     chains = [[3, 4, 5, 6], [7], [9, 10]]
     width = bucket.width(3, 4)
