@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class CompiledLayer:
         graph: LayerGraph,
         limit: RowLimit,
     ) -> None:
-        self.call = call
+        self.call = replace(call, args=(), kwargs={})  # its places alone: what was in them is let go
         self.attention = attention
         self.index = index
         self._limit = limit
@@ -96,7 +97,8 @@ class CompiledLayer:
         inputs: dict[int, torch.Tensor] = {}
         for key, name, index in self._needed:
             value = args[name] if isinstance(name, int) else kwargs[name]
-            inputs[key] = value if index is None else value[index]
+            tensor = value if index is None else value[index]
+            inputs[key] = tensor if tensor.is_contiguous() else tensor.contiguous()  # as graphs take it for granted
         num_nodes = inputs[0].shape[1]
         limits = self._limit.num_rows
         attended: torch.Tensor | None = None
@@ -180,7 +182,7 @@ class Regions:
                 self.layers[index] = compiled
         self.attach(layers)
         self.compile_seconds = time.perf_counter() - start
-        logger.info(
+        logger.debug(
             "compiled %d of %d layers of %s in %.1f s (kernels in %s)",
             self.num_compiled,
             len(layers),
