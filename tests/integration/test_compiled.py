@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from architectures import ARCHITECTURES
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.model import groups
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
 from foretoken.model.execution import inductor, regions
@@ -99,6 +100,20 @@ def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> No
         for row, tree in enumerate(trees):
             assert error(got[row, : len(tree)], want[row, : len(tree)]) < 2e-5
     assert len(regions._graphs) == num_graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_long_prompts_run_attention_in_blocks(name: str, pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "BLOCK", 8)
+    nodes = Nodes.from_chains([[(5 * i) % 60 for i in range(29)]])
+    want, got = (lm.forward(nodes, filled(lm, [9])) for lm in pair(pairs, name))
+    assert error(got, want) < 2e-5
+
+
+def test_rows_of_like_length_run_attention_together() -> None:
+    found = [list(rows) for rows in groups._alike([100, 110, 900, 20, 30, 900], [1] * 6)]
+    assert found == [[0, 1], [2], [3, 4], [5]]
+    assert [list(rows) for rows in groups._alike([900] * 3, [1, 1, 16])] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 CALL_COLUMNS = 256
 """What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
 
+BLOCK = 256
+"""Nodes of a long chain that run attention together."""
+
 NODES_PER_READING = 8
 """How many nodes cost as much arithmetic as reading the keys and values of a row costs."""
 
@@ -31,6 +34,7 @@ class RowGroup:
       flat: how they lie in a rectangle.
       columns: T, over which they run attention.
       masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
+      head: columns before the first node, of one row with a chain; None for others.
     """
 
     rows: range
@@ -38,14 +42,33 @@ class RowGroup:
     flat: FlatNodes
     columns: int
     masks: dict[str, torch.Tensor | None]
-    _folded: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+    head: int | None = None
+    _folded: dict[tuple[str, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def folded(self, kind: str, group_size: int) -> torch.Tensor | None:
-        """The mask where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
+    @property
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Nodes that run together, from and to, and the columns that any of them sees.
+
+        A long chain runs in blocks, since its first nodes see none of the last columns: half of all, for a prompt.
+        """
+        width = self.flat.shape[1]
+        if self.head is None or width <= BLOCK:
+            yield 0, width, self.columns
+            return
+        for first in range(0, width, BLOCK):
+            last = min(first + BLOCK, width)
+            yield first, last, self.columns if last == width else self.head + last
+
+    def folded(self, kind: str, group_size: int, block: tuple[int, int, int]) -> torch.Tensor | None:
+        """The mask of a block where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
         mask = self.masks[kind]
-        if mask is None or group_size == 1 or mask.shape[2] == 1:
+        first, last, columns = block
+        if mask is None:
+            return None
+        mask = mask[:, :, first:last, :columns]
+        if group_size == 1 or mask.shape[2] == 1:
             return mask
-        key = kind, group_size
+        key = kind, group_size, first
         if key not in self._folded:
             self._folded[key] = mask.repeat(1, 1, group_size, 1)
         return self._folded[key]
@@ -93,7 +116,9 @@ class Grouping:
             size = sum(counts[row] for row in rows)
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
             masks = self._masks_of(nodes, rows, wide, [heads[row] for row in rows], starts, positions, length)
-            found.append(RowGroup(rows, range(first, first + size), flat, length, masks))
+            is_chain = len(rows) == 1 and nodes.ancestors is None and nodes.num_fed == 0
+            head = heads[rows[0]] if is_chain else None
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head))
             first += size
         return tuple(found)
 

@@ -117,12 +117,18 @@ def _attend_group(
     if not _is_plain(options) or num_heads % key.shape[1]:
         output, _ = _attend(module, query, key, value, group.masks[kind], **options)
         return group.flat.listed(output)
-    num_rows, num_nodes = group.flat.shape
-    if group_size > 1:
-        query = query.reshape(num_rows, -1, group_size * num_nodes, query.shape[3])
-    mask = group.folded(kind, group_size)
-    output = F.scaled_dot_product_attention(query, key, value, mask, scale=options["scaling"])
-    output = output.view(num_rows, num_heads, num_nodes, output.shape[3]).transpose(1, 2)
+    parts = []
+    for block in group.blocks:
+        first, last, columns = block
+        part, keys, values = query, key, value
+        if last - first < query.shape[2]:
+            part, keys, values = query[:, :, first:last], key[:, :, :columns], value[:, :, :columns]
+        if group_size > 1:
+            part = part.reshape(len(part), -1, group_size * (last - first), part.shape[3])
+        mask = group.folded(kind, group_size, block)
+        output = F.scaled_dot_product_attention(part, keys, values, mask, scale=options["scaling"])
+        parts.append(output.view(len(output), num_heads, last - first, output.shape[3]).transpose(1, 2))
+    output = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return group.flat.listed(output if output.is_contiguous() else output.contiguous())
 
 
