@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.config.method import methods
 from foretoken.engine.engine import Engine
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.heads.eagle import EagleHead, EagleShape
+from foretoken.heads.eagle_layouts import write_eagle
+from foretoken.heads.hydra import HydraHeads, HydraShape
+from foretoken.heads.hydra_layout import write_hydra
+from foretoken.heads.layers import LayerShape
+from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_layout import write_medusa
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
 
@@ -24,6 +33,7 @@ CONFIGS: list[Any] = [
     {"method": "first", "drafters": ["ngram", "draft_model"]},
     {"method": "union", "drafters": ["token_recycling", "draft_model"]},
 ]
+HEADS = ("medusa", "hydra", "eagle", "eagle2", "eagle3")
 FAST = frozenset({"none", "ngram", "draft_model", "layer_skip"})
 """Entries that belong to the fast part."""
 
@@ -34,6 +44,24 @@ def entries() -> list[Any]:
     return [
         pytest.param(config, id=name, marks=marks) for config, name, marks in zip(CONFIGS, names, slow, strict=True)
     ]
+
+
+def head_of(method: str, folder: Path) -> str:
+    """A head with random weights for the target, in a folder; breaking off does not depend on what it has learned."""
+    target = plain().target.config
+    size, vocabulary = target.hidden_size, target.vocab_size
+    torch.manual_seed(0)
+    if method == "medusa":
+        write_medusa(MedusaHeads(MedusaShape(size, vocabulary, 3)), folder)
+    elif method == "hydra":
+        write_hydra(HydraHeads(HydraShape(size, vocabulary, 3)), folder)
+    else:
+        layer = LayerShape(size, 2 * size, 4, 2, size // 4)
+        depth = target.num_hidden_layers
+        streams = (1, 2, depth - 1) if method == "eagle3" else (depth,)
+        shape = EagleShape(3 if method == "eagle3" else 1, layer, size, streams, depth)
+        write_checkpoint(folder, *write_eagle(EagleHead(shape)))
+    return str(folder)
 
 
 class Interrupt(BaseException):
@@ -79,8 +107,12 @@ def places(llm: LLM) -> list[tuple[Any, str, int]]:
 
 
 @pytest.mark.parametrize("config", entries())
-def test_who_only_waited_finishes_with_the_plain_tokens(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_only_waited_finishes_with_the_plain_tokens(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two rows run at once, so those of the second call wait, as does the third row of the first call."""
+    if config["method"] in HEADS:
+        config = {**config, "model": head_of(config["method"], tmp_path / "head")}
     llm = plain().with_speculative_config(config)
     for number, (owner, name, num_calls) in enumerate(places(llm)):
         setting = f"{owner.__name__}.{name}, call {num_calls}"
