@@ -227,7 +227,7 @@ def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: s
 def check_contexts(engine: Engine) -> None:
     """Every decoding row has the context vector, and the keys and values, that a fresh pass over its text gives."""
     drafter = engine.drafter
-    contexts = drafter._states if isinstance(drafter, MedusaDrafter) else drafter.contexts  # type: ignore[attr-defined]
+    contexts = drafter.states  # type: ignore[attr-defined]
     for row in engine.decoding_rows:
         text = tuple(row.token_ids[:-1])
         if not text:
@@ -412,7 +412,7 @@ def test_faults_of_features_and_positions_are_found(
     def contexts_of(engine: Engine) -> None:
         """What a fresh pass gives was computed with the right code."""
         drafter = engine.drafter
-        contexts = drafter._states if isinstance(drafter, MedusaDrafter) else drafter.contexts  # type: ignore[attr-defined]
+        contexts = drafter.states  # type: ignore[attr-defined]
         for row in engine.decoding_rows:
             text = tuple(row.token_ids[:-1])
             if row in contexts:

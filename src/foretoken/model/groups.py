@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.model.masks import FULL, Masks
+from foretoken.model.masks import FULL, Masks, folded
 from foretoken.model.nodes import FlatNodes, Nodes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RowGroup:
     columns: int
     masks: dict[str, torch.Tensor | None]
     head: int | None = None
-    _folded: dict[tuple[str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def blocks(self) -> Iterator[tuple[int, int, int]]:
@@ -65,12 +65,9 @@ class RowGroup:
         first, last, columns = block
         if mask is None:
             return None
-        mask = mask[:, :, first:last, :columns]
-        if group_size == 1 or mask.shape[2] == 1:
-            return mask
         key = kind, group_size, first
         if key not in self._folded:
-            self._folded[key] = mask.repeat(1, 1, group_size, 1)
+            self._folded[key] = folded(mask[:, :, first:last, :columns], group_size)
         return self._folded[key]
 
 

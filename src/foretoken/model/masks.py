@@ -112,6 +112,14 @@ class Masks:
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
 
 
+def folded(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The mask (B, 1, N, T) where the query heads of a group are more queries of one head: (B, 1, g * N, T).
+
+    Of a single query it stays as it is: all heads see the same.
+    """
+    return mask if group_size == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group_size, 1)
+
+
 class _Template:
     """The band that a chain sees, wide enough to be cut at any place.
 

@@ -13,7 +13,8 @@ from foretoken.drafters.parts.eagle_options import EagleHeadOptions, eagle_head
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.ranked import Pick, RankedDraft, RankedGrowth
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, output_of
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
+from foretoken.drafters.parts.states_drafter import StatesDrafter
+from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -71,7 +72,7 @@ class _Level:
         return nodes[::-1]
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(StatesDrafter[EagleRows]):
     """A static tree from a head that is fed its own predictions of the target's features.
 
     Source: EAGLE (Li et al. 2024, arXiv:2401.15077); its tree is ``speculative_token_tree="eagle"``. Deviations: where
@@ -103,31 +104,10 @@ class EagleDrafter(Drafter):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        return self.states.recall(row, memory, num_tokens)
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        self.states.read(rows, chunks)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        self.states.fork(row, copies)
-
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        self.states.observe(rows, results)
-
-    def keep(self, row: Sequence) -> object:
-        return self.states.keep(row)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        self.states.forget(rows)
-
     # -- propose -----------------------------------------------------------------------------------------------
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [
-            self.growth.begin(row, budget if row in self.states else Budget(0))
-            for row, budget in zip(rows, budgets, strict=True)
-        ]
+        drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
         self._growing = [draft for draft in drafts if draft.depth > 0]
         if self._growing:
             try:

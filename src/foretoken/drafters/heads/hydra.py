@@ -13,7 +13,8 @@ from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import LastStates, PrefixStates, RowContexts, last_hidden
 from foretoken.drafters.parts.ranked import Pick, RankedGrowth
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
-from foretoken.engine.drafter import Budget, Drafter, Features, PromptChunk, Requirements, StepResult
+from foretoken.drafters.parts.states_drafter import StatesDrafter
+from foretoken.engine.drafter import Budget, Features, Requirements
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.names import is_hydra
 from foretoken.lazy import Lazy
@@ -60,7 +61,7 @@ class HydraOptions(HeadOptions):
     method: ClassVar[str] = "hydra"
 
 
-class HydraDrafter(Drafter):
+class HydraDrafter(StatesDrafter[RowContexts]):
     """A static tree from heads that are each given the path that they continue.
 
     Source: Hydra (Ankner et al. 2024, arXiv:2402.05109), with its prefix layer where the heads have one (Hydra++).
@@ -91,7 +92,7 @@ class HydraDrafter(Drafter):
             self.requires = Requirements(layer_inputs=(layer,))
             take = partial(_layer_input, layer)
         device = heads.lm_heads[0].weight.device
-        self.contexts: RowContexts = (
+        self.states: RowContexts = (
             LastStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, device)  # type: ignore[arg-type]
         )
         self._embed: Any = None
@@ -115,23 +116,11 @@ class HydraDrafter(Drafter):
         self.growth.takes_trees = target.supports_trees
         self._embed = target.shadow.get_input_embeddings()
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        return self.contexts.recall(row, memory, num_tokens)
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        self.contexts.read(rows, chunks)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        self.contexts.fork(row, copies)
-
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [
-            self.growth.begin(row, budget if row in self.contexts else Budget(0))
-            for row, budget in zip(rows, budgets, strict=True)
-        ]
+        drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
         growing = [draft for draft in drafts if draft.depth > 0]
         if growing:
-            self._inputs = self.contexts.of([draft.row for draft in growing])
+            self._inputs = self.states.of([draft.row for draft in growing])
             self._place = {(i, -1): i for i in range(len(growing))}
             self.growth.fill(growing, self)
             self._inputs = None
@@ -145,15 +134,6 @@ class HydraDrafter(Drafter):
         self._inputs = torch.cat([self._inputs[above], self._embed(tokens)], dim=-1)
         self._place = {(pick.index, pick.node): i for i, pick in enumerate(picks)}
         return self.heads.logits(depth, self._inputs)
-
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        self.contexts.observe(rows, results)
-
-    def keep(self, row: Sequence) -> object:
-        return self.contexts.keep(row)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        self.contexts.forget(rows)
 
 
 def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tensor:

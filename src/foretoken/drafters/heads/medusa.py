@@ -12,7 +12,8 @@ from foretoken.drafters.parts.head_loading import load_head
 from foretoken.drafters.parts.head_states import LastStates, last_hidden
 from foretoken.drafters.parts.ranked import RankedGrowth
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
+from foretoken.drafters.parts.states_drafter import StatesDrafter
+from foretoken.engine.drafter import Budget, Requirements
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.heads.names import is_medusa
@@ -62,7 +63,7 @@ class MedusaOptions(HeadOptions):
     method: ClassVar[str] = "medusa"
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(StatesDrafter[LastStates]):
     """A static tree from heads that do not see one another: all nodes of a level have the same candidates.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774). Deviations: heads run on the last accepted node alone, not on
@@ -85,7 +86,7 @@ class MedusaDrafter(Drafter):
         growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
         self.heads = heads
         self.growth = RankedGrowth(vocabulary=heads.vocabulary, **growth)
-        self._states = LastStates(last_hidden)
+        self.states = LastStates(last_hidden)
         self._output: OutputLayer | None = None
 
     def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
@@ -106,32 +107,14 @@ class MedusaDrafter(Drafter):
         if self.heads.needs_output_layer and self.heads.vocabulary is not None:
             self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        return self._states.recall(row, memory, num_tokens)
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        self._states.read(rows, chunks)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        self._states.fork(row, copies)
-
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [
-            self.growth.begin(row, budget if row in self._states else Budget(0))
-            for row, budget in zip(rows, budgets, strict=True)
-        ]
+        drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
         growing = [draft for draft in drafts if draft.depth > 0]
         if growing:
-            hidden = self._states.of([draft.row for draft in growing])
+            hidden = self.states.of([draft.row for draft in growing])
             logits = self.heads(hidden, max(draft.depth for draft in growing), self._output)
             self.growth.fill_at_once(growing, logits)
         return [draft.tree(self.name) for draft in drafts]
-
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        self._states.observe(rows, results)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        self._states.forget(rows)
 
 
 def build(options: MedusaOptions, materials: Materials) -> MedusaDrafter:

@@ -9,7 +9,8 @@ from foretoken.drafters.parts.eagle_levels import EagleLevels
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.reduced_output import output_of
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
+from foretoken.drafters.parts.states_drafter import StatesDrafter
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 
 
-class GrownEagleDrafter(Drafter):
+class GrownEagleDrafter(StatesDrafter[EagleRows]):
     """Drafts with a head of EAGLE, and a tree that takes shape by what the head is sure of.
 
     Source: EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviations: where the target draws tokens, siblings share its
@@ -51,34 +52,19 @@ class GrownEagleDrafter(Drafter):
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        return self.states.recall(row, memory, num_tokens)
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        self.states.read(rows, chunks)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        self.states.fork(row, copies)
-
-    def keep(self, row: Sequence) -> object:
-        return self.states.keep(row)
-
     def forget(self, rows: Seq[Sequence]) -> None:
         self.growth.forget(rows)
-        self.states.forget(rows)
+        super().forget(rows)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        self.states.observe(rows, results)
+        super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             self.growth.end(row, result)
 
     # -- propose -----------------------------------------------------------------------------------------------
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [
-            self.growth.begin(row, budget if row in self.states else Budget(0))
-            for row, budget in zip(rows, budgets, strict=True)
-        ]
+        drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
         growing = [draft for draft in drafts if draft.cap > 0]
         if growing:
             try:

@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from foretoken.model.masks import folded
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -123,11 +125,7 @@ def _attend_group(
         part, keys, values = query, key, value
         if last - first < query.shape[2]:
             part, keys, values = query[:, :, first:last], key[:, :, :columns], value[:, :, :columns]
-        if group_size > 1:
-            part = part.reshape(len(part), -1, group_size * (last - first), part.shape[3])
-        mask = group.folded(kind, group_size, block)
-        output = F.scaled_dot_product_attention(part, keys, values, mask, scale=options["scaling"])
-        parts.append(output.view(len(output), num_heads, last - first, output.shape[3]).transpose(1, 2))
+        parts.append(_grouped(part, keys, values, group.folded(kind, group_size, block), options["scaling"]))
     output = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return group.flat.listed(output if output.is_contiguous() else output.contiguous())
 
@@ -149,7 +147,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`grouped_sdpa` over a rectangle of rows."""
     num_heads, num_queries = query.shape[1], query.shape[2]
-    num_kv_heads, num_columns = key.shape[1], key.shape[2]
+    num_kv_heads = key.shape[1]
     is_plain = _is_plain({"dropout": dropout, **kwargs})
     sees_all = attention_mask is None and (num_queries == 1 or is_causal is False)
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
@@ -165,17 +163,20 @@ def _attend(
             is_causal=is_causal,
             **kwargs,
         )
-    group = num_heads // num_kv_heads
-    if group > 1:
+    mask = None if attention_mask is None else folded(attention_mask, num_heads // num_kv_heads)
+    return _grouped(query, key, value, mask, scaling).contiguous(), None
+
+
+def _grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """Attention (B, N, H_q, D_v) under a mask that is `folded`, over keys and values that are not copied."""
+    num_rows, num_heads, num_queries, size = query.shape
+    if num_heads > key.shape[1]:
         # heads 0..g-1 share key head 0: (B, H_kv * g, N, D) -> (B, H_kv, g * N, D)
-        query = query.reshape(query.shape[0], num_kv_heads, group * num_queries, query.shape[3])
-        if attention_mask is not None and num_queries > 1:
-            rows = attention_mask.shape[0]
-            mask = attention_mask[:, :, None].expand(rows, 1, group, num_queries, num_columns)
-            attention_mask = mask.reshape(rows, 1, group * num_queries, num_columns)
-    output = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
-    output = output.view(output.shape[0], num_heads, num_queries, output.shape[3])
-    return output.transpose(1, 2).contiguous(), None
+        query = query.reshape(num_rows, key.shape[1], -1, size)
+    output = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return output.view(num_rows, num_heads, num_queries, output.shape[3]).transpose(1, 2)
 
 
 PLAIN_ARGUMENTS = ("dropout", "scaling", "is_causal")
