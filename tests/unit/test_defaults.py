@@ -51,6 +51,8 @@ OF_THEIR_OWN = {
     "history": "made of the options",
     "lookup": "made of the options",
     "start": "made of the options",
+    "learned": "made of the options",
+    "vocab_size": "of the target",
     "RestDrafter.min_token_prob": "no key",
     "SuffixDrafter.min_match": "no key",
     "SuffixDrafter.escape": "no key",

@@ -60,6 +60,7 @@ def datastore() -> Datastore:
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGramDrafter(3, prompt_lookup_min=1, num_candidates=2),
     "nasd": lambda: NasdDrafter(3, num_branches=2),
+    "nasd-random": lambda: NasdDrafter(3, storage="single", unknown="random", vocab_size=VOCAB_SIZE),
     "jacobi": lambda: JacobiDrafter(4),
     "jacobi-from-prompt": lambda: JacobiDrafter(4, initial_guess="prompt"),
     "lookahead": lambda: LookaheadDrafter(3, window_size=3, guess_set_size=2),
@@ -354,7 +355,7 @@ def test_nothing_passes_from_one_call_to_the_next(method: str) -> None:
     assert drafted(llm, PROMPTS[0]) == first
 
 
-@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+@pytest.mark.parametrize("method", ["suffix", "token_recycling", "nasd"])
 def test_what_requests_share_helps_the_next_call_and_changes_no_token(method: str) -> None:
     plain = drafted_by_nobody()
     llm = LLM(toy_model(VOCAB_SIZE), speculative_config={"method": method, "shared": True})
@@ -369,7 +370,7 @@ def drafts_of(config: dict[str, Any], vocab_size: int = VOCAB_SIZE) -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+@pytest.mark.parametrize("method", ["suffix", "token_recycling", "nasd"])
 def test_what_was_learned_is_not_read_by_a_smaller_vocabulary(method: str, tmp_path: Path) -> None:
     """A history used to be: without a tokenizer nothing told the two models apart, and ids led out of the embedding."""
     config = {"method": method, "shared": True, "state_file": str(tmp_path / "state")}
@@ -379,7 +380,7 @@ def test_what_was_learned_is_not_read_by_a_smaller_vocabulary(method: str, tmp_p
         drafts_of(config, 32)
 
 
-@pytest.mark.parametrize("method", ["suffix", "token_recycling"])
+@pytest.mark.parametrize("method", ["suffix", "token_recycling", "nasd"])
 def test_a_state_file_in_no_directory_is_refused_before_anything_runs(method: str, tmp_path: Path) -> None:
     """`suffix` used to say so when everything had been generated, and learned."""
     with pytest.raises((CheckpointError, DatastoreError), match="check that its directory exists and is yours"):

@@ -112,6 +112,8 @@ def test_a_law_of_nan_ends_the_draft() -> None:
         ("paper", 0.0, 4, 1, 0.801),  # rate 0.125
         ("paper", 1.0, 4, 4, 0.799),  # rate 1.0
         ("paper", 1.0, 8, 8, 0.799),
+        ("paper", 0.8, 4, 4, 0.801),  # rate 0.9, which is the wanted one: at most, says the paper
+        ("code", 0.8, 4, 4, 0.799),  # less, says its program
         ("code", 0.0, 4, 1, 0.801),
         ("code", 1.0, 4, 4, 0.799),
         ("code", 1.0, 8, 8, 0.8),  # as long as drafts get

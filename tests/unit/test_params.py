@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from foretoken.config.aliases import ALIASES
 from foretoken.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
 from foretoken.config.method import method_aliases, methods
 from foretoken.config.sampling import SAMPLING_ALIASES, SamplingParams
-from foretoken.config.speculative import ALIASES, SpeculativeConfig, all_keys
+from foretoken.config.speculative import SpeculativeConfig, all_keys
 from foretoken.errors import ConfigError
 
 
@@ -131,6 +132,9 @@ class TestSamplingParams:
     def test_what_happens_anyway_may_be_asked_for(self) -> None:
         given = {"best_of": 1, "use_beam_search": False, "guided_decoding": None, "do_sample": True, "temperature": 0.5}
         assert SamplingParams(**given) == SamplingParams(temperature=0.5)  # type: ignore[arg-type]
+
+    def test_the_length_has_its_name_in_the_plain_functions(self) -> None:
+        assert SamplingParams(max_gen_len=40) == SamplingParams(max_tokens=40)  # type: ignore[call-arg]
 
     def test_names_elsewhere_are_not_names_here(self) -> None:
         for cls, foreign in ((SamplingParams, SAMPLING_PARAMETERS), (SpeculativeConfig, SPECULATIVE_KEYS)):
@@ -252,6 +256,24 @@ class TestSpeculativeConfig:
             ({"ngram_size": 3}, "method", "nasd"),
             ({"assistant_early_exit": 3}, "method", "layer_skip"),
             ({"method": "ngram_gpu"}, "method", "ngram"),
+            ({"method": "ngram", "gamma": 7}, "num_speculative_tokens", 7),
+            ({"method": "ngram_assisted", "gamma": 5, "n": 4, "filler_top_k": 3}, "ngram_size", 4),
+            ({"method": "nasd", "ngramstorage": "OneLevelNGramStorage"}, "storage", "single"),
+            ({"method": "nasd", "ngramstorage": "NGramStorage"}, "storage", "levels"),
+            ({"method": "nasd", "stop_if_unknown": True}, "unknown", "stop"),
+            ({"stop_if_unknown": False}, "unknown", "random"),
+            ({"drafter": "m", "use_egag": True, "gamma_max": 6}, "length_policy", "egag"),
+            ({"drafter": "m", "use_egag": True, "gamma_max": 6}, "length_policy_mode", "paper"),
+            (
+                {"drafter": "m", "use_egag": True, "length_policy_mode": "calibrated"},
+                "length_policy_mode",
+                "calibrated",
+            ),
+            ({"drafter": "m", "use_egag": True, "gamma_max": 6}, "num_speculative_tokens", 6),
+            ({"drafter": "m", "use_egag": True, "gamma_min": 2, "egag_ema_beta": 0.5}, "min_draft_tokens", 2),
+            ({"drafter": "m", "use_egag": False, "first_target": True}, "length_policy", "fixed"),
+            ({"method": "ngram", "num_output_tokens": 9}, "num_speculative_tokens", 9),
+            ({"method": "rest", "max_num_draft": 40}, "max_draft_nodes", 40),
         ],
     )
     def test_aliases(self, given: dict[str, Any], field: str, value: Any) -> None:
@@ -352,6 +374,21 @@ class TestSpeculativeConfig:
     def test_out_of_range(self, method: str, key: str, value: Any) -> None:
         with pytest.raises(ConfigError, match=key):
             SpeculativeConfig.parse({"method": method, key: value})
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"method": "nasd", "stop_if_unknown": "yes"}, "stop_if_unknown is 'yes'; it must be true or false"),
+            ({"method": "nasd", "stop_if_unknown": True, "unknown": "random"}, "two names of one key"),
+            ({"drafter": "m", "gamma": 5, "gamma_max": 6}, "two names of one key"),
+            ({"drafter": "m", "gamma_min": 2}, "'min_draft_tokens' has no meaning for length_policy 'fixed'"),
+            ({"method": "nasd", "state_file": "x"}, "add shared=true"),
+            ({"drafter": "m", "skip_sample_adjustment": True}, "it is lossy"),
+        ],
+    )
+    def test_names_of_the_plain_functions_are_as_strict(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            SpeculativeConfig.parse(given)
 
     def test_lookup_bounds(self) -> None:
         with pytest.raises(ConfigError, match=r"prompt_lookup_min=4 is more than prompt_lookup_max=3"):

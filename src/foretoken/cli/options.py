@@ -11,9 +11,10 @@ from typing import Annotated, Any, get_args
 import typer
 
 from foretoken.cli.running import choose_model
+from foretoken.config.aliases import ALIASES
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
-from foretoken.config.speculative import ALIASES, SpeculativeConfig
+from foretoken.config.speculative import SpeculativeConfig
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 """Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`."""

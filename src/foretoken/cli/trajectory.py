@@ -20,7 +20,9 @@ def trajectory(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text; - is stdin.")],
     model: ModelOptions,
     block: Annotated[int, typer.Option("--block", help="Tokens that are iterated together.")] = 16,
-    initial_guess: Annotated[str, typer.Option(help="repeat (the last token) or prompt (its tokens).")] = "repeat",
+    initial_guess: Annotated[
+        str, typer.Option(help="repeat (the last token), prompt (its tokens) or random (of the vocabulary).")
+    ] = "repeat",
     max_new_tokens: Annotated[int, typer.Option(help="Budget.")] = 64,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "seed"],
     chat: Chat = False,

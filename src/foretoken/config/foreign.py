@@ -126,6 +126,7 @@ SAMPLING_PARAMETERS = {
     "top_h": Foreign(_PROCESSOR),
     "encoder_repetition_penalty": Foreign(_PROCESSOR, (None, 1, 1.0)),
     "eos_token_id": Foreign("EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"),
+    "eos_tokens_id": Foreign("EOS is the model's; stop_token_ids adds further ends, and ignore_eos goes on past it"),
     "pad_token_id": Foreign("rows are never padded; leave it out"),
     "use_cache": Foreign("the cache is always used; leave it out", (None, True)),
     "streamer": Foreign("use LLM.stream"),
@@ -159,6 +160,11 @@ SPECULATIVE_KEYS = {
     "assistant_lookbehind": Foreign("drafter and target must share a tokenizer; leave it out"),
     "target_lookbehind": Foreign("drafter and target must share a tokenizer; leave it out"),
     "use_mtp": Foreign("heads for several tokens are not available in this version; leave it out", (None, False)),
+    # the plain functions of the original description
+    "first_target": Foreign("prompts are always read before anything is drafted; leave it out", (None, False, True)),
+    "skip_sample_adjustment": Foreign(
+        "it is lossy; use foretoken.classic.sampling.speculative_generate to see what it does", (None, False)
+    ),
     # SGLang
     "speculative_accept_threshold_single": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),
     "speculative_accept_threshold_acc": Foreign(_NO_THRESHOLDS, (None, 1, 1.0)),

@@ -19,6 +19,7 @@ MIN_TEMPERATURE = 1e-5
 SAMPLING_ALIASES = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
+    "max_gen_len": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
     "stop_sequences": "stop",
@@ -26,7 +27,7 @@ SAMPLING_ALIASES = {
     "bad_words_token_ids": "bad_words_ids",
     "logits_processor": "logits_processors",
 }
-"""Names of transformers and of the OpenAI API for fields of `SamplingParams`."""
+"""Names of transformers, of the OpenAI API and of `foretoken.classic` for fields of `SamplingParams`."""
 
 
 @strict_keywords(SAMPLING_ALIASES, foreign=SAMPLING_PARAMETERS)

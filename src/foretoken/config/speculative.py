@@ -9,68 +9,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config.acceptance import RULES, AcceptanceRule, TypicalLimits
+from foretoken.config.aliases import ALIASES, IMPLIED, switched
 from foretoken.config.foreign import METHODS_ELSEWHERE, SPECULATIVE_KEYS, method_elsewhere
 from foretoken.config.keywords import canonical, native, respelled, spelling
 from foretoken.config.method import Method, compositions, method_aliases, methods, recognized
 from foretoken.config.options import Key, Options
 from foretoken.config.written import read_text
 from foretoken.errors import ConfigError
-
-ALIASES = {
-    # transformers
-    "assistant_model": "model",
-    "num_assistant_tokens": "num_speculative_tokens",
-    "prompt_lookup_num_tokens": "num_speculative_tokens",
-    "max_matching_ngram_size": "prompt_lookup_max",
-    "num_assistant_tokens_schedule": "length_policy",
-    "assistant_confidence_threshold": "draft_threshold",
-    "assistant_early_exit": "exit_layer",
-    # SGLang
-    "speculative_algorithm": "method",
-    "speculative_draft_model_path": "model",
-    "speculative_draft_model_revision": "revision",
-    "speculative_num_steps": "num_speculative_tokens",
-    "speculative_num_draft_tokens": "max_draft_nodes",
-    "speculative_eagle_topk": "num_draft_branches",
-    "speculative_ngram_min_match_window_size": "prompt_lookup_min",
-    "speculative_ngram_max_match_window_size": "prompt_lookup_max",
-    # llama.cpp
-    "spec_type": "method",
-    "md": "model",
-    "model_draft": "model",
-    "spec_draft_model": "model",
-    "spec_draft_n_max": "num_speculative_tokens",
-    "draft": "num_speculative_tokens",
-    "draft_n": "num_speculative_tokens",
-    "draft_max": "num_speculative_tokens",
-    "draft_n_max": "num_speculative_tokens",
-    "draft_p_min": "draft_threshold",
-    "spec_draft_p_min": "draft_threshold",
-    # mlx-lm, LM Studio
-    "draft_model": "model",
-    "num_draft_tokens": "num_speculative_tokens",
-    # trees and typical acceptance, Medusa's and vLLM's names
-    "head_tree": "speculative_token_tree",
-    "medusa_choices": "speculative_token_tree",
-    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
-    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
-    # shorter or older spellings
-    "drafter": "model",
-    "draft_dtype": "dtype",
-    "ngram_n": "ngram_size",
-    "acceptance": "rejection_sample_method",
-    "num_lookup_candidates": "num_prompt_lookup_candidates",
-}
-"""Names of other systems for keys of `SpeculativeConfig`. SGLang's ``num_draft_tokens`` counts nodes,
-root included; vLLM's K and its kin count drafted tokens, the bonus not among them."""
-
-_IMPLIED = {
-    "prompt_lookup_num_tokens": {"method": "ngram"},
-    "assistant_confidence_threshold": {"length_policy": "confidence"},
-    "draft_p_min": {"length_policy": "confidence"},
-    "spec_draft_p_min": {"length_policy": "confidence"},
-}
-"""Aliases that say more than their value: other keys, set where they are not given."""
 
 NAME = "SpeculativeConfig"
 
@@ -202,10 +147,10 @@ def _set(options: Options) -> dict[str, Any]:
 
 def _canonical(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The given keys under their own names, with what aliases imply."""
-    given = native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS)
+    given = switched(NAME, native(NAME, respelled(NAME, keys, spelling), SPECULATIVE_KEYS))
     values = canonical(NAME, given, {"method", *all_keys()}, ALIASES)
-    for alias in given.keys() & _IMPLIED.keys():
-        values = {**_IMPLIED[alias], **values}
+    for alias in given.keys() & IMPLIED.keys():
+        values = {**IMPLIED[alias], **values}
     return values
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +25,10 @@ from foretoken.llm import LLM, ModelLike
 from foretoken.serving.outputs import FrozenList
 from foretoken.serving.prompts import PromptLike, is_single, read_prompt
 from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
 
 
 def trajectory(
@@ -231,8 +235,11 @@ class BlockRecorder(Drafter):
         self._size = size
         self._initial_guess = initial_guess
 
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        self._vocab_size = target.vocab_size
+
     def start(self, rows: Seq[Sequence]) -> None:
-        self._guesses = Guesses(rows[0], self._initial_guess)
+        self._guesses = Guesses(rows[0], self._initial_guess, self._vocab_size)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         row, length = rows[0], len(rows[0].token_ids)

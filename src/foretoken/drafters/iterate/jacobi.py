@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import DraftOptions, draft_length
@@ -12,7 +11,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.drafters.parts.guesses import PromptTokens, RandomTokens
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.engine.drafter import Budget, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
@@ -22,6 +21,8 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     from foretoken.drafters.materials import Materials
 
+INITIAL_GUESSES = ("repeat", "prompt", "random")
+
 
 @dataclass(frozen=True, kw_only=True)
 class JacobiOptions(LengthOptions, DraftOptions):
@@ -29,10 +30,9 @@ class JacobiOptions(LengthOptions, DraftOptions):
 
     method: ClassVar[str] = "jacobi"
     num_speculative_tokens: int = draft_length(16)
-    initial_guess: str = option(one_of(("repeat", "prompt")), "repeat", "the last token again, or tokens of the prompt")
-
-
-INITIAL_GUESSES = ("repeat", "prompt")
+    initial_guess: str = option(
+        one_of(INITIAL_GUESSES), "repeat", "the last token again, tokens of the prompt, or of the whole vocabulary"
+    )
 
 
 class JacobiDrafter(PlannedDrafter):
@@ -45,12 +45,14 @@ class JacobiDrafter(PlannedDrafter):
     Args:
       num_speculative_tokens: guesses in the block, unless ``length_policy`` says otherwise.
       initial_guess: of positions that enter the block: "repeat" copies the guess before, "prompt" draws tokens of the
-        prompt.
+        prompt, "random" of the whole vocabulary.
+      vocab_size: of the target; for "random".
 
-    Raises: ConfigError for a negative number or an unknown initial guess.
+    Raises: ConfigError for a negative number, an unknown initial guess, or "random" without a ``vocab_size``.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
     steps, since each step settles one more token at least.
-    Randomness: initial guesses of "prompt" are drawn by the row's seed.
+    Randomness: initial guesses of "prompt" and "random" are drawn by the row's seed, apart from every number that
+    decides what is emitted; those of "random" are a function of seed and position.
     Cost: O(block) per step, whatever the length of the text.
     """
 
@@ -62,16 +64,20 @@ class JacobiDrafter(PlannedDrafter):
         num_speculative_tokens: int = JacobiOptions.num_speculative_tokens,
         *,
         initial_guess: str = JacobiOptions.initial_guess,
+        vocab_size: int | None = None,
         length_policy: LengthPolicy | None = None,
     ) -> None:
         check_initial_guess(initial_guess)
+        if initial_guess == "random" and vocab_size is None:
+            raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
         self._initial_guess = initial_guess
+        self._vocab_size = vocab_size or 0
         self._guesses_of: dict[int, Guesses] = {}
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
-            self._guesses_of[row.id] = Guesses(row, self._initial_guess)
+            self._guesses_of[row.id] = Guesses(row, self._initial_guess, self._vocab_size)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
@@ -97,15 +103,15 @@ def check_initial_guess(name: str) -> None:
 class Guesses:
     """The guesses for the next tokens of one row, starting after the pending one."""
 
-    def __init__(self, row: Sequence, initial_guess: str) -> None:
+    def __init__(self, row: Sequence, initial_guess: str, vocab_size: int = 0) -> None:
         self._row = row
         self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
+        self._random_tokens = RandomTokens(row.seed, vocab_size) if initial_guess == "random" else None
         self._tokens: list[int] = []
 
     def first(self, length: int) -> list[int]:
         """The first ``length`` guesses, new ones where there are too few."""
-        missing = length - len(self._tokens)
-        self._tokens += [self._initial() for _ in repeat(None, missing)]
+        self._tokens += [self._initial(place) for place in range(len(self._tokens), length)]
         return self._tokens[:length]
 
     def refresh(self, choices: Seq[int], num_emitted: int) -> None:
@@ -121,16 +127,20 @@ class Guesses:
         """Forget the first ``length`` guesses."""
         del self._tokens[:length]
 
-    def _initial(self) -> int:
+    def _initial(self, place: int) -> int:
         if self._prompt_tokens is not None:
             return self._prompt_tokens.next()
+        if self._random_tokens is not None:
+            return self._random_tokens.at(len(self._row.token_ids) + place)
         return self._tokens[-1] if self._tokens else self._row.pending
 
 
 def build(options: JacobiOptions, materials: Materials) -> JacobiDrafter:
     """Guesses need nothing but the text."""
     return JacobiDrafter(
-        initial_guess=options.initial_guess, length_policy=policy_of(options, options.num_speculative_tokens)
+        initial_guess=options.initial_guess,
+        vocab_size=materials.target.vocab_size,
+        length_policy=policy_of(options, options.num_speculative_tokens),
     )
 
 

@@ -34,8 +34,9 @@ class ThresholdRule:
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168), section on adaptive draft-exiting.
 
     Args:
-      mode: "paper" raises the threshold while too little is accepted and lowers it otherwise; "code", the published
-        program, leaves it alone when the draft was as long as drafts get; "static" never moves it.
+      mode: "paper" raises the threshold while the rate is at most the wanted one and lowers it otherwise; "code", the
+        published program, raises it while the rate is less, and leaves it alone when the draft was as long as drafts
+        get; "static" never moves it.
       target_rate: wanted acceptance rate.
       step: of the threshold, before smoothing.
       acceptance_momentum, threshold_momentum: weight of the past.
@@ -67,9 +68,10 @@ class ThresholdRule:
         rate, kept = num_accepted / num_drafted, self.acceptance_momentum
         state.acceptance_rate = kept * state.acceptance_rate + (1.0 - kept) * rate
         wanted = state.threshold
-        if state.acceptance_rate < self.target_rate:
+        is_paper = self.mode == "paper"
+        if state.acceptance_rate < self.target_rate or (is_paper and state.acceptance_rate == self.target_rate):
             wanted += self.step
-        elif self.mode == "paper" or num_drafted < longest:
+        elif is_paper or num_drafted < longest:
             wanted -= self.step
         kept = self.threshold_momentum
         state.threshold = kept * state.threshold + (1.0 - kept) * wanted

@@ -1,0 +1,267 @@
+"""The forms of n-gram storages: one level, random tokens for unknown contexts, one for all requests, kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafters.lookup.nasd import NasdDrafter, NGramStorage
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.drafter import StepResult
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.model.lm import CausalLM
+from foretoken.testing import decode, toy_model
+from foretoken.tree import DraftTree
+
+VOCAB_SIZE = 64
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4), (7,), (5, 5, 5, 5, 5, 5))
+MODES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=14),
+    "sampled": SamplingParams(temperature=0.9, max_tokens=14, seed=5),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "single": {"storage": "single", "ngram_size": 2},
+    "random": {"unknown": "random", "vocab_size": VOCAB_SIZE},
+    "shared": {"shared": True},
+    "even": {"filler_weight": 1.0, "num_branches": 2},
+}
+
+
+@dataclass
+class Row:
+    """As much of a sequence as this drafter uses."""
+
+    id: int
+    token_ids: list[int]
+    seed: int = 3
+
+
+def proposed(drafter: NasdDrafter, row: Any, budget: int = 9) -> tuple[int, ...]:
+    """The drafted tokens."""
+    return drafter.propose([row], [budget])[0].tokens[1:]
+
+
+def started(drafter: NasdDrafter, *tokens: int, id: int = 1, seed: int = 3) -> Any:
+    row: Any = Row(id, list(tokens), seed)
+    drafter.start([row])
+    return row
+
+
+# --- one level -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=25), st.integers(2, 4))
+def test_a_single_level_knows_whole_contexts_alone(tokens: list[int], ngram_size: int) -> None:
+    """Against counting: the most frequent successor of the last n - 1 tokens, the most recent one among equals."""
+    drafter = NasdDrafter(1, ngram_size=ngram_size, storage="single")
+    length = ngram_size - 1
+    ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
+    followers = [tokens[end] for end in ends]
+    most = [token for token in followers if followers.count(token) == max(map(followers.count, followers))]
+    assert proposed(drafter, started(drafter, *tokens)) == tuple(most[-1:])
+
+
+def test_levels_fall_back_and_a_single_level_does_not() -> None:
+    for storage, drafted in (("levels", (2, 8, 5)), ("single", ())):
+        drafter = NasdDrafter(3, ngram_size=3, storage=storage)
+        assert proposed(drafter, started(drafter, 1, 2, 8, 1, 2, 8, 5, 1)) == drafted
+
+
+# --- unknown contexts ----------------------------------------------------------------------------------------------
+
+
+def random_drafter(**options: Any) -> NasdDrafter:
+    return NasdDrafter(6, unknown="random", vocab_size=VOCAB_SIZE, **options)
+
+
+def test_an_unknown_context_gets_a_token_of_seed_and_position() -> None:
+    drafter = random_drafter()
+    alone = proposed(drafter, started(drafter, 1, 2, 3))
+    assert len(alone) == 6
+    assert set(alone) <= set(range(VOCAB_SIZE))
+    again, others = started(drafter, 4, 5, 6, id=2), started(drafter, 4, 5, 6, id=3, seed=4)
+    assert proposed(drafter, again) == alone  # another text of that length, in a drafter that has drafted before
+    assert proposed(drafter, others) != alone
+    assert proposed(drafter, started(drafter, 4, 5, 6, 7, id=4)) != alone
+
+
+def test_what_is_known_is_drafted_before_and_after_a_random_token() -> None:
+    drafter = random_drafter(ngram_size=2)
+    row = started(drafter, 1, 2, 9)
+    (guess, *_) = proposed(drafter, row)
+    drafter = random_drafter(ngram_size=2)
+    row = started(drafter, guess, 8, 9)
+    assert proposed(drafter, row, 3) == (guess, 8, 9)
+
+
+def test_random_tokens_are_spread_over_the_vocabulary() -> None:
+    """1,200 draws of 64 tokens: each is missing with a chance of 6e-9."""
+    drafter = random_drafter()
+    drawn = {token for seed in range(200) for token in proposed(drafter, started(drafter, 1, 2, 3, seed=seed))}
+    assert drawn == set(range(VOCAB_SIZE))
+
+
+def test_words_and_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="storage is 'tree'; choose one of levels, single"):
+        NasdDrafter(storage="tree")
+    with pytest.raises(ConfigError, match="unknown is 'guess'; choose one of stop, random"):
+        NasdDrafter(unknown="guess")
+    with pytest.raises(ConfigError, match="need the vocab_size of the target"):
+        NasdDrafter(unknown="random")
+
+
+# --- one storage for all requests ----------------------------------------------------------------------------------
+
+
+def test_what_is_shared_lives_until_it_is_reset() -> None:
+    drafter = NasdDrafter(2, shared=True)
+    first = started(drafter, 1, 2, 3)
+    drafter.forget([first])
+    assert proposed(drafter, started(drafter, 9, 1, id=2)) == (2, 3)
+    drafter.reset()
+    assert proposed(drafter, started(drafter, 8, 1, id=3)) == ()
+    assert NasdDrafter().learned is None
+
+
+def num_observations(drafter: NasdDrafter, *context: int) -> float:
+    assert drafter.learned is not None
+    return drafter.learned._successors_of[context].total
+
+
+def test_a_prompt_counts_once_for_all_its_samples() -> None:
+    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    row, copy = started(drafter, 1, 2, 3), Row(2, [1, 2, 3])
+    drafter.fork(row, [copy])  # type: ignore[list-item]
+    assert num_observations(drafter, 1) == 1
+    assert proposed(drafter, copy) == ()
+    copy.token_ids.append(1)
+    drafter.observe([copy], [StepResult(DraftTree.root(3), (0,), (1,))])  # type: ignore[list-item]
+    assert proposed(drafter, copy) == (2, 3)
+
+
+def test_a_prefix_that_is_reused_counts_once() -> None:
+    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    first = started(drafter, 1, 2, 3, 4)
+    memory = drafter.keep(first)
+    drafter.forget([first])
+    second: Any = Row(2, [1, 2, 3, 1, 2])
+    assert drafter.recall(second, memory, 3) == 3
+    drafter.start([second])
+    assert (num_observations(drafter, 1), num_observations(drafter, 2), num_observations(drafter, 3)) == (2, 1, 2)
+    drafter.reset()
+    third: Any = Row(3, [1, 2, 3, 1])
+    drafter.recall(third, memory, 3)
+    drafter.start([third])
+    assert num_observations(drafter, 1) == 1  # what was counted then is not here any more
+
+
+# --- the file ------------------------------------------------------------------------------------------------------
+
+texts = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=12), min_size=1, max_size=4)
+
+
+@settings(max_examples=20)
+@given(texts, st.integers(2, 4), st.integers(1, 3), st.sampled_from(["levels", "single"]))
+def test_a_file_goes_on_as_if_nothing_had_ended(
+    tmp_path_factory: pytest.TempPathFactory, several: list[list[int]], ngram_size: int, branches: int, storage: str
+) -> None:
+    file = tmp_path_factory.mktemp("state") / "storage"
+    kept, loaded = (NGramStorage(ngram_size, branches, storage=storage, filler_weight=0.3) for _ in range(2))
+    for text in several[:-1]:
+        kept.extend(text, [[token, 5 - token] for token in text[1:]], 1)
+    kept.save(file, 6)
+    loaded.load(file, 6)
+    for one in (kept, loaded):
+        one.extend(several[-1], [], 1)
+    for text in several:
+        before, after = kept.draft(text, 4), loaded.draft(text, 4)
+        assert (before.tokens, before.parents, before.scores) == (after.tokens, after.parents, after.scores)
+
+
+def saved(folder: Path) -> Path:
+    storage = NGramStorage(3, 1)
+    storage.extend([1, 2, 3, 1, 2, 4], [], 1)
+    storage.save(folder / "storage", 5)
+    return folder / "storage"
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        arrays = load_file(path)
+        about = {"format": "foretoken nasd 1", "vocab_size": "5", "ngram_size": "3", "storage": "levels"}
+        save_file({**arrays, **{name: change(arrays[name]) for name, change in changes.items()}}, path, about)
+
+    return damage
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "cannot be read"),
+        (lambda path: path.write_text("no tensors"), "cannot be read"),
+        (lambda path: save_file({"candidates": np.zeros(3)}, path, {"format": "x"}), "format 'x'"),
+        (edited(tokens1=lambda tokens: tokens + 3), "do not fit together"),
+        (edited(sizes2=lambda sizes: sizes + 1), "do not fit together"),
+        (edited(weights1=lambda weights: -weights), "do not fit together"),
+        (edited(totals2=lambda totals: totals * np.nan), "do not fit together"),
+        (edited(contexts2=lambda contexts: contexts[:, :1].copy()), "do not fit together"),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    path = saved(tmp_path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        NasdDrafter(shared=True, ngram_size=3, vocab_size=5, state_file=path)
+
+
+@pytest.mark.parametrize("options", [{"vocab_size": 6}, {"ngram_size": 4}, {"storage": "single"}])
+def test_files_of_another_vocabulary_or_of_other_ngrams_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = saved(tmp_path)
+    assert len(NasdDrafter(shared=True, ngram_size=3, vocab_size=5, state_file=path).learned or ()) == 6
+    with pytest.raises(ConfigError, match="use the file as it was made"):
+        NasdDrafter(shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
+
+
+# --- in the engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_leaves_the_text_of_a_batch_as_it_is(target: CausalLM, form: str) -> None:
+    requests = [(prompt, params) for prompt in PROMPTS for params in MODES.values()]
+    plain = decode(target, EmptyDrafter(), requests)
+    drafter = NasdDrafter(4, **FORMS[form])
+    for _ in range(2):
+        assert decode(target, drafter, requests).outputs == plain.outputs
+
+
+def test_a_call_after_a_restart_drafts_from_the_file_and_changes_no_token(tmp_path: Path) -> None:
+    config = {"method": "nasd", "shared": True, "state_file": str(tmp_path / "storage")}
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    for number, params in enumerate(MODES.values()):
+        params = replace(params, n=2, temperature=params.temperature)
+        plain = LLM(toy_model(VOCAB_SIZE)).generate(prompts, params)
+        runs = [LLM(toy_model(VOCAB_SIZE), config).generate(prompts, params) for _ in range(2)]
+        for run in runs:
+            assert [[one.token_ids for one in out.outputs] for out in run] == [
+                [one.token_ids for one in out.outputs] for out in plain
+            ]
+        accepted = [sum(out.metrics.speculative_decoding["num_accepted_draft_tokens"] for out in run) for run in runs]
+        assert number or accepted[1] > accepted[0]
