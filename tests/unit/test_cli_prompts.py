@@ -89,11 +89,9 @@ def program(*arguments: str, encoding: str, stdin: bytes = b"") -> subprocess.Co
 @pytest.mark.slow
 def test_an_encoding_that_cannot_hold_the_text_escapes_it() -> None:
     prompt = "Ŝi diris: “saluton” 🦊"
-    done = program("generate", *TINY, prompt, "--json", encoding="cp1252")
+    done = program("generate", *TINY, prompt, "--json", "--stop", "🦊", "--chat", encoding="cp1252")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.decode("cp1252"))["prompt"] == prompt
-    done = program("generate", *TINY, "Hi", "--stop", "🦊", "--chat", encoding="ascii")
-    assert done.returncode == 0, done.stderr
+    assert prompt in json.loads(done.stdout.decode("cp1252"))["prompt"]
 
 
 @pytest.mark.slow

@@ -51,10 +51,19 @@ def chains(head: EagleHead, depth: int) -> GrownEagleDrafter:
     return drafter(head, depth, num_branches=1, reranks=False, max_nodes=None)
 
 
-@pytest.mark.parametrize("generation", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_chains_and_hopeless_heads_conform(generation: int) -> None:
-    check_drafter(partial(chains, trained(generation)), target(), depths=(3,))
-    check_drafter(partial(drafter, random_head(generation)), target(), depths=(2,))
+@pytest.mark.parametrize(
+    ("generation", "is_hopeless"),
+    [
+        (3, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.full),
+        pytest.param(3, False, marks=pytest.mark.full),
+    ],
+)
+def test_chains_and_hopeless_heads_conform(generation: int, is_hopeless: bool) -> None:
+    """A chain of a head that knows the text, a tree of one that knows nothing."""
+    make = partial(drafter, random_head(generation)) if is_hopeless else partial(chains, trained(generation))
+    check_drafter(make, target(), depths=(2,) if is_hopeless else (3,))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -84,8 +84,10 @@ print(json.dumps([kind, dtype, cpu_has_bfloat16(), found == plain or dtype != "f
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("machine", "has_onednn"), [("aarch64", True), ("arm64", False)])
+@pytest.mark.parametrize(
+    ("machine", "has_onednn"),
+    [pytest.param("aarch64", True, marks=pytest.mark.full), pytest.param("arm64", False, marks=pytest.mark.slow)],
+)
 def test_the_package_works_where_the_operators_of_x86_are_missing(
     machine: str, has_onednn: bool, tmp_path: Path
 ) -> None:
