@@ -174,7 +174,7 @@ def filled_apart(lm: CausalLM, lengths: list[int]) -> KVCache:
 @pytest.mark.parametrize("exactness", ["default", "strict"])
 @pytest.mark.parametrize("name", ALL)
 def test_speculative_text_is_plain_text(name: str, exactness: str) -> None:
-    """Greedy and sampled rows in one batch; the model is prepared, and in strict mode measured, once for all methods."""
+    """Greedy and sampled rows in one batch; a model is prepared, and measured for strict mode, for all methods."""
     model = build(name, torch.float64 if exactness == "default" else torch.float32)
     prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7, 8, 9], [11] * 12]
     options: dict[str, Any] = {"execution": "compiled" if exactness == "strict" else "packed", "exactness": exactness}

@@ -52,7 +52,8 @@ def exact_attention(
 def exactly(model: nn.Module) -> None:
     """Let every linear layer give the same bits whatever it is called with."""
     for layer in linears(model):
-        layer.forward = lambda x, weight=whole(layer.weight.detach()): whole(x) @ weight.T / 2**32
+        weight = whole(layer.weight.detach()).T
+        layer.forward = lambda x, weight=weight: whole(x) @ weight / 2**32
 
 
 def exact_lm() -> CausalLM:
