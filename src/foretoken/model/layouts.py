@@ -92,4 +92,8 @@ class Layouts:
         limit = shapes.rows_per_call
         if bucket is not None:
             limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))
-        return Layout(positions[:, nodes.num_fed :], mask, flat, limit)
+        shown = positions[:, nodes.num_fed :]
+        offsets = cache.row_offsets(first_row, num_rows)
+        if offsets is not None:  # masks count in columns, the model in positions
+            shown = shown + torch.tensor(offsets, device=cache.device)[:, None]
+        return Layout(shown, mask, flat, limit)

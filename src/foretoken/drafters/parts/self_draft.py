@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.drafters.parts.sparse_view import SparseView
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
@@ -31,6 +32,7 @@ class SelfDrafter(Drafter):
     columns again in every layer.
 
     Args:
+      view: chosen columns of the target's cache, over which it drafts instead of over all of them.
       growth: arguments of `Growth`.
 
     Exactness: lossless for any variant; the target, its modules and its committed cache are never changed.
@@ -40,8 +42,9 @@ class SelfDrafter(Drafter):
     model: CausalLM
     _cache: KVCache
 
-    def __init__(self, **growth: Any) -> None:
+    def __init__(self, *, view: SparseView | None = None, **growth: Any) -> None:
         self.growth = Growth(**growth)
+        self._view = view
         self._target: CausalLM | None = None
         self._places: list[Place] = []  # of the rows of the cache, while a draft grows
 
@@ -53,7 +56,7 @@ class SelfDrafter(Drafter):
         """Called before every round of drafts; a variant that learns while it drafts does so here."""
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
-        self._cache = cache
+        self._cache = cache if self._view is None else self._view.bind(target, cache)
         if target is not self._target:
             self._target, self.model = target, self._variant(target)
         self.growth.takes_trees = target.supports_trees
@@ -65,7 +68,9 @@ class SelfDrafter(Drafter):
         ]
         last = max((slot for slot, draft in enumerate(drafts) if draft.cap > 0), default=-1)
         if last >= 0:
-            lengths = self._cache.lengths[: len(rows)]
+            if self._view is not None:
+                self._view.follow(drafts[: last + 1])
+            lengths = self._cache.lengths[: last + 1]
             self._places = [Place(slot, length) for slot, length in enumerate(lengths)]
             try:
                 self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
@@ -92,3 +97,5 @@ class SelfDrafter(Drafter):
 
     def forget(self, rows: Seq[Sequence]) -> None:
         self.growth.forget(rows)
+        if self._view is not None:
+            self._view.forget(rows)

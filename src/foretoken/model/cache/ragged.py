@@ -87,6 +87,10 @@ class KVCache(Cache):  # type: ignore[misc]
         lengths = self.lengths[first_row : first_row + num_rows]
         return lengths + [0] * (num_rows - len(lengths))
 
+    def row_offsets(self, first_row: int, num_rows: int) -> list[int] | None:
+        """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
+        return None
+
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling."""
         if capacity <= self.capacity and num_slots <= self.num_slots:

@@ -1,0 +1,95 @@
+"""Drafting with the target itself over a part of its own cache that does not grow with the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from foretoken.config.drafting import draft_length
+from foretoken.config.method import Method
+from foretoken.config.options import flag, option, whole
+from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.parts.sparse_view import SNAPKV, SparseView, ViewOptions
+from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
+from foretoken.drafters.selfdraft.quantized_self import quantized
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    from foretoken.drafters.materials import Materials
+    from foretoken.model import quantize, sublayers, votes
+    from foretoken.model.lm import CausalLM
+else:
+    quantize = Lazy("foretoken.model.quantize")
+    sublayers = Lazy("foretoken.model.sublayers")
+    votes = Lazy("foretoken.model.votes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseKVOptions(ViewOptions, LayerSetOptions):
+    """Keys of drafting over a part of the cache."""
+
+    method: ClassVar[str] = "sparse_kv"
+    num_speculative_tokens: int = draft_length(3)
+    quantize_draft: bool = option(flag(), False, "draft over 4-bit copies of the weights, too, as quantized_self does")
+    quantization_group_size: int = option(whole(1), 32, "inputs that share a scale in the 4-bit weights")
+
+
+class SparseKVDrafter(SelfDrafter):
+    """Drafts with the target over a constant number of columns of its cache; the target verifies over all of them.
+
+    A draft costs as much at the end of a long document as at its beginning. What it gains grows with the length of
+    the text and the number of rows, as keys and values come to weigh more than the weights that drafts read as well.
+
+    Source: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049); see `SparseView` for the selections.
+
+    Args:
+      view: which columns.
+      layer_set: sublayers that are left out of drafts besides.
+      group_size: of 4-bit weights, over which drafts run; None for the target's own.
+      options: see `SelfDrafter`.
+
+    Exactness, randomness: as of `SelfDrafter`.
+    """
+
+    name = "sparse_kv"
+
+    def __init__(
+        self, view: SparseView, *, layer_set: LayerSet | None = None, group_size: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(view=view, **options)
+        self.layer_set = layer_set or LayerSet()
+        self.group_size = group_size
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        if self.group_size is not None:
+            return quantized(target, self.group_size, self.layer_set)
+        if len(self.layer_set):
+            return skipping(target, self.layer_set)
+        return target.variant("a part of its cache", lambda *_: None)
+
+
+def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter:
+    """Refuses at once what the target cannot do: votes, layers that are left out, 4-bit weights."""
+    target = materials.target
+    if options.kv_selector == SNAPKV:
+        votes.Voter(target)
+    layer_set = options.given_set(target.num_layers)
+    if layer_set is not None:
+        for layer in target.layers:
+            sublayers.Sublayers.of(layer)
+        layer_set.check(target.num_layers, target.name)
+    group_size = options.quantization_group_size if options.quantize_draft else None
+    if group_size is not None:
+        quantize.quantizable(target.execution.model, group_size)
+    return SparseKVDrafter(
+        SparseView.of(options), layer_set=layer_set, group_size=group_size, **options.growth(target.vocab_size)
+    )
+
+
+METHOD = Method(
+    SparseKVOptions,
+    build,
+    summary="with the target itself over a small part of its own cache",
+    aliases=("magicdec", "streaming_kv"),
+)
