@@ -67,7 +67,7 @@ class Voter:
         self._votes: list[torch.Tensor] = []
 
     def votes(self, tokens: list[int], cache: KVCache, row: int) -> list[torch.Tensor]:
-        """Votes of the last tokens of a row of a cache for the columns before them, (H_kv, T - W) by layer.
+        """Votes of the last tokens of a row of a cache for the columns before them, (heads, T - W) by layer.
 
         Args:
           tokens: those that the last W columns of the row hold. The columns are left as they were, bit for bit.
@@ -78,9 +78,11 @@ class Voter:
         with cache.kept(row, length - len(tokens), length), seen_by(self._see):
             self.model.forward(Nodes.from_chains([tokens]), cache, first_row=row, keep=slice(0, 0))
         votes, self._votes = self._votes, []
-        if len(votes) != self.model.num_layers:
+        layers = [layer for layer in cache.layers if layer.is_initialized]
+        if len(votes) != self.model.num_layers or len(layers) != self.model.num_layers:
             raise self._refusal(self._refused)
-        return votes
+        # heads of attention that are made of one head of the cache vote together
+        return [of.view(layer.keys.shape[1], -1, of.shape[1]).sum(1) for of, layer in zip(votes, layers, strict=True)]
 
     def _see(
         self, _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **others: Any

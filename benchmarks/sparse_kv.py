@@ -1,0 +1,208 @@
+"""Drafting over a constant part of the cache on long documents: acceptance by budget, cost of a draft, speed by batch.
+
+    python benchmarks/sparse_kv.py acceptance --documents BOOKS --contexts 1024 2048 --budgets 64 256 1024
+    python benchmarks/sparse_kv.py cost --documents BOOKS --contexts 1024 2048 4096 7168
+    python benchmarks/sparse_kv.py speed --documents BOOKS --contexts 2048 7168 --batch-sizes 1 2 4 8 16
+
+BOOKS is a folder of .txt files; a prompt is a piece of one, followed by one of three tasks: go on, answer, summarise.
+Every text is compared with plain decoding of the same prompt. Acceptance can be taken on a busy machine; the other two
+take times, interleaved with plain decoding: leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
+from foretoken.engine.costs import Forward, filled_cache, forward_times
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.model.cache.prefixes import PrefixStore
+
+TASKS = (
+    None,
+    "Who speaks or acts in this passage, and what do they do? Answer in a few sentences.",
+    "Summarise this passage in a few sentences.",
+)
+"""None goes on with the text itself."""
+
+
+def prompts(llm: LLM, folder: Path, context: int, count: int) -> Iterator[list[int]]:
+    """Prompts of ``context`` tokens, task included, from places of their own in the documents."""
+    texts = [llm.tokenizer(path.read_text(encoding="utf-8"))["input_ids"] for path in sorted(folder.glob("*.txt"))]
+    if not texts:
+        raise SystemExit(f"{folder} holds no .txt files; name a folder of documents")
+    for number in range(count):
+        text, task = texts[number % len(texts)], TASKS[number // len(texts) % len(TASKS)]
+        start = 2000 + 9000 * (number // len(texts))
+        if task is None:
+            yield text[start : start + context]
+            continue
+        piece, ids = text[start : start + context], []
+        while not ids or len(ids) > context:
+            piece = piece[: len(piece) - (len(ids) - context if ids else 64)]
+            message = [{"role": "user", "content": f"{llm.tokenizer.decode(piece)}\n\n{task}"}]
+            ids = llm.tokenizer(llm.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))[
+                "input_ids"
+            ]
+        yield ids
+
+
+def sparse(llm: LLM, num_drafted: int, **keys: Any) -> Drafter:
+    config = SpeculativeConfig(method="sparse_kv", num_speculative_tokens=num_drafted, **keys)
+    return make_drafter(config, Materials(llm.target, tokenizer=llm.tokenizer))
+
+
+def run(llm: LLM, drafter: Drafter, texts: list[list[int]], options: argparse.Namespace, prefixes: PrefixStore) -> Any:
+    """Decode one batch; its rows and the seconds of its decode steps."""
+    params = SamplingParams(max_tokens=options.new_tokens, temperature=options.temperature, seed=1, ignore_eos=True)
+    engine = Engine(llm.target, drafter, EngineConfig(max_num_seqs=max(32, len(texts))), prefixes=prefixes)
+    rows = [engine.add_request(text, params)[0] for text in texts]
+    while engine.has_unfinished:
+        engine.step()
+    return rows, engine.profile.decode_seconds
+
+
+def acceptance(llm: LLM, options: argparse.Namespace) -> None:
+    for context in options.contexts:
+        texts = list(prompts(llm, options.documents, context, options.num_prompts))
+        prefixes = PrefixStore(len(texts))
+        plain = [row.output_ids for row in run(llm, EmptyDrafter(), texts, options, prefixes)[0]]
+        for selector in options.selectors:
+            for budget in options.budgets:
+                if budget > context:
+                    continue
+                drafter = sparse(llm, options.num_drafted, kv_budget=budget, kv_selector=selector, **options.keys)
+                rows, _ = run(llm, drafter, texts, options, prefixes)
+                drafted = sum(row.stats.num_draft_tokens for row in rows)
+                kept = sum(row.stats.num_accepted_draft_tokens for row in rows)
+                show(
+                    options,
+                    context=context,
+                    selector=selector,
+                    budget=budget,
+                    acceptance=round(kept / drafted, 3),
+                    tokens_per_step=round(
+                        sum(row.stats.num_emitted_tokens for row in rows) / sum(row.stats.num_steps for row in rows), 2
+                    ),
+                    equal=f"{sum(a.output_ids == b for a, b in zip(rows, plain, strict=True))}/{len(rows)}",
+                )
+
+
+def cost(llm: LLM, options: argparse.Namespace) -> None:
+    """Milliseconds of one node over the whole cache and over a view of it, of a verification, and of a choice."""
+    for context in options.contexts:
+        cache, length = filled_cache(llm.target, context, 64)
+        for budget in options.budgets:
+            if budget > length:
+                continue
+            drafter = sparse(llm, options.num_drafted, kv_budget=budget, kv_selector=options.selectors[0])
+            assert isinstance(drafter, SparseKVDrafter)
+            drafter.bind(llm.target, cache)
+            view = drafter._view
+            assert view is not None
+            row = view.cache.add_rows()
+            columns = (range(view.sinks), range(length - budget + view.sinks, length))
+            start = perf_counter()
+            view.cache.choose(row, cache, 0, [columns] * llm.target.num_layers)
+            chosen = perf_counter() - start
+            widths = (1, options.num_drafted + 1)
+            forwards = [Forward(llm.target, cache, width) for width in widths]
+            times = forward_times([*forwards, Forward(drafter.model, view.cache)], options.repeats)
+            whole, verify, draft = (1e3 * min(taken) for taken in times)
+            show(
+                options,
+                context=length,
+                budget=budget,
+                plain_ms=round(whole, 2),
+                verify_ms=round(verify, 2),
+                draft_ms=round(draft, 2),
+                choice_ms=round(1e3 * chosen, 2),
+            )
+
+
+def speed(llm: LLM, options: argparse.Namespace) -> None:
+    """Speed relative to plain decoding of the same batch, in turns: A B B A."""
+    for context in options.contexts:
+        for batch_size in options.batch_sizes:
+            texts = list(prompts(llm, options.documents, context, batch_size))
+            prefixes = PrefixStore(len(texts))
+            configs = [(s, b) for s in options.selectors for b in options.budgets if b <= context]
+            expected = [row.output_ids for row in run(llm, EmptyDrafter(), texts, options, prefixes)[0]]
+            for selector, budget in configs:
+                ratios, plain_rates, equal = [], [], 0
+                for turn in range(options.repeats):
+                    seconds = {}
+                    for arm in ("plain", "sparse") if turn % 2 == 0 else ("sparse", "plain"):
+                        drafter = (
+                            EmptyDrafter()
+                            if arm == "plain"
+                            else sparse(
+                                llm, options.num_drafted, kv_budget=budget, kv_selector=selector, **options.keys
+                            )
+                        )
+                        rows, seconds[arm] = run(llm, drafter, texts, options, prefixes)
+                        if arm == "sparse":
+                            equal = sum(row.output_ids == ids for row, ids in zip(rows, expected, strict=True))
+                    ratios.append(seconds["plain"] / seconds["sparse"])
+                    plain_rates.append(batch_size * options.new_tokens / seconds["plain"])
+                show(
+                    options,
+                    context=context,
+                    batch=batch_size,
+                    selector=selector,
+                    budget=budget,
+                    plain_tokens_per_second=round(median(plain_rates), 1),
+                    speed=round(median(ratios), 2),
+                    lowest=round(min(ratios), 2),
+                    highest=round(max(ratios), 2),
+                    equal=f"{equal}/{batch_size}",
+                )
+
+
+def show(options: argparse.Namespace, **found: Any) -> None:
+    print(
+        json.dumps(found) if options.json else "  ".join(f"{key} {value}" for key, value in found.items()), flush=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("acceptance", "cost", "speed"))
+    parser.add_argument("--documents", type=Path, help="folder of .txt files")
+    parser.add_argument("--model", default="zoo:smollm2")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 7168])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    parser.add_argument("--selectors", nargs="+", default=["streaming", "snapkv"])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--num-prompts", type=int, default=9)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--num-drafted", type=int, default=3, help="K")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--keys", type=json.loads, default={}, help="further keys of sparse_kv, as JSON")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    llm = LLM(options.model, dtype=options.dtype)
+    print(f"{options.model} {llm.target.dtype} {llm.target.execution.describe()} torch {torch.__version__}", flush=True)
+    {"acceptance": acceptance, "cost": cost, "speed": speed}[options.what](llm, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

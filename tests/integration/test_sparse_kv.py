@@ -1,0 +1,324 @@
+"""The target as its own drafter over a part of its own cache: what it attends to, and that no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_compiled import FAST as COMPILED
+from test_compiled import build
+from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
+from transformers import DynamicCache
+
+from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
+from foretoken import LLM
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.parts.draft import GrowingDraft
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.sparse_view import SparseView
+from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
+from foretoken.law.sampling import SamplingLaw
+from foretoken.model.cache.views import Piece, ViewCache
+from foretoken.model.execution import regions
+from foretoken.model.execution.packing import can_pack
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.votes import Voter
+from foretoken.testing import check_drafter, compare, toy_model
+from foretoken.tree import DraftTree
+from harness import adapter, first_attention, random_ids, tolerance
+
+
+def view(selector: str, budget: int = 8, refresh: int = 3, sinks: int = 1) -> SparseView:
+    window = budget - sinks if selector == "streaming" else 3
+    return SparseView(budget=budget, selector=selector, sinks=sinks, window=window, refresh=refresh)
+
+
+def sparse(
+    selector: str = "streaming", depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any
+) -> SparseKVDrafter:
+    return SparseKVDrafter(view(selector), target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "streaming": sparse,
+    "streaming-tree": lambda: sparse(num_branches=3),
+    "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), group_size=32),
+    "snapkv": lambda: sparse("snapkv"),
+    "snapkv-tree": lambda: sparse("snapkv", num_branches=3),
+    "union": lambda: UnionDrafter([NGramDrafter(4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),
+}
+FAST = {"streaming": COMPILED, "snapkv": COMPILED, "streaming-tree": ("gemma3",), "union": ("llama",)}
+OWN_ATTENTION = ("gemma2", "gpt-oss", "falcon", "falcon-multi-query")
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        pytest.param(name, drafter, marks=[] if name in FAST.get(drafter, ()) else pytest.mark.slow)
+        for drafter in DRAFTERS
+        for name in ARCHITECTURES
+        if "streaming" in drafter or name not in OWN_ATTENTION
+    ],
+)
+def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
+    """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
+    compare(run_mixed(name, DRAFTERS[drafter]()), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
+
+
+@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
+@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_sparse_drafters_conform(selector: str, num_branches: int) -> None:
+    target = CausalLM(toy_model(64), execution="eager")
+    check_drafter(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), target, depths=(1, 4))
+
+
+# -- the view ------------------------------------------------------------------------------------------------------
+
+
+def filled(lm: CausalLM, texts: list[list[int]]) -> Any:
+    """A cache that holds ragged texts."""
+    cache = lm.new_cache(len(texts), capacity=64)
+    lm.forward(Nodes.from_chains(texts), cache, keep=slice(0, 0))
+    cache.commit([range(len(text)) for text in texts])
+    return cache
+
+
+def kept_columns(length: int, budget: int, sinks: int, *, slides: bool) -> list[int]:
+    if length <= budget:
+        return list(range(length))
+    sinks = 0 if slides else sinks
+    return [*range(sinks), *range(length - budget + sinks, length)]
+
+
+def model_over_kept_keys(model: Any, lm: CausalLM, text: list[int], tree: DraftTree, budget: int) -> torch.Tensor:
+    """Logits of every node by `transformers` alone: each path over the kept keys, at the positions of the text."""
+    rows = []
+    for node in range(len(tree)):
+        path = [tree.tokens[0], *tree.path_tokens(node)]
+        whole, kept = DynamicCache(), DynamicCache()
+        model(torch.tensor([text]), past_key_values=whole)
+        for index, (layer, kind) in enumerate(zip(whole.layers, lm.layer_types, strict=True)):
+            columns = kept_columns(len(text), budget, 1, slides=kind == "sliding_attention")
+            kept.update(layer.keys[:, :, columns], layer.values[:, :, columns], index)
+        size = min(budget, len(text))
+        mask = torch.ones(len(path), size + len(path), dtype=torch.bool).tril(size)[None, None]
+        positions = torch.arange(len(text), len(text) + len(path))[None]
+        output = model(torch.tensor([path]), past_key_values=kept, position_ids=positions, attention_mask=mask)
+        rows.append(output.logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "execution"), [("llama", "eager"), ("gpt2", "eager"), ("llama", "packed"), ("llama", "compiled")]
+)
+@torch.inference_mode()
+def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str, execution: str) -> None:
+    """Ragged rows, chains and trees, in every execution; the whole cache gives something else.
+
+    Compiled in single precision, in which graphs of this architecture are made once for all tests.
+    """
+    if execution != "eager" and not can_pack():
+        pytest.skip("nothing can be packed here")
+    if execution == "compiled" and not any(map(regions.shutil.which, regions.COMPILERS)):
+        pytest.skip("no C++ compiler")
+    is_compiled = execution == "compiled"
+    model = build(name, torch.float32) if is_compiled else target_model(name, "sdpa")
+    bound = 1e-4 if is_compiled else 1e-9
+    lm = CausalLM(model, execution=execution)
+    assert (lm.execution.num_compiled > 0) == is_compiled
+    texts = [random_ids(30, 1), random_ids(5, 2), random_ids(19, 3)]
+    drafter = sparse()
+    source = filled(lm, texts)
+    drafter.bind(lm, source)
+    drafter._view.follow([draft_of(i, text) for i, text in enumerate(texts)])  # type: ignore[union-attr]
+    assert drafter._cache.lengths == [8, 5, 8]
+    for trees in (
+        [DraftTree.root(3)] * 3,
+        [DraftTree.chain(3, (4, 5)), DraftTree.root(7), DraftTree((7, 8, 9, 4), (-1, 0, 0, 1))],
+    ):
+        logits = drafter.model.forward(Nodes.from_trees(trees), drafter._cache)
+        whole = drafter.model.forward(Nodes.from_trees(trees), source)
+        for i, (text, tree) in enumerate(zip(texts, trees, strict=True)):
+            expected = model_over_kept_keys(model, lm, text, tree, 8)
+            torch.testing.assert_close(logits[i, : len(tree)], expected, atol=bound, rtol=bound)
+            assert ((whole[i, : len(tree)] - expected).abs().max() > 1e-3) == (len(text) > 8)
+
+
+@torch.inference_mode()
+def test_sliding_layers_keep_the_last_columns() -> None:
+    """Window 8 of gemma3 over a budget of 8: the first tokens of a draft see the last columns of the window alone."""
+    lm, model = adapter("gemma3"), target_model("gemma3", first_attention("gemma3"))
+    text = random_ids(30, 1)
+    drafter = sparse()
+    drafter.bind(lm, filled(lm, [text]))
+    drafter._view.follow([draft_of(0, text)])  # type: ignore[union-attr]
+    logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), drafter._cache)
+    window = model.config.sliding_window
+    whole, kept = DynamicCache(), DynamicCache()
+    model(torch.tensor([text]), past_key_values=whole)
+    masks = {}
+    for index, (layer, kind) in enumerate(zip(whole.layers, lm.layer_types, strict=True)):
+        columns = kept_columns(30, 8, 1, slides=kind == "sliding_attention")
+        kept.update(layer.keys[:, :, columns], layer.values[:, :, columns], index)
+        seen = torch.ones(1, 9, dtype=torch.bool)
+        if kind == "sliding_attention":
+            seen[0, : max(0, 9 - window)] = False
+        masks[kind] = seen[None, None]
+    expected = model(
+        torch.tensor([[3]]), past_key_values=kept, position_ids=torch.tensor([[30]]), attention_mask=masks
+    ).logits[0]
+    torch.testing.assert_close(logits[0], expected, atol=tolerance("gemma3"), rtol=1e-7)
+
+
+def draft_of(row_id: int, text: list[int]) -> GrowingDraft:
+    """A draft that is about to grow after a text and the pending token 3."""
+    params = SamplingParams(temperature=0.0)
+    law = SamplingLaw(params, vocab_size=VOCAB_SIZE)
+    return GrowingDraft(Sequence(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100), cap=4)
+
+
+def naive_choice(attentions: torch.Tensor, budget: int, sinks: int, window: int, num_kv_heads: int) -> list[set[int]]:
+    """Columns that every head of the cache keeps, from the attention (H_q, T, T) of a whole text, by loops."""
+    num_heads, length, _ = attentions.shape
+    group = num_heads // num_kv_heads
+    chosen = []
+    for head in range(num_kv_heads):
+        votes = [
+            sum(float(attentions[g, query, column]) for g in range(head * group, (head + 1) * group)
+                for query in range(length - window, length))
+            for column in range(length - window)
+        ]  # fmt: skip
+        pooled = [sum(votes[max(0, i - 2) : i + 3]) / 5 for i in range(len(votes))]
+        ranked = sorted(range(sinks, len(pooled)), key=lambda i: -pooled[i])
+        chosen.append({*range(sinks), *ranked[: budget - window - sinks], *range(length - window, length)})
+    return chosen
+
+
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+@torch.inference_mode()
+def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
+    """The columns of every layer and head, found again by their keys; and the target's cache stays as it was."""
+    if execution == "packed" and not can_pack():
+        pytest.skip("nothing can be packed here")
+    model = target_model("llama", "eager")
+    lm = CausalLM(target_model("llama", "sdpa"), execution=execution)
+    text = random_ids(40, 5)
+    source = filled(lm, [random_ids(6, 6), text])
+    before = [buffer.clone() for buffer in source._buffers()]
+    drafter = sparse("snapkv")
+    drafter.bind(lm, source)
+    forwards = lm.num_forwards
+    drafter._view.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])  # type: ignore[union-attr]
+    assert all(torch.equal(old, new) for old, new in zip(before, source._buffers(), strict=True))
+    assert source.lengths == [6, 40]
+    assert lm.num_forwards == forwards
+    attentions = model(torch.tensor([text]), output_attentions=True).attentions
+    differ = 0
+    for layer, attention in enumerate(attentions):
+        whole, kept = source.layers[layer].keys[1], drafter._cache.layers[layer].keys[1]
+        expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
+        for head, columns in enumerate(expected):
+            found = [int((whole[head, :40] == key).all(-1).nonzero()[0, 0]) for key in kept[head, :8]]
+            assert found == sorted(columns)
+            differ += found != [0, *range(33, 40)]
+    assert differ  # heads vote for more than the last columns
+
+
+def test_the_view_stays_small_and_is_chosen_anew() -> None:
+    """Whatever the length, a row of the view holds the budget and at most as many tokens as are to be kept besides."""
+    lm = adapter("llama")
+    drafter = sparse(depth=2)
+    engine = Engine(lm, drafter)
+    (row,) = engine.add_request(PROMPTS[4], SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
+    held = []
+    while engine.has_unfinished:
+        engine.step()
+        if not row.is_finished and row.num_output_tokens > 1:
+            held.append(drafter._cache.lengths[0])
+            assert drafter._cache.end(0) <= engine.cache.lengths[0]
+    assert max(held) <= 8 + 3
+    assert min(held) == 8
+    assert drafter._view.num_choices >= 60 // (3 + 3)  # type: ignore[union-attr]
+    assert len(drafter._cache.lengths) == len(drafter._cache.offsets) == 0
+
+
+@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
+def test_a_step_makes_one_target_forward_and_at_most_k_over_the_view(selector: str) -> None:
+    """A forward over the tokens that vote comes besides, whenever columns are chosen."""
+    target = CausalLM(toy_model(64), execution="eager")
+    drafter = sparse(selector, 3, 64)
+    engine = Engine(target, drafter)
+    for prompt in PROMPTS[:3]:
+        engine.add_request([token % 64 for token in prompt], SamplingParams(max_tokens=20, temperature=0.0))
+    while engine.has_unfinished:
+        before = (target.num_forwards, drafter.model.num_forwards)
+        engine.step()
+        assert target.num_forwards - before[0] == 1
+        assert drafter.model.num_forwards - before[1] <= 3
+    voter, choices = drafter._view._voter, drafter._view.num_choices  # type: ignore[union-attr]
+    assert choices > 0
+    assert (0 if voter is None else voter.model.num_forwards) == (choices if selector == "snapkv" else 0)
+
+
+def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
+    """Then the drafter is the target: 13 tokens at K = 3 are four steps of 4 at most, greedy and sampled."""
+    lm = adapter("llama")
+    for temperature in (0.0, 0.9):
+        drafter = SparseKVDrafter(view("streaming", 64), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+        engine = Engine(lm, drafter)
+        params = SamplingParams(max_tokens=16, temperature=temperature, seed=4, ignore_eos=True)
+        rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]
+        while engine.has_unfinished:
+            engine.step()
+        assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens == 12 for row in rows)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_budget": 4}, "kv_budget is 4 columns and kv_sinks is 4, which leaves none"),
+        ({"kv_budget": 16, "kv_sinks": 20}, "kv_budget is 16 columns and kv_sinks is 20"),
+        ({"kv_selector": "snapkv", "kv_budget": 30}, "kv_sinks=4 and kv_window=32 leave none"),
+        ({"kv_selector": "snapkv", "kv_budget": 64, "kv_window": 64}, "kv_window=64 leave none"),
+        ({"kv_window": 16}, "kv_selector='streaming' takes no votes"),
+        ({"kv_selector": "h2o"}, "choose one of streaming, snapkv"),
+        ({"kv_budget": 0}, "kv_budget"),
+        ({"kv_refresh": 0}, "kv_refresh"),
+        ({"quantize_draft": True, "quantization_group_size": 48}, "choose one of 32"),
+        ({"skipped_attention": [9]}, "names layers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(toy_model(64), speculative_config={"method": "sparse_kv", **config})
+
+
+def test_models_with_an_attention_of_their_own_are_refused_by_name() -> None:
+    lm = CausalLM(target_model("llama", "eager"), execution="eager")
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM runs an attention of its own.*'streaming'"):
+        Voter(lm)
+    config = {"method": "sparse_kv", "kv_selector": "snapkv"}
+    with pytest.raises(UnsupportedModelError, match="attention of its own"):
+        LLM(target_model("llama", "eager"), speculative_config=config)
+
+
+def test_views_refuse_gaps_and_layers_of_different_sizes() -> None:
+    lm = adapter("llama")
+    source = filled(lm, [random_ids(12, 1)])
+    cache = ViewCache(lm.num_layers, num_rows=1)
+    with pytest.raises(ShapeError, match=r"keep \[2, 3\] columns"):
+        cache.choose(0, source, 0, [(range(2),), (range(3),)])
+    with pytest.raises(ShapeError, match="ends at 0, not at 3"):
+        cache.append(source, [Piece(0, 0, 3, 5)])
