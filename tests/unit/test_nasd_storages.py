@@ -148,6 +148,16 @@ def test_a_prompt_counts_once_for_all_its_samples() -> None:
     assert proposed(drafter, copy) == (2, 3)
 
 
+def test_the_last_tokens_of_a_row_count_too() -> None:
+    """A drafter is told nothing of the step that ends a row; what it said is for the next one to know."""
+    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    row, other = started(drafter, 1, 2), started(drafter, 7, id=2)
+    row.token_ids += [8, 9]
+    drafter.forget([row, other])
+    assert proposed(drafter, started(drafter, 2, id=3)) == (8, 9)
+    assert num_observations(drafter, 1) == 1
+
+
 def test_a_prefix_that_is_reused_counts_once() -> None:
     drafter = NasdDrafter(2, shared=True, filler_top_k=0)
     first = started(drafter, 1, 2, 3, 4)

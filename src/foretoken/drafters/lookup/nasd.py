@@ -162,13 +162,13 @@ class NasdDrafter(PlannedDrafter):
         self._is_unsaved = True
         for row in rows:
             storage = self._storage_of[row.id] = self._new_storage() if self._shared is None else self._shared
-            storage.extend(row.token_ids, [], first=self._num_counted_of.pop(row.id, 1))
+            storage.extend(row.token_ids, [], first=self._num_counted_of.get(row.id, 1))
+            self._num_counted_of[row.id] = len(row.token_ids)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        if self._shared is None:
-            super().fork(row, copies)
-        else:  # the prompt has been counted
-            self._storage_of |= dict.fromkeys((copy.id for copy in copies), self._shared)
+        if self._shared is not None:  # the prompt has been counted
+            self._num_counted_of |= {copy.id: len(copy.token_ids) for copy in copies}
+        self.start(copies)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         storage, tokens, guess = self._storage_of[row.id], row.token_ids, self._guess(row)
@@ -187,6 +187,7 @@ class NasdDrafter(PlannedDrafter):
             num_emitted = len(result.emitted)
             first = len(row.token_ids) - num_emitted
             self._storage_of[row.id].extend(row.token_ids, self._runners_up(result.committed, num_emitted), first)
+            self._num_counted_of[row.id] = len(row.token_ids)
             self.length_policy.end(row, result.tree.depth, result.num_accepted)
 
     def _runners_up(self, features: Features, num_tokens: int) -> list[list[int]]:
@@ -201,8 +202,9 @@ class NasdDrafter(PlannedDrafter):
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
-            self._storage_of.pop(row.id, None)
-            self._num_counted_of.pop(row.id, None)
+            storage, num_counted = self._storage_of.pop(row.id, None), self._num_counted_of.pop(row.id, 1)
+            if storage is not None and storage is self._shared:  # nothing was said of the last step of a row
+                storage.extend(row.token_ids, [], first=num_counted)
             self.length_policy.forget(row)
         if self._shared is not None and self._state_file is not None and self._is_unsaved and not self._storage_of:
             self._is_unsaved = False
