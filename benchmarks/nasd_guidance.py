@@ -1,14 +1,14 @@
 """What the settings of n-gram assisted decoding do to its acceptance, for docs/methods/nasd.md.
 
-    python benchmarks/nasd_guidance.py record --model zoo:tiny --texts tiny.json [--num-prompts 40] [--max-new-tokens 64]
+    python benchmarks/nasd_guidance.py record --model zoo:tiny --texts tiny.json [--num-prompts 54] [--check]
     python benchmarks/nasd_guidance.py tables --texts tiny.json
 
 Under "match" the text does not depend on the drafter. So it is generated once, plainly, and written down with the ten
-tokens that the target ranked highest in every place; then the drafter of ``nasd`` itself is led along the text, once per
-setting, and no forward is needed. ``record --check`` holds one such walk against the engine's own counters.
+tokens that the target ranked highest in every place; then the drafter of ``nasd`` itself is led along the text, once
+per setting, and no forward is needed. ``record --check`` holds one such walk against the engine's own counters.
 
-Storages are "fresh" for every prompt, or "kept" from prompt to prompt. Intervals are 95 % bootstraps over prompts; changes
-are by the same prompts with ``filler_top_k=1``.
+Storages are "fresh" for every prompt, or "kept" from prompt to prompt. Intervals are 95 % bootstraps over prompts;
+changes are by the same prompts with ``filler_top_k=1``, or with n = 3.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def record(model: str, file: Path, num_prompts: int, max_new_tokens: int, check:
             walked = walks(texts[law], NasdDrafter)
             counters = [(row.stats.num_draft_tokens, row.stats.num_accepted_draft_tokens) for row in drafted]
             same = sum(tuple(walk[:2]) == counter for walk, counter in zip(walked.tolist(), counters, strict=True))
-            equal = sum(
-                list(row.output_ids) == text["output"] for row, text in zip(drafted, texts[law], strict=True)
-            )
+            equal = sum(list(row.output_ids) == text["output"] for row, text in zip(drafted, texts[law], strict=True))
             print(f"{law}: of {len(rows)} texts {equal} are equal with nasd; counters of {same} are those of the walk")
     file.write_text(json.dumps(texts), encoding="utf-8")
 
@@ -144,7 +142,7 @@ def walks(texts: Sequence[dict[str, Any]], make: Callable[..., NasdDrafter], kep
 
 
 class AsListed(NGramStorage):
-    """Weighs as the published listing: all of the top k count 1, the token that was said 1 more, the oldest of equals stays."""
+    """Weighs as listed: all of the top k count 1, the token that was said 1 more, the oldest of equals stays."""
 
     def extend(self, tokens: Sequence[int], ranked: Sequence[Sequence[int]], first: int) -> None:
         for place in range(max(first, 1), len(tokens)):
@@ -185,7 +183,7 @@ def resampled(counts: np.ndarray, above: int, below: int) -> np.ndarray:
         return sums[:, above] / sums[:, below]
 
 
-def show(title: str, counts: np.ndarray, base: np.ndarray | None = None) -> None:
+def show(title: str, counts: np.ndarray, base: np.ndarray) -> None:
     total = counts.sum(axis=0)
     rates = resampled(counts, 1, 0)
     cells = [
@@ -193,13 +191,13 @@ def show(title: str, counts: np.ndarray, base: np.ndarray | None = None) -> None
         f"{total[1] / total[0]:.3f} ({interval(rates)})",
         f"{total[2] / total[3]:.3f} ({interval(resampled(counts, 2, 3))})",
     ]
-    if base is not None:
-        first = base.sum(axis=0)
-        change = (total[1] / total[0]) / (first[1] / first[0]) - 1
-        with np.errstate(invalid="ignore", divide="ignore"):
-            low, high = np.nanpercentile(rates / resampled(base, 1, 0) - 1, [2.5, 97.5])
-        tau = (total[2] / total[3]) / (first[2] / first[3]) - 1
-        cells.append(f"{change:+.0%} ({low:+.0%} to {high:+.0%}); {tau:+.1%}")
+    first = base.sum(axis=0)
+    change = (total[1] / total[0]) / (first[1] / first[0]) - 1
+    with np.errstate(invalid="ignore", divide="ignore"):
+        low, high = np.nanpercentile(rates / resampled(base, 1, 0) - 1, [2.5, 97.5])
+    tau = (total[2] / total[3]) / (first[2] / first[3]) - 1
+    least, most = np.percentile(resampled(counts, 2, 3) / resampled(base, 2, 3) - 1, [2.5, 97.5])
+    cells.append(f"{change:+.0%} ({low:+.0%} to {high:+.0%}); {tau:+.1%} ({least:+.1%} to {most:+.1%})")
     print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
@@ -224,12 +222,12 @@ def tables(file: Path) -> None:
         for kept in (False, True):
             measure = partial(walks, texts[law], kept=kept)
             print(f"\n### {law}, {'kept' if kept else 'fresh'}\n")
-            print("| setting | drafted per step | acceptance rate | tokens per step | rate; tokens per step by top 1 |")
+            print("| setting | drafted per step | acceptance rate | tokens per step | change of rate; of tokens |")
             print("|---|---|---|---|---|")
-            for n in (2, 3, 4, 5):
-                show(f"n = {n}", measure(partial(NasdDrafter, ngram_size=n)))
-            for n in (2, 3, 4):
-                show(f"single, n = {n}", measure(partial(NasdDrafter, ngram_size=n, storage="single")))
+            base = measure(NasdDrafter)
+            for storage in ("levels", "single"):
+                for n in (2, 3, 4, 5):
+                    show(f"{storage}, n = {n}", measure(partial(NasdDrafter, ngram_size=n, storage=storage)), base)
             for title, make, others in (
                 ("weigh 0.25", NasdDrafter, {}),
                 ("weigh 1", NasdDrafter, {"filler_weight": 1.0}),

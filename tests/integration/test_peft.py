@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foretoken import LLM, speculate
+from foretoken.classic.adapters import opened
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.errors import UnsupportedModelError
 from foretoken.testing import toy_model
@@ -160,3 +161,29 @@ def test_a_wrapper_is_told_to_come_unwrapped() -> None:
     ):
         LLM(model)
     assert model.base_model.model is model.get_base_model()
+
+
+@pytest.mark.parametrize("kind", ["lora", "ia3", "loha", "oft"])
+def test_the_classic_functions_take_off_a_wrapper_that_changes_layers_alone(kind: str) -> None:
+    model = wrapped(kind)
+    assert opened(model) is model.get_base_model()
+    assert autoregressive_generate(IDS[0].tolist(), model, 12, eos_tokens_id=[]) == said(model)
+
+
+def test_the_classic_functions_read_virtual_tokens_through_their_wrapper() -> None:
+    """Prompt tuning puts tokens in front that no caller sees: without the wrapper the model says something else."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = toy_model(dtype=torch.float32)
+    inner = autoregressive_generate(IDS[0].tolist(), model, 12, eos_tokens_id=[])
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    with torch.no_grad():
+        for parameter in tuned.prompt_encoder.parameters():
+            parameter.normal_(std=2.0)
+    assert opened(tuned) is tuned
+    text = IDS[0].tolist()
+    for _ in range(12):
+        with torch.no_grad():
+            text.append(int(tuned(torch.tensor([text])).logits[0, -1].argmax()))
+    assert text[3:] != inner
+    assert autoregressive_generate(IDS[0].tolist(), tuned, 12, eos_tokens_id=[]) == text[3:]

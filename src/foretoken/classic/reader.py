@@ -1,15 +1,65 @@
-"""A model that reads one growing text."""
+"""Models that read one growing text, or several of one length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from foretoken.classic.adapters import ready
+from foretoken.classic.modules import PlainModule
 from foretoken.config.engine import EngineConfig
 from foretoken.loading.adapters import Adapter
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import Nodes
+
+
+class Readable(Protocol):
+    """What a call has to know of a model."""
+
+    name: str
+    vocab_size: int
+    context_length: int | None
+    device: torch.device
+
+
+class TextReader(Protocol):
+    """Reads one growing text."""
+
+    @property
+    def model(self) -> Readable:
+        """Whose logits they are."""
+        ...
+
+    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
+        """Logits (num_last, V) after the last tokens of the text."""
+        ...
+
+
+def reader_of(model: nn.Module, *, keeps_cache: bool) -> TextReader:
+    """A reader of any model; where a cache is asked for and the model's is not known, that is said.
+
+    Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
+    """
+    found = ready(model)
+    if isinstance(found, PlainModule):
+        if keeps_cache:
+            found.say_once()
+        return ModuleReader(found)
+    return Reader(found, keeps_cache=keeps_cache)
+
+
+class ModuleReader:
+    """Reads every text from its beginning, through the module as it is."""
+
+    def __init__(self, module: PlainModule) -> None:
+        self.model = module
+
+    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
+        """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module."""
+        return self.model.read([text], num_last)[0]
 
 
 class Reader:

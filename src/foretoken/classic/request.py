@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import Protocol
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.sequence import check_prompt
 from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError, PromptError
-from foretoken.model.lm import CausalLM
+
+
+class Limited(Protocol):
+    """A model with a vocabulary and a context."""
+
+    vocab_size: int
+    context_length: int | None
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, inputs: Sequence[int], model: CausalLM, max_gen_len: int, eos_tokens_id: int | Iterable[int]
-    ) -> Request:
+    def of(cls, inputs: Sequence[int], model: Limited, max_gen_len: int, eos_tokens_id: int | Iterable[int]) -> Request:
         """Check the arguments of a call.
 
         Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.accept.rules import Verdict, rejection
 from foretoken.classic.processed import ProcessedLaw, TorchNoise
-from foretoken.classic.reader import Reader
+from foretoken.classic.reader import TextReader
 from foretoken.classic.request import Request
 from foretoken.classic.trace import DraftedToken, Step, Trace
 from foretoken.tree import DraftTree
@@ -84,7 +84,7 @@ class Decoding:
     """
 
     request: Request
-    target: Reader
+    target: TextReader
     law: ProcessedLaw
     trace: Trace
     proposer: Proposer = field(default_factory=NoProposer)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from foretoken.classic.adapters import adapter_of
 from foretoken.classic.ngram_assisted.ngram_storage import INgramStorage
 from foretoken.classic.processed import ProcessedLaw
-from foretoken.classic.reader import Reader
+from foretoken.classic.reader import reader_of
 from foretoken.classic.request import Request, check_least
 from foretoken.classic.rounds import Decoding, Draft
 from foretoken.classic.trace import begin_trace
@@ -48,7 +47,7 @@ def ngram_assisted_speculative_generate(
     Args:
       inputs: token ids of one prompt; its n-grams are added to what the storage holds.
       ngramstorage: any `INgramStorage`; it keeps what it learns, until you ``reset`` it.
-      target: a `transformers` causal LM.
+      target: a `transformers` causal LM, or any module, as for `speculative_generate`.
       tokenizer: for ``debug`` only; None shows ids.
       gamma: tokens per draft.
       filler_top_k: of the target's likeliest tokens, how many are stored at every new place beside the one that was
@@ -69,7 +68,7 @@ def ngram_assisted_speculative_generate(
             f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
             "INgramStorage of your own"
         )
-    reader = Reader(adapter_of(target), keeps_cache=use_cache)
+    reader = reader_of(target, keeps_cache=use_cache)
     model = reader.model
     request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
     proposer = StorageProposer(request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown)

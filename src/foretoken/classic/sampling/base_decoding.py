@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from foretoken.classic.adapters import adapter_of
+from foretoken.classic.adapters import ready
+from foretoken.classic.modules import PlainModule
 from foretoken.classic.processed import ProcessedLaw
-from foretoken.classic.reader import Reader
+from foretoken.classic.reader import reader_of
 from foretoken.classic.request import Request, check_least
 from foretoken.classic.rounds import Decoding
 from foretoken.classic.sampling.beams import BeamSearch
@@ -36,7 +37,8 @@ def autoregressive_generate(
 
     Args:
       inputs: token ids of one prompt.
-      model: a `transformers` causal LM.
+      model: a `transformers` causal LM, or any module that returns logits (B, T, V), or an object with ``.logits``,
+        for token ids (B, T).
       max_gen_len: most tokens to generate; the model's context may end the output earlier.
       logits_processor: makes probabilities of logits and draws from them.
       eos_tokens_id: id or ids that end the output, [] for none; the one found is part of it.
@@ -51,12 +53,12 @@ def autoregressive_generate(
       precision.
     Randomness: torch's global generator, by the processor's ``sample``.
     """
-    adapter = adapter_of(model)
-    request = Request.of(inputs, adapter.target, max_gen_len, eos_tokens_id)
+    reader = reader_of(model, keeps_cache=use_cache)
+    request = Request.of(inputs, reader.model, max_gen_len, eos_tokens_id)
     decoding = Decoding(
         request,
-        Reader(adapter, keeps_cache=use_cache),
-        ProcessedLaw(logits_processor, adapter.target.vocab_size),
+        reader,
+        ProcessedLaw(logits_processor, reader.model.vocab_size),
         begin_trace("autoregressive_generate", len(request.prompt)),
         on_step=printing.printer(request.prompt, title="Autoregressive Step") if debug else None,
     )
@@ -97,9 +99,12 @@ def beam_search_generate(
     """
     check_least("num_beams", num_beams, 1)
     check_least("top_k", top_k, 1)
-    adapter = adapter_of(model)
-    request = Request.of(inputs, adapter.target, max_gen_len, eos_tokens_id)
-    search = BeamSearch(request, adapter, num_beams, min(top_k, adapter.target.vocab_size), min_length, alpha)
+    adapter = ready(model)
+    if isinstance(adapter, PlainModule):
+        adapter.say_once()
+    read = adapter if isinstance(adapter, PlainModule) else adapter.target
+    request = Request.of(inputs, read, max_gen_len, eos_tokens_id)
+    search = BeamSearch(request, adapter, num_beams, min(top_k, read.vocab_size), min_length, alpha)
     trace = begin_trace("beam_search_generate", len(request.prompt))
     for step in search.steps():
         trace.steps.append(step)

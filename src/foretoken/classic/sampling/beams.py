@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from foretoken.classic.modules import PlainModule
 from foretoken.classic.reader import feed
 from foretoken.classic.request import Request
 from foretoken.classic.trace import Step
@@ -47,12 +49,20 @@ class BeamSearch:
     """
 
     def __init__(
-        self, request: Request, adapter: Adapter, num_beams: int, top_k: int, min_length: float, alpha: float
+        self,
+        request: Request,
+        adapter: Adapter | PlainModule,
+        num_beams: int,
+        top_k: int,
+        min_length: float,
+        alpha: float,
     ) -> None:
         if not min_length > -1.0:
             raise ConfigError(f"min_length is {min_length}; it must be above -1, or the length penalty has no value")
         self._request = request
-        self._adapter = adapter
+        self._reader: _BeamReader = (
+            _ModuleReader(adapter) if isinstance(adapter, PlainModule) else _CacheReader(adapter)
+        )
         self._num_beams = num_beams
         self._top_k = top_k
         self._min_length = min_length
@@ -73,17 +83,9 @@ class BeamSearch:
 
     def steps(self) -> Iterator[Step]:
         """Extend all beams by one token at a time, in one forward each."""
-        cache = self._adapter.target.new_cache(1)
         while self.length < self._longest and self._can_improve():
             start = perf_counter()
-            if self.length:
-                cache.reorder([beam.parent for beam in self.running])
-                nodes = Nodes.from_chains([beam.tokens[-1:] for beam in self.running])
-                with self._adapter.lock:
-                    logits = self._adapter.target.forward(nodes, cache)[:, 0]
-                cache.commit([(0,)] * len(self.running))
-            else:
-                logits = feed(self._adapter, cache, self._request.prompt)
+            logits = self._reader.read(self._request.prompt, self.running)
             middle = perf_counter()
             self.length += 1
             self._select(self._candidates(logits))
@@ -123,3 +125,37 @@ class BeamSearch:
             return bool(self.running)
         penalty = max(self.penalty(max(self.length, 1)), self.penalty(self._longest))
         return self.running[0].score / penalty > self.finished[0].score
+
+
+class _BeamReader(Protocol):
+    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
+        """Logits (B, V) after the prompt and the tokens of every beam, all of one length."""
+        ...
+
+
+class _CacheReader:
+    """Reads the last token of every beam over a row of a cache, which is that of the beam it has come from."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._cache = adapter.target.new_cache(1)
+
+    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
+        if not beams[0].tokens:
+            return feed(self._adapter, self._cache, prompt)
+        self._cache.reorder([beam.parent for beam in beams])
+        nodes = Nodes.from_chains([beam.tokens[-1:] for beam in beams])
+        with self._adapter.lock:
+            logits = self._adapter.target.forward(nodes, self._cache)[:, 0]
+        self._cache.commit([(0,)] * len(beams))
+        return logits
+
+
+class _ModuleReader:
+    """Reads the whole text of every beam."""
+
+    def __init__(self, module: PlainModule) -> None:
+        self._module = module
+
+    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
+        return self._module.read([(*prompt, *beam.tokens) for beam in beams])[:, 0]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from foretoken.classic.adapters import adapter_of
 from foretoken.classic.processed import ProcessedLaw
-from foretoken.classic.reader import Reader
+from foretoken.classic.reader import Readable, TextReader, reader_of
 from foretoken.classic.request import Request, check_least
 from foretoken.classic.rounds import Decoding, Draft
 from foretoken.classic.trace import begin_trace
@@ -21,7 +20,7 @@ from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
 from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
 from foretoken.loading.pairing import check_vocab_sizes
-from foretoken.model.lm import CausalLM, fit_vocabulary
+from foretoken.model.lm import fit_vocabulary
 
 __all__ = ["max_fn", "speculative_generate"]
 
@@ -63,7 +62,8 @@ def speculative_generate(
 
     Args:
       inputs: token ids of one prompt.
-      drafter, target: `transformers` causal LMs with one tokenizer; their embeddings may be padded differently.
+      drafter, target: `transformers` causal LMs with one tokenizer, or any modules that return logits (B, T, V), or an
+        object with ``.logits``, for token ids (B, T); their vocabularies may be padded differently.
       tokenizer: for ``debug`` only; None shows ids.
       gamma: tokens per draft.
       use_egag: let the entropy of the drafter's law choose the draft length, again in every step.
@@ -96,8 +96,8 @@ def speculative_generate(
             UserWarning,
             stacklevel=3,
         )
-    target_reader = Reader(adapter_of(target), keeps_cache=use_cache)
-    draft_reader = Reader(adapter_of(drafter), keeps_cache=use_cache)
+    target_reader = reader_of(target, keeps_cache=use_cache)
+    draft_reader = reader_of(drafter, keeps_cache=use_cache)
     target_model, draft_model = target_reader.model, draft_reader.model
     num_tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
     check_vocab_sizes(target_model.vocab_size, draft_model.vocab_size, target_model.name, draft_model.name, num_tokens)
@@ -129,7 +129,7 @@ class ModelProposer:
     """
 
     def __init__(
-        self, reader: Reader, law: ProcessedLaw, target: CausalLM, gamma: int, egag: EgagLength | None = None
+        self, reader: TextReader, law: ProcessedLaw, target: Readable, gamma: int, egag: EgagLength | None = None
     ) -> None:
         self._reader = reader
         self._law = law
