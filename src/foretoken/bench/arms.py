@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -19,7 +19,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.stats import SequenceStats
+from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.model.lm import CausalLM
 
 
@@ -67,6 +67,7 @@ class Run:
       decode_seconds: from there to the end.
       stats: the engine's counters, None for other arms.
       step_seconds: between one emission and the next; they add up to ``decode_seconds``.
+      trace: the engine's steps, one by one.
     """
 
     token_ids: tuple[int, ...]
@@ -75,6 +76,7 @@ class Run:
     decode_seconds: float
     stats: SequenceStats | None = None
     step_seconds: tuple[float, ...] = ()
+    trace: tuple[StepTrace, ...] = ()
 
     @property
     def num_decoded(self) -> int:
@@ -140,7 +142,7 @@ class EngineArm(Arm):
                 if output.error is not None:
                     raise output.error
                 emissions.add(len(output.token_ids))
-        return emissions.as_run(row.output_ids, row.stats)
+        return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
 
     def run_batch(self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> tuple[int, float]:
         """All prompts as rows of one batch: tokens and seconds of the steps that decode.

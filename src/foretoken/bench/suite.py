@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from foretoken.bench import costs, equality
+from foretoken.bench.accepted import AcceptedLengths, accepted_lengths
 from foretoken.bench.arms import Arm, EngineArm, Sampling, TransformersArm
 from foretoken.bench.drafting import DraftCost, draft_costs
 from foretoken.bench.equality import Equality
@@ -200,6 +201,13 @@ class Suite:
         return costs.efficiencies(
             plain, arms, token_ids, self.settings.max_new_tokens, sampling, max(2, self.settings.repeats)
         )
+
+    def accepted(self, sampling: Sampling) -> list[AcceptedLengths]:
+        """Accepted lengths of every method that drafts chains here, on prompts of all kinds."""
+        prompts = [prompt.token_ids for prompt in self.prompts(None)]
+        arms = list({arm.name: arm for arm in (self.lineup.draft_arms()[0], *self.lineup.lookup_arms())}.values())
+        self._say(f"accepted lengths, {sampling.label}")
+        return [accepted_lengths(arm, prompts, self.settings.max_new_tokens, sampling) for arm in arms]
 
     def batch(self, sampling: Sampling) -> list[BatchRow]:
         """Ragged rows together against one by one, plain and drafted."""

@@ -28,7 +28,8 @@ def run(options: BenchOptions) -> None:
     Parts. speed: greedy, prompts of all kinds, at every context. copying: lookup where the output repeats the prompt.
     sampling: temperature 1. efficiency, lookup-efficiency: speed-up against what tau and the forwards allow. batch:
     ragged rows together against one by one. profile: where a step goes, by vocabulary and context. drafting:
-    microseconds per proposal of the drafters that make no forward, by context and size of the datastore.
+    microseconds per proposal of the drafters that make no forward, by context and size of the datastore. accepted:
+    how many drafted tokens are accepted, beside the geometric law that independent acceptances would follow.
 
     Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (partial
     results are kept).

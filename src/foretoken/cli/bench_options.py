@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.bench.which import WhichSettings
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
-EXTRA_PARTS = ("profile", "drafting")
+EXTRA_PARTS = ("profile", "drafting", "accepted")
 _QUICK: dict[str, Any] = {
     "num_prompts": 1,
     "max_new_tokens": 16,
@@ -151,7 +151,7 @@ class BenchOptions:
         typer.Option(help="With --methods: write the recommended config here, for --speculative-config @FILE."),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of sampling.", min=0)] = 0
-    profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {' and '.join(EXTRA_PARTS)}.")] = False
+    profile: Annotated[bool, typer.Option("--profile", help=f"Also the parts {', '.join(EXTRA_PARTS)}.")] = False
     draft_contexts: Annotated[
         str, typer.Option(help="Tokens of context at which the host time of drafting is measured.")
     ] = "1000,16000,128000"

@@ -56,6 +56,7 @@ def measure_parts(
 def _parts(suite: Suite, parts: list[str], results: dict[str, Any], console: Console) -> Iterator[None]:
     """After every table that was added to ``results``."""
     from foretoken.bench import report
+    from foretoken.bench.accepted_report import show_accepted
     from foretoken.progress import build_bar
 
     tables: list[Callable[[], SpeedTable]] = []
@@ -85,6 +86,13 @@ def _parts(suite: Suite, parts: list[str], results: dict[str, Any], console: Con
         yield
     if found:
         report.show_efficiency(console, found)
+    if "accepted" in parts:
+        lengths = []
+        for sampling in (suite.greedy, suite.sampled()):
+            lengths += suite.accepted(sampling)
+            results["accepted"] = report.plain_data(lengths)
+            yield
+        show_accepted(console, lengths)
     if "batch" in parts:
         rows = suite.batch(suite.greedy)
         report.show_batch(console, rows)

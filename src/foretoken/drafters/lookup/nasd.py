@@ -40,7 +40,7 @@ class NasdOptions(LengthOptions, BranchOptions):
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING, CONFIDENCE})
     num_speculative_tokens: int = draft_length(5)
     max_draft_nodes: int | None = node_limit()
-    ngram_size: int = option(whole(2), 3, "n of the longest n-gram, the predicted token included")
+    ngram_size: int = option(whole(2), 4, "n of the longest n-gram, the predicted token included")
     storage: str = option(
         one_of(STORAGES, {"ngramstorage": "levels", "onelevelngramstorage": "single"}),
         "levels",

@@ -1,0 +1,155 @@
+"""How many drafted tokens are accepted: as observed, and as if every token had the same independent chance."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+
+from foretoken.bench.arms import EngineArm, Sampling
+
+
+def expected_length(rate: float, num_drafted: int) -> float:
+    """Tokens that a step emits on average when each drafted one is accepted with the same chance, whatever went before.
+
+    Source: Leviathan et al. 2022, arXiv:2211.17192, equation 1: (1 - rate^(K + 1)) / (1 - rate), the bonus included;
+    the accepted ones follow a geometric law that is cut off at K.
+
+    Args:
+      rate: chance of acceptance, 0..1.
+      num_drafted: K, 0 or more.
+
+    At rate 0.5 and K = 2: 1 + 0.5 + 0.25 = 1.75.
+    """
+    return sum(rate**accepted for accepted in range(num_drafted + 1))
+
+
+@dataclass(frozen=True)
+class Position:
+    """The outcome of the drafted tokens in one place of their drafts, where all before them were accepted.
+
+    Args:
+      position: 1 for the first drafted token.
+      num_tested: drafts that came so far.
+    """
+
+    position: int
+    num_tested: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class AcceptedLengths:
+    """Steps of an arm by what they drafted and accepted.
+
+    The last step of a text is left out: the end of the text cuts it short, and not the target.
+
+    Args:
+      arm, sampling: whose steps these are.
+      num_prompts: that they are from.
+      steps: (tokens drafted on a chain, accepted ones, how many such steps); steps without a draft are not among them.
+    """
+
+    arm: str
+    sampling: str
+    num_prompts: int
+    steps: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(count for _, _, count in self.steps)
+
+    @property
+    def mean_drafted(self) -> float:
+        return self._mean(lambda drafted, accepted: drafted)
+
+    @cached_property
+    def rate(self) -> float:
+        """The chance of a token that came to be tested: accepted by accepted and rejected.
+
+        The likeliest chance, if there were one for all. Not the acceptance rate, which divides by all that was drafted.
+        """
+        num_accepted = sum(accepted * count for _, accepted, count in self.steps)
+        num_rejected = sum(count for drafted, accepted, count in self.steps if accepted < drafted)
+        return num_accepted / max(1, num_accepted + num_rejected)
+
+    @property
+    def observed(self) -> float:
+        """Tokens per step that drafted, the bonus included."""
+        return self._mean(lambda drafted, accepted: 1 + accepted)
+
+    @property
+    def expected(self) -> float:
+        """The same by the formula, at `rate` and the length of every draft."""
+        return self._mean(lambda drafted, accepted: expected_length(self.rate, drafted))
+
+    @property
+    def expected_from_first(self) -> float:
+        """The same at the rate of first positions, which is what drafts of one token would show."""
+        rate = self.positions[0].rate if self.steps else 0.0
+        return self._mean(lambda drafted, accepted: expected_length(rate, drafted))
+
+    @property
+    def histogram(self) -> dict[int, float]:
+        """Accepted tokens -> share of the steps."""
+        found: Counter[int] = Counter()
+        for _, accepted, count in self.steps:
+            found[accepted] += count
+        return {length: found[length] / self.num_steps for length in range(max(found, default=-1) + 1)}
+
+    @property
+    def expected_histogram(self) -> dict[int, float]:
+        """The same by the truncated geometric law, at `rate` and the length of every draft."""
+        found: defaultdict[int, float] = defaultdict(float)
+        for drafted, _, count in self.steps:
+            for length in range(drafted):
+                found[length] += self.rate**length * (1 - self.rate) * count
+            found[drafted] += self.rate**drafted * count
+        return {length: found[length] / self.num_steps for length in range(max(found, default=-1) + 1)}
+
+    @property
+    def distance(self) -> float:
+        """Total variation between both histograms, 0..1: the share of steps that would have to change."""
+        lengths = self.histogram.keys() | self.expected_histogram.keys()
+        return sum(abs(self.histogram.get(n, 0.0) - self.expected_histogram.get(n, 0.0)) for n in lengths) / 2
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """The chance by position. Were acceptances independent, it would be the same everywhere."""
+        longest = max((drafted for drafted, _, _ in self.steps), default=0)
+        found = []
+        for position in range(1, longest + 1):
+            reached = [
+                (accepted, count)
+                for drafted, accepted, count in self.steps
+                if drafted >= position and accepted >= position - 1
+            ]
+            num_tested = sum(count for _, count in reached)
+            if num_tested:
+                num_accepted = sum(count for accepted, count in reached if accepted >= position)
+                found.append(Position(position, num_tested, num_accepted / num_tested))
+        return tuple(found)
+
+    def _mean(self, value: Callable[[int, int], float]) -> float:
+        total = sum(value(drafted, accepted) * count for drafted, accepted, count in self.steps)
+        return total / max(1, self.num_steps)
+
+
+def accepted_lengths(
+    arm: EngineArm, prompts: Iterable[Seq[int]], max_new_tokens: int, sampling: Sampling
+) -> AcceptedLengths:
+    """Decode prompts one after another with an arm that drafts chains, and count its steps.
+
+    Raises: what a row ended with, if that is an error.
+    """
+    found: Counter[tuple[int, int]] = Counter()
+    num_prompts = 0
+    for prompt in prompts:
+        steps = arm.run(prompt, max_new_tokens, sampling).trace[:-1]
+        found.update((step.drafted, step.accepted) for step in steps if step.drafted)
+        num_prompts += 1
+    return AcceptedLengths(
+        arm.name, sampling.label, num_prompts, tuple((*step, count) for step, count in sorted(found.items()))
+    )

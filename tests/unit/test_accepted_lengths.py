@@ -1,0 +1,96 @@
+"""Accepted lengths beside the truncated geometric law: exact where it holds, wrong where tokens are not independent."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from foretoken.bench.accepted import AcceptedLengths, accepted_lengths, expected_length
+from foretoken.bench.accepted_report import show_accepted
+from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.model.lm import CausalLM
+from foretoken.testing import PROMPTS, toy_model
+
+
+def lengths_of(*steps: tuple[int, int, int]) -> AcceptedLengths:
+    return AcceptedLengths("arm", "greedy", 1, steps)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("num_drafted", [0, 1, 4])
+def test_the_formula_is_the_mean_over_all_outcomes(rate: float, num_drafted: int) -> None:
+    mean = 0.0
+    for outcome in itertools.product((True, False), repeat=num_drafted):
+        chance = 1.0
+        for is_accepted in outcome:
+            chance *= rate if is_accepted else 1.0 - rate
+        mean += chance * (1 + len(list(itertools.takewhile(bool, outcome))))
+    assert expected_length(rate, num_drafted) == pytest.approx(mean, abs=1e-12)
+
+
+def test_a_small_table_by_hand() -> None:
+    """Two drafts of 2: one accepted whole, one rejected at once; one draft of 1, rejected."""
+    found = lengths_of((1, 0, 1), (2, 0, 1), (2, 2, 1))
+    assert found.rate == 2 / 4
+    assert found.observed == pytest.approx((1 + 1 + 3) / 3)
+    assert found.expected == pytest.approx((1.5 + 1.75 + 1.75) / 3)
+    assert found.histogram == {0: 2 / 3, 1: 0.0, 2: 1 / 3}
+    assert found.expected_histogram == pytest.approx({0: 0.5, 1: (0.5 + 2 * 0.25) / 3, 2: 2 * 0.25 / 3})
+    assert found.distance == pytest.approx(1 / 3)
+    assert [(place.num_tested, place.rate) for place in found.positions] == [(3, 1 / 3), (1, 1.0)]
+    assert found.expected_from_first == pytest.approx((4 / 3 + 2 * (1 + 1 / 3 + 1 / 9)) / 3)
+
+
+def drawn(chances: list[float], num_steps: int, num_drafted: int = 5) -> AcceptedLengths:
+    """Steps whose tokens are accepted independently, each step with one of the chances."""
+    rng = random.Random(0)
+    found: Counter[int] = Counter()
+    for step in range(num_steps):
+        chance = chances[step % len(chances)]
+        found[next((place for place in range(num_drafted) if rng.random() >= chance), num_drafted)] += 1
+    return lengths_of(*((num_drafted, accepted, count) for accepted, count in sorted(found.items())))
+
+
+def test_independent_acceptances_follow_the_formula() -> None:
+    """20,000 steps: the mean has a standard error of 0.012, so the bound is four of them and more."""
+    found = drawn([0.6], 20_000)
+    assert found.rate == pytest.approx(0.6, abs=0.01)
+    assert found.observed == pytest.approx(found.expected, abs=0.05)
+    assert found.distance < 0.02
+    assert all(abs(place.rate - 0.6) < 0.03 for place in found.positions)
+
+
+def test_easy_and_hard_places_make_the_formula_wrong() -> None:
+    """Half of the steps at 0.95 and half at 0.25: later positions are reached in easy places only."""
+    found = drawn([0.95, 0.25], 20_000)
+    rates = [place.rate for place in found.positions]
+    assert rates[0] == pytest.approx(0.6, abs=0.02)
+    assert rates == sorted(rates)
+    assert rates[-1] > 0.9
+    assert found.expected_from_first < found.observed - 0.5
+    assert found.distance > 0.2
+
+
+def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:
+    arm = EngineArm("ngram", CausalLM(toy_model(64), execution="eager"), NGramDrafter(4, prompt_lookup_min=1))
+    found = accepted_lengths(arm, PROMPTS, 20, Sampling())
+    runs = [arm.run(prompt, 20, Sampling()) for prompt in PROMPTS]
+    steps = [step for run in runs for step in run.trace[:-1] if step.drafted]
+    assert found.num_prompts == len(PROMPTS)
+    assert found.num_steps == len(steps) > 0
+    assert found.observed == pytest.approx(sum(1 + step.accepted for step in steps) / len(steps))
+    assert max(drafted for drafted, _, _ in found.steps) <= 4
+
+
+def test_the_tables_show_both_and_take_no_steps_at_all() -> None:
+    console = Console(width=110, record=True, file=io.StringIO())
+    show_accepted(console, [lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of()])
+    text = console.export_text()
+    assert "0.500" in text  # of the steps, nine accepted: 7 and more
+    assert text.count("observed") == 3
