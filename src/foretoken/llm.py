@@ -109,6 +109,7 @@ class LLM:
             prefill_chunk_size=prefill_chunk_size,
             exactness=exactness,
             strict_width=strict_width,
+            contains_faults=True,
         )
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
         config = SpeculativeConfig.parse(speculative_config)
@@ -216,11 +217,11 @@ class LLM:
           sampling_params: one for all prompts, or one for each.
           use_tqdm: show a progress bar; None shows one for several prompts on a terminal.
 
-        Returns: one result per prompt, in order. A row whose logits turn out NaN ends with the reason "error"; the
-          others are not affected.
+        Returns: one result per prompt, in order. A row whose logits turn out NaN, or whose logits processor raises,
+          ends with the reason "error"; the others are not affected. A drafter that raises only ends its drafting.
         Raises:
           PromptError, ConfigError: before anything runs, naming the prompt.
-          NumericsError: every sample of every prompt ended in an error.
+          NumericsError, or what a logits processor has raised: every sample of every prompt ended in an error.
         """
         with self.stream(prompts, sampling_params) as stream, _bar(use_tqdm, stream.num_prompts) as bar:
             for delta in stream:
@@ -279,7 +280,7 @@ class LLM:
         """Another engine over the target, with a drafter of one's own, under "match"; other calls wait meanwhile."""
         with self._lock:
             self.target.refresh()
-            config = replace(self.engine_config, acceptance=MATCH.name)
+            config = replace(self.engine_config, acceptance=MATCH.name, contains_faults=False)
             yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 
     def _new_engine(self) -> Engine:

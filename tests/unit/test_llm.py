@@ -401,7 +401,7 @@ class Failing(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [MemoryError("broken"), KeyboardInterrupt()], ids=repr)
 def test_an_exception_inside_a_step_leaves_the_llm_usable(llm: LLM, error: BaseException) -> None:
     expected = ids(llm.generate(STORY, GREEDY))
     params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[Failing(error)])
@@ -414,12 +414,23 @@ def test_an_exception_inside_a_step_leaves_the_llm_usable(llm: LLM, error: BaseE
 def test_a_broken_step_tells_every_stream_that_had_rows(llm: LLM) -> None:
     stream = llm.stream(STORY, GREEDY)
     next(stream)
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[Failing(MemoryError("broken"))])
+    with pytest.raises(MemoryError, match="broken"):
+        llm.generate(QUESTION, params)
+    with pytest.raises(MemoryError, match="broken"):
+        list(stream)
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+def test_a_row_that_breaks_off_tells_its_own_call_alone(llm: LLM) -> None:
+    expected = ids(llm.generate(STORY, GREEDY))
+    stream = llm.stream(STORY, GREEDY)
+    next(stream)
     params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[Failing(RuntimeError("broken"))])
     with pytest.raises(RuntimeError, match="broken"):
         llm.generate(QUESTION, params)
-    with pytest.raises(RuntimeError, match="broken"):
-        list(stream)
-    assert llm.generate(STORY, GREEDY)[0].finished
+    list(stream)
+    assert ids(stream.outputs()) == expected
 
 
 def nan_after(num_calls: int) -> Any:

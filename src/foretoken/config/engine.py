@@ -24,6 +24,9 @@ class EngineConfig:
       strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
         at them too, so compare results of one width.
       typical: what "typical" accepts.
+      contains_faults: an exception of a drafter ends its drafting for the rows that it was working on, and one of a
+        logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
+        Otherwise such exceptions are raised, which ends all rows that run.
       output_scores, output_logits: return processed scores and raw logits of every emitted token.
     """
 
@@ -34,6 +37,7 @@ class EngineConfig:
     exactness: str = "default"
     strict_width: int = 16
     typical: TypicalLimits = field(default_factory=TypicalLimits)
+    contains_faults: bool = False
     output_scores: bool = False
     output_logits: bool = False
 

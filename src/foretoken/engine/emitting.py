@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.outputs import Emitted, RowOutput
+from foretoken.errors import ForetokenError
 from foretoken.law.sampling import failure
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     member.is_in_doubt = has_failed and tree.num_draft_tokens > 0
     error = failure(logits[verdict.path[-1]], row.law) if has_failed and not member.is_in_doubt else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
-    tokens, finish = _until_the_end(member.checker, decided)
+    try:
+        tokens, finish = _until_the_end(member.checker, decided)
+    except Exception as fault:  # of a tokenizer, while stop strings are looked for
+        if isinstance(fault, MemoryError) or not config.contains_faults:
+            raise
+        tokens, finish, error, member.is_in_doubt = [], None, fault, False
     accepted = verdict.path[1 : len(tokens) + 1]
     chosen_at = Emitted(row, tree, verdict.path[: len(tokens)], logits)
     output = RowOutput(
@@ -50,8 +56,13 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     if finish is not None:
         row.finish_reason, row.stop_reason = finish.reason, finish.cause
     elif error is not None:
-        row.finish_reason, row.stop_reason = "error", str(error)
+        row.finish_reason, row.stop_reason = "error", told(error)
     return output
+
+
+def told(error: Exception) -> str:
+    """An error as the result of a row tells it: ours speak for themselves, others with their type."""
+    return str(error) if isinstance(error, ForetokenError) else f"{type(error).__name__}: {error}"
 
 
 def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None]:

@@ -18,6 +18,7 @@ from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.emitting import emit
 from foretoken.engine.features import ForwardFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
+from foretoken.engine.guarding import GuardedDrafter
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
 from foretoken.engine.prefill import Prefill
 from foretoken.engine.proposing import Proposing
@@ -80,15 +81,16 @@ class Engine:
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         self.cache = target.new_cache()
+        drafter = self._guarded = GuardedDrafter(drafter) if self.config.contains_faults else drafter
         self._reuse = Reuse(prefixes, target, self.cache, drafter, self.config)
-        self.drafter.bind(target, self.cache)
+        drafter.bind(target, self.cache)
         self.profile = StepProfile()
         self._batch = Batch(self.cache, self.config.max_num_seqs)
         self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self._proposing = Proposing(drafter, target, self._forwards, self.config)
-        self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer)
+        self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._is_broken = False
         self._entered = threading.Lock()
 
@@ -256,4 +258,4 @@ class Engine:
         """Tell the drafter of the rows that go on."""
         going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]
         results = [StepResult(trees[i], paths[i], outputs[i].token_ids, features.of(i)) for i in going_on]
-        self.drafter.observe([outputs[i].row for i in going_on], results)
+        self._guarded.observe([outputs[i].row for i in going_on], results)

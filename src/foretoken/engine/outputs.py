@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import ForetokenError
 from foretoken.law import sampling
 from foretoken.tree import DraftTree
 
@@ -44,7 +43,7 @@ class RowOutput:
     token_ids: tuple[int, ...]
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
-    error: ForetokenError | None = None
+    error: Exception | None = None
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 

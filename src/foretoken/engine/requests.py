@@ -15,6 +15,7 @@ from foretoken.law.sampling import SamplingLaw
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from foretoken.config.engine import EngineConfig
     from foretoken.config.sampling import SamplingParams
     from foretoken.model.lm import CausalLM
 
@@ -27,6 +28,7 @@ class Requests:
       max_model_len: tokens of the longest row.
       eos_token_ids: tokens that end a row.
       tokenizer: needed for stop strings only.
+      config: of the engine.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Requests:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         tokenizer: PreTrainedTokenizerBase | None,
+        config: EngineConfig,
     ) -> None:
         self._target = target
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._tokenizer = tokenizer
+        self._config = config
         self._ids = count()  # unique also when requests are added from several threads
 
     def new_id(self) -> str:
@@ -68,6 +72,7 @@ class Requests:
             device=self._target.device,
         )
         law.seed = seed
+        law.contains_faults = self._config.contains_faults
         return law
 
     def _member(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Member:

@@ -38,7 +38,11 @@ class StepTrace:
 
 @dataclass
 class SequenceStats:
-    """Counters of one row, with a record of every step."""
+    """Counters of one row.
+
+    Attributes:
+      drafter_error: the exception that has ended drafting for the row; empty where none has.
+    """
 
     num_steps: int = 0
     num_spec_steps: int = 0
@@ -48,6 +52,7 @@ class SequenceStats:
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    drafter_error: str = ""
 
     def credit(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
@@ -78,6 +83,7 @@ class SequenceStats:
         self.acceptance_histogram.update(other.acceptance_histogram)
         self.drafted_by.update(other.drafted_by)
         self.accepted_by.update(other.accepted_by)
+        self.drafter_error = self.drafter_error or other.drafter_error
 
     @property
     def draft_acceptance_rate(self) -> float:

@@ -141,14 +141,16 @@ def choose_siblings(
     return (tokens if columns is None else names[tokens]), values
 
 
-def failure(logits: Tensor, law: SamplingLaw) -> NumericsError:
-    """The error for a row (V,) of logits whose choice was -1."""
+def failure(logits: Tensor, law: SamplingLaw) -> Exception:
+    """The error for a row (V,) of logits whose choice was -1: that of the model, or of what has processed them."""
     if bool(torch.isnan(logits).any()):
         return NumericsError("the model returned NaN logits; try a wider dtype, or check the weights")
     if not bool((logits > -torch.inf).any()):
         return NumericsError("the model returned -inf for every token; check its attention mask and weights")
     if bool((logits == torch.inf).any()):
         return NumericsError("the model returned infinite logits; try a wider dtype, or check the weights")
+    if law.fault is not None:
+        return law.fault
     return NumericsError(
         "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
         f"no_repeat_ngram_size, logit_bias, min_tokens or logits_processors ({law.params})"

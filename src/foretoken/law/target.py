@@ -43,6 +43,8 @@ class SamplingLaw:
       seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
       eos_token_ids: as given.
       custom_processor_seconds: time spent in ``params.logits_processors``.
+      contains_faults: whether an exception of one of them only leaves its nodes without a distribution.
+      fault: that of their last call, if there was one.
 
     Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
     """
@@ -62,6 +64,8 @@ class SamplingLaw:
         self.device = torch.device(device)
         self.seed = noise.fresh_seed() if params.seed is None else params.seed
         self.custom_processor_seconds = 0.0
+        self.contains_faults = False
+        self.fault: Exception | None = None
         self.num_output_tokens = 0
         self.is_greedy = params.temperature == 0.0
         self.warper = Warper() if self.is_greedy else Warper.of(params)
@@ -163,12 +167,25 @@ class SamplingLaw:
     def run_custom(self, scores: Tensor, paths: Sequence[Path]) -> Tensor:
         """The user's processors on nodes of one depth d: float32 (b, V) and b paths -> float32 (b, V).
 
-        They get the whole prefixes, (b, T + d).
+        They get the whole prefixes, (b, T + d). Where faults are contained, what they raise is kept in ``fault``, and
+        the nodes have no distribution: NaN.
         """
         prefixes = torch.tensor([[*self._tokens, *path] for path in paths], device=scores.device)
-        start = perf_counter()
-        for processor in self.params.logits_processors or ():
-            scores = processor(prefixes, scores)
+        start, shape = perf_counter(), scores.shape
+        self.fault = None
+        try:
+            for processor in self.params.logits_processors or ():
+                scores = processor(prefixes, scores)
+                if not isinstance(scores, Tensor) or scores.shape != shape:
+                    found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                    raise ShapeError(f"logits processor {processor!r} returned {found}, not scores {tuple(shape)}")
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as fault:
+            if not self.contains_faults:
+                raise
+            self.fault = fault
+            return torch.full(shape, torch.nan, device=prefixes.device)
         self.custom_processor_seconds += perf_counter() - start
         return scores.float()
 

@@ -188,9 +188,11 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
     ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
     accepted counts that occurred, as strings of integers. Where several drafters had a part, ``by_drafter`` says what
-    each has proposed.
+    each has proposed. ``drafter_error`` is there where an exception has ended the drafting of a row, and says which.
     """
-    drafters = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
+    drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
+    if stats.drafter_error:
+        drafters["drafter_error"] = stats.drafter_error
     histogram = {str(count): stats.acceptance_histogram[count] for count in sorted(stats.acceptance_histogram)}
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,

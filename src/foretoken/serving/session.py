@@ -12,7 +12,6 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import RowOutput, TokenLogprobs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
-from foretoken.errors import ForetokenError
 from foretoken.serving.outputs import (
     CompletionOutput,
     FrozenList,
@@ -40,7 +39,7 @@ class Sample:
     stop_reason: int | str | None = None
     started: float | None = None
     ended: float = 0.0
-    error: ForetokenError | None = None
+    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -108,7 +107,7 @@ class Session:
         return sum(len(sample.token_ids) for request in self.requests for sample in request.samples)
 
     @property
-    def error(self) -> ForetokenError | None:
+    def error(self) -> Exception | None:
         """The error of the first sample, when every sample ended in one."""
         errors = [sample.error for request in self.requests for sample in request.samples]
         return errors[0] if errors and all(error is not None for error in errors) else None

@@ -20,7 +20,7 @@ from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
 from foretoken.engine.drafter import Budget, Drafter, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError, ForetokenError, PromptError
+from foretoken.errors import ConfigError, PromptError
 from foretoken.llm import LLM, ModelLike
 from foretoken.serving.outputs import FrozenList
 from foretoken.serving.prompts import PromptLike, is_single, read_prompt
@@ -84,7 +84,7 @@ def trajectory(
 
 
 def _raise_failure(outputs: Seq[RowOutput]) -> None:
-    error: ForetokenError | None = next((output.error for output in outputs if output.error is not None), None)
+    error = next((output.error for output in outputs if output.error is not None), None)
     if error is not None:
         raise error
 

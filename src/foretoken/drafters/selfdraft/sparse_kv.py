@@ -46,7 +46,8 @@ class SparseKVDrafter(SelfDrafter):
     Args:
       view: which columns.
       layer_set: sublayers that are left out of drafts besides.
-      group_size: of 4-bit weights, over which drafts run; None for the target's own.
+      quantizes: whether drafts run over 4-bit copies of the weights.
+      group_size: inputs that share a scale in these.
       options: see `SelfDrafter`.
 
     Exactness, randomness: as of `SelfDrafter`.
@@ -55,14 +56,21 @@ class SparseKVDrafter(SelfDrafter):
     name = "sparse_kv"
 
     def __init__(
-        self, view: SparseView, *, layer_set: LayerSet | None = None, group_size: int | None = None, **options: Any
+        self,
+        view: SparseView,
+        *,
+        layer_set: LayerSet | None = None,
+        quantizes: bool = SparseKVOptions.quantize_draft,
+        group_size: int = SparseKVOptions.quantization_group_size,
+        **options: Any,
     ) -> None:
         super().__init__(view=view, **options)
         self.layer_set = layer_set or LayerSet()
+        self.quantizes = quantizes
         self.group_size = group_size
 
     def _variant(self, target: CausalLM) -> CausalLM:
-        if self.group_size is not None:
+        if self.quantizes:
             return quantized(target, self.group_size, self.layer_set)
         if len(self.layer_set):
             return skipping(target, self.layer_set)
@@ -79,11 +87,14 @@ def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter:
         for layer in target.layers:
             sublayers.Sublayers.of(layer)
         layer_set.check(target.num_layers, target.name)
-    group_size = options.quantization_group_size if options.quantize_draft else None
-    if group_size is not None:
-        quantize.quantizable(target.execution.model, group_size)
+    if options.quantize_draft:
+        quantize.quantizable(target.execution.model, options.quantization_group_size)
     return SparseKVDrafter(
-        SparseView.of(options), layer_set=layer_set, group_size=group_size, **options.growth(target.vocab_size)
+        SparseView.of(options),
+        layer_set=layer_set,
+        quantizes=options.quantize_draft,
+        group_size=options.quantization_group_size,
+        **options.growth(target.vocab_size),
     )
 
 
