@@ -51,7 +51,7 @@ def sparse(
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "streaming": sparse,
     "streaming-tree": lambda: sparse(num_branches=3),
-    "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), quantizes=True),
+    "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), quantize_draft=True),
     "snapkv": lambda: sparse("snapkv"),
     "snapkv-tree": lambda: sparse("snapkv", num_branches=3),
     "union": lambda: UnionDrafter([NGramDrafter(4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),

@@ -46,7 +46,7 @@ class SparseKVDrafter(SelfDrafter):
     Args:
       view: which columns.
       layer_set: sublayers that are left out of drafts besides.
-      quantizes: whether drafts run over 4-bit copies of the weights.
+      quantize_draft: whether drafts run over 4-bit copies of the weights.
       group_size: inputs that share a scale in these.
       options: see `SelfDrafter`.
 
@@ -60,17 +60,17 @@ class SparseKVDrafter(SelfDrafter):
         view: SparseView,
         *,
         layer_set: LayerSet | None = None,
-        quantizes: bool = SparseKVOptions.quantize_draft,
+        quantize_draft: bool = SparseKVOptions.quantize_draft,
         group_size: int = SparseKVOptions.quantization_group_size,
         **options: Any,
     ) -> None:
         super().__init__(view=view, **options)
         self.layer_set = layer_set or LayerSet()
-        self.quantizes = quantizes
+        self.quantize_draft = quantize_draft
         self.group_size = group_size
 
     def _variant(self, target: CausalLM) -> CausalLM:
-        if self.quantizes:
+        if self.quantize_draft:
             return quantized(target, self.group_size, self.layer_set)
         if len(self.layer_set):
             return skipping(target, self.layer_set)
@@ -92,7 +92,7 @@ def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter:
     return SparseKVDrafter(
         SparseView.of(options),
         layer_set=layer_set,
-        quantizes=options.quantize_draft,
+        quantize_draft=options.quantize_draft,
         group_size=options.quantization_group_size,
         **options.growth(target.vocab_size),
     )
