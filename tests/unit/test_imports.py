@@ -26,7 +26,7 @@ LAYERS = (
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),
-    ("tune",),
+    ("tune", "train"),
     ("cli",),
     ("__main__",),
 )

@@ -36,6 +36,7 @@ class EagleShape:
       fc_norm: one norm for every stream (EAGLE-3.1).
       norm_output: what is fed back is the normed output (EAGLE-3.1).
       own_embedding: rows of an input embedding that is not the target's; 0 for none.
+      shares_output: it has no output layer, and reads the rows of the target's that its vocabulary names.
     """
 
     generation: int
@@ -53,6 +54,7 @@ class EagleShape:
     fc_norm: bool = False
     norm_output: bool = False
     own_embedding: int = 0
+    shares_output: bool = False
 
     @property
     def reads_last_hidden(self) -> bool:
@@ -90,7 +92,7 @@ class EagleHead(nn.Module):
 
     Args:
       shape: its structure.
-      vocabulary: of its own output layer; None where it has none and the target's is used.
+      vocabulary: tokens that it drafts, for its own output layer or rows of the target's; None for all of the target's.
 
     Attributes:
       expectation: of its first drafts, where a checkpoint has stored one.
@@ -118,7 +120,8 @@ class EagleHead(nn.Module):
         each = [RMSNorm(shape.target_size, eps) for _ in shape.streams] if shape.fc_norm else None
         self.fc_norm = None if each is None else nn.ModuleList(each)
         self.norm = RMSNorm(size, eps) if shape.generation == 3 or shape.output_norm else None
-        self.lm_head = None if vocabulary is None else nn.Linear(size, len(vocabulary), bias=False)
+        has_output = vocabulary is not None and not shape.shares_output
+        self.lm_head = nn.Linear(size, len(vocabulary), bias=False) if vocabulary is not None and has_output else None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,7 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_structure import StructureReader, TargetFacts
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.heads.expectation import Expectation
+from foretoken.heads.names import SHARED_OUTPUT
 from foretoken.heads.recognition import eagle_generation, eagle_name
 
 _WITHOUT_USE = re.compile(r"^(verifier_norm|verifier_lm_head|verifier_lm_head_embed)\.|rotary_emb\.")
@@ -122,6 +123,8 @@ def write_eagle(head: EagleHead, target_name: str = "") -> tuple[dict[str, Any],
         "eagle_aux_hidden_state_layer_ids": list(shape.streams),
         "embed_requires_grad": False,
     }
+    if shape.shares_output:
+        config[SHARED_OUTPUT] = True
     if head.vocabulary is not None and not head.vocabulary.is_full:
         tensors |= {"d2t": head.vocabulary.d2t, "t2d": head.vocabulary.t2d}
     return config, tensors

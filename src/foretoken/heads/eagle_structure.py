@@ -13,6 +13,7 @@ from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import integer
 from foretoken.heads.eagle import EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
+from foretoken.heads.names import SHARED_OUTPUT
 from foretoken.heads.recognition import FIRST
 from foretoken.heads.vocabulary import DraftVocabulary
 
@@ -50,13 +51,15 @@ class StructureReader:
             if layer is not None:
                 self.tensors.pop("lm_head.weight")
             return None
+        size = self.target.vocab_size
         if layer is None:
-            if d2t is not None:
+            if d2t is None:
+                return None
+            if not self._flag(SHARED_OUTPUT):
                 raise CheckpointError(
                     f"{self.name} has a reduced vocabulary and no output layer: lm_head.weight is missing"
                 )
-            return None
-        size = self.target.vocab_size
+            return self._published(d2t, t2d, len(d2t))
         num_rows = layer.shape[0]
         if d2t is None:
             if num_rows != size:
@@ -68,6 +71,10 @@ class StructureReader:
         width = integer(self.config, "hidden_size", self.name, layer.shape[1])
         if num_rows == width != layer.shape[1] == len(d2t):  # the other way round; `fill` says so
             num_rows = layer.shape[1]
+        return self._published(d2t, t2d, num_rows)
+
+    def _published(self, d2t: Tensor, t2d: Tensor | None, num_rows: int) -> DraftVocabulary:
+        size = self.target.vocab_size
         try:
             vocabulary = DraftVocabulary.published(d2t, t2d, num_rows, size)
         except CheckpointError as error:
@@ -121,6 +128,7 @@ class StructureReader:
             norm_before_fc=self._marked("norm_before_fc", has("input_norm.weight")),
             fc_norm=self._marked("fc_norm", any(name.startswith("fc_norm.") for name in self.tensors)),
             own_embedding=self._own_embedding(size),
+            shares_output=is_fused and self._flag(SHARED_OUTPUT) and not has("lm_head.weight"),
             **flags,
         )
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foretoken.errors import CheckpointError
 from foretoken.heads.layers import DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
-from foretoken.heads.medusa import ResidualBlock, repeated
+from foretoken.heads.medusa import OutputLayer, ResidualBlock, repeated
 from foretoken.heads.vocabulary import DraftVocabulary
 
 
@@ -20,7 +21,8 @@ class HydraShape:
     """The structure of Hydra's heads, as the tensors of a checkpoint show it.
 
     Args:
-      hidden_size, vocab_size: H and V of the target.
+      hidden_size: H of the target.
+      vocab_size: rows of every output layer; 0 where the target's own layer is used.
       num_heads: K.
       num_layers: of the MLP of a head, the first included.
       is_shared: the later layers of a head are one, repeated, as in the published checkpoints.
@@ -79,23 +81,20 @@ class HydraHeads(nn.Module):
 
     Args:
       shape: their structure.
-
-    Attributes:
-      vocabulary: which tokens the output layers have rows for, where these are not all; see `reduced`.
+      vocabulary: which tokens they can draft; None for all of the target's.
     """
 
-    vocabulary: DraftVocabulary | None
-
-    def __init__(self, shape: HydraShape) -> None:
+    def __init__(self, shape: HydraShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__()
-        self.shape, self.vocabulary = shape, None
+        self.shape, self.vocabulary = shape, vocabulary
         size = shape.hidden_size
         self.first = nn.ModuleList(FirstLayer(head + 2, size) for head in range(shape.num_heads))
         self.later = nn.ModuleList(
             repeated(lambda: ResidualBlock(size), shape.num_layers - 1, shape.is_shared)
             for _ in range(shape.num_heads if shape.num_layers > 1 else 0)
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(size, shape.vocab_size) for _ in range(shape.num_heads))
+        outputs = [nn.Linear(size, shape.vocab_size) for _ in range(shape.num_heads if shape.vocab_size else 0)]
+        self.lm_heads = nn.ModuleList(outputs)
         self.prefix = None if shape.prefix is None else PrefixLayer(shape.prefix)
 
     def reduced(self, vocabulary: DraftVocabulary, rows_of: Callable[[nn.Module], nn.Module]) -> HydraHeads:
@@ -116,24 +115,47 @@ class HydraHeads(nn.Module):
         return self.shape.num_heads
 
     @property
-    def dtype(self) -> torch.dtype:
-        weight: Tensor = self.lm_heads[0].weight  # type: ignore[assignment]
-        return weight.dtype
+    def needs_output_layer(self) -> bool:
+        """Whether the target's output layer turns their states into logits."""
+        return not self.shape.vocab_size
 
-    def logits(self, head: int, inputs: Tensor) -> Tensor:
+    @property
+    def _weight(self) -> Tensor:
+        weight: Tensor = self.first[0].linear.weight  # type: ignore[union-attr, assignment]
+        return weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    def state(self, head: int, inputs: Tensor) -> Tensor:
+        """What an output layer reads of head ``head``: (M, (head + 2) H) -> (M, H); see `logits`."""
+        state: Tensor = self.first[head](inputs)
+        for block in self.later[head] if self.later else ():  # type: ignore[union-attr]
+            state = block(state)
+        return state
+
+    def logits(self, head: int, inputs: Tensor, output: OutputLayer | None = None) -> Tensor:
         """What head ``head`` says.
 
         Args:
           inputs: (M, (head + 2) H): the context vector, then the embeddings of the pending token and of the ``head``
             drafted ones after it.
+          output: the target's output layer, for heads without their own.
 
-        Returns: (M, V).
+        Returns: (M, V), or V_d.
         """
-        state = self.first[head](inputs)
-        for block in self.later[head] if self.later else ():  # type: ignore[union-attr]
-            state = block(state)
-        logits: Tensor = self.lm_heads[head](state)
-        return logits
+        state = self.state(head, inputs)
+        if self.lm_heads:
+            own: Tensor = self.lm_heads[head](state)
+            return own
+        if output is None:
+            raise CheckpointError("these heads have no output layers; give the target's")
+        return output(state)
 
     def contexts(self, hidden: Tensor) -> Tensor:
         """Context vectors of a whole text at once, (T, H) -> (T, H): the states themselves, or what the prefix layer
@@ -146,15 +168,19 @@ class HydraHeads(nn.Module):
         mixed: Tensor = self.prefix(hidden[None], self.prefix.placed(positions, hidden.dtype, mask))
         return mixed[0]
 
-    def along(self, head: int, contexts: Tensor, embedded: Tensor) -> Tensor:
+    def inputs_along(self, head: int, contexts: Tensor, embedded: Tensor) -> Tensor:
+        """What a head reads along a text that is known, (T - 1 - head, (head + 2) H); see `along`."""
+        count = len(contexts) - 1 - head
+        return torch.cat([contexts[:count], *(embedded[1 + i : 1 + i + count] for i in range(head + 1))], dim=-1)
+
+    def along(self, head: int, contexts: Tensor, embedded: Tensor, output: OutputLayer | None = None) -> Tensor:
         """What a head says along a text that is known.
 
         Args:
           contexts: (T, H), of tokens 0 to T - 1.
           embedded: (T, H), of the same tokens.
+          output: as for `logits`.
 
         Returns: (T - 1 - head, V): row t guesses token t + 2 + head.
         """
-        count = len(contexts) - 1 - head
-        parts = [contexts[:count], *(embedded[1 + i : 1 + i + count] for i in range(head + 1))]
-        return self.logits(head, torch.cat(parts, dim=-1))
+        return self.logits(head, self.inputs_along(head, contexts, embedded), output)

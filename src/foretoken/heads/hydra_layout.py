@@ -15,7 +15,8 @@ from foretoken.heads.checkpoint import Checkpoint, fill, write_checkpoint
 from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.layers import LayerShape, Rotary
 from foretoken.heads.medusa_layout import blank
-from foretoken.heads.names import HYDRA_COPIES, HYDRA_MLP, HYDRA_OUTPUT, HYDRA_PREFIX
+from foretoken.heads.names import HYDRA_COPIES, HYDRA_MLP, HYDRA_OUTPUT, HYDRA_PREFIX, SHARED_OUTPUT, TOKEN_MAP
+from foretoken.heads.vocabulary import DraftVocabulary
 
 
 def read_hydra(
@@ -43,6 +44,7 @@ def read_hydra(
     heads = 1 + max(int(match[1]) for match in map(HYDRA_MLP.fullmatch, tensors) if match)
     steps = sorted({int(match[2]) for match in map(HYDRA_MLP.fullmatch, tensors) if match})
     place = {step: i for i, step in enumerate(steps)}  # dropout has numbers of its own
+    token_map = tensors.pop(TOKEN_MAP, None)
     tensors = {_own_name(key, place): tensor for key, tensor in tensors.items()}
     _check_size(tensors, hidden_size, name, config)
     wanted = config.get("hydra_num_layers", len(steps))
@@ -56,8 +58,12 @@ def read_hydra(
     offset = config.get("hidden_state_offset", 0)
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
         raise CheckpointError(f"hidden_state_offset is {offset!r} in the config of {name}; want 0 or more layers")
-    shape = HydraShape(hidden_size, vocab_size, heads, len(steps), is_shared, prefix, offset)
-    module = blank(lambda: HydraHeads(shape), tensors)
+    vocabulary = None if token_map is None else DraftVocabulary(token_map.to(torch.int64), vocab_size)
+    num_rows = vocab_size if vocabulary is None else len(vocabulary)
+    if config.get(SHARED_OUTPUT, False) is True:
+        num_rows = 0
+    shape = HydraShape(hidden_size, num_rows, heads, len(steps), is_shared, prefix, offset)
+    module = blank(lambda: HydraHeads(shape, vocabulary), tensors)
     if module.prefix is not None and prefix is not None:
         module.prefix.rotary = Rotary(prefix)  # its angles are no parameters
     if is_shared:
@@ -82,7 +88,7 @@ def write_hydra(heads: HydraHeads, folder: str | os.PathLike[str], base_model: s
         for i, one in enumerate(layers):
             for key, tensor in one.named_parameters():
                 tensors[f"hydra_mlp.{head}.{first + i * step}.{key}"] = tensor
-        for key, tensor in heads.lm_heads[head].named_parameters():
+        for key, tensor in heads.lm_heads[head].named_parameters() if heads.lm_heads else ():
             tensors[f"hydra_lm_head.{head}.{'' if prefix is None else '1.'}{key}"] = tensor
     config: dict[str, Any] = {
         "base_model_name_or_path": base_model,
@@ -92,6 +98,10 @@ def write_hydra(heads: HydraHeads, folder: str | os.PathLike[str], base_model: s
         "hydra_num_heads": shape.num_heads,
         "hydra_num_layers": shape.num_layers,
     }
+    if heads.needs_output_layer:
+        config[SHARED_OUTPUT] = True
+    if heads.vocabulary is not None:
+        tensors[TOKEN_MAP] = heads.vocabulary.target_ids
     if heads.prefix is not None and prefix is not None:
         for key, tensor in heads.prefix.named_parameters():
             tensors[HYDRA_PREFIX + re.sub(r"^layer\.", "layers.0.", key)] = tensor

@@ -49,7 +49,7 @@ def read_medusa(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> tu
         has_bias=any(name.endswith("linear.bias") for name in tensors),
         is_shared=_are_equal(tensors, heads, range(layers)),
     )
-    module = blank(lambda: MedusaHeads(shape, vocabulary if has_outputs else None), tensors)
+    module = blank(lambda: MedusaHeads(shape, vocabulary), tensors)
     kept = {name: tensor for name, tensor in tensors.items() if not (shape.is_shared and _block_number(name) > 0)}
     fill(module, {_own_name(name): tensor for name, tensor in kept.items()}, checkpoint.name)
     return module.eval(), _notes(checkpoint, heads, layers)

@@ -17,6 +17,9 @@ MEDUSA_SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)|lm_head
 TOKEN_MAP = "token_map"
 """vLLM's map of a reduced vocabulary: row of the output layers -> token."""
 
+SHARED_OUTPUT = "foretoken_shared_output"
+"""In the config of a head: that it has no output layer of its own, and reads rows of the target's."""
+
 HYDRA_MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 HYDRA_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)")
 HYDRA_PREFIX = "prefix_embeding_layer."

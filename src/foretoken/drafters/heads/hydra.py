@@ -16,6 +16,7 @@ from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_o
 from foretoken.drafters.parts.states_drafter import StatesDrafter
 from foretoken.engine.drafter import Budget, Features, Requirements
 from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError
 from foretoken.heads.names import is_hydra
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.layers import LayerShape
+    from foretoken.heads.medusa import OutputLayer
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
@@ -91,11 +93,11 @@ class HydraDrafter(StatesDrafter[RowContexts]):
             layer = num_target_layers - heads.shape.offset
             self.requires = Requirements(layer_inputs=(layer,))
             take = partial(_layer_input, layer)
-        device = heads.lm_heads[0].weight.device
         self.states: RowContexts = (
-            LastStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, device)  # type: ignore[arg-type]
+            LastStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, heads.device)
         )
         self._embed: Any = None
+        self._output: OutputLayer | None = None
         self._inputs: torch.Tensor | None = None  # (M, (depth + 1) H) of the last level, and whose they are
         self._place: dict[tuple[int, int], int] = {}
 
@@ -110,11 +112,14 @@ class HydraDrafter(StatesDrafter[RowContexts]):
         Returns: logits (T - 2 - depth - first, V); row i guesses token first + i + 2 + depth.
         """
         contexts, embedded = self.heads.contexts(states)[first:-1], self._embed(token_ids)[first:-1]
-        return self.heads.along(depth, contexts, embedded)
+        return self.heads.along(depth, contexts, embedded, self._output)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self.growth.takes_trees = target.supports_trees
         self._embed = target.shadow.get_input_embeddings()
+        self._output = target.shadow.get_output_embeddings()
+        if self.heads.needs_output_layer and self.heads.vocabulary is not None:
+            self._output = rows_of_output(target.shadow.get_output_embeddings(), self.heads.vocabulary)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
@@ -133,7 +138,7 @@ class HydraDrafter(StatesDrafter[RowContexts]):
         tokens = torch.tensor([pick.draft.tokens[pick.node] for pick in picks], device=self._inputs.device)
         self._inputs = torch.cat([self._inputs[above], self._embed(tokens)], dim=-1)
         self._place = {(pick.index, pick.node): i for i, pick in enumerate(picks)}
-        return self.heads.logits(depth, self._inputs)
+        return self.heads.logits(depth, self._inputs, self._output)
 
 
 def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tensor:
@@ -177,7 +182,12 @@ def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
 
 
 def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, materials: Materials) -> HydraHeads:
-    """The heads with output layers for some tokens alone, made once."""
+    """The heads with output layers for some tokens alone, made once.
+
+    Raises: ConfigError for heads that have chosen their tokens already.
+    """
+    if heads.vocabulary is not None:
+        raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
     key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
     return materials.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 

@@ -99,11 +99,10 @@ def output_of(
 
     Raises: ConfigError for a head that has chosen its tokens already.
     """
+    if vocabulary is not None and head.vocabulary is not None:
+        raise ConfigError(f"this head knows {len(head.vocabulary)} tokens only; leave draft_vocabulary out")
     if vocabulary is None:
-        return head.vocabulary, None
-    if head.lm_head is not None:
-        raise ConfigError(
-            f"this head has an output layer of its own, for {head.lm_head.out_features} tokens; leave draft_vocabulary "
-            "out"
-        )
+        vocabulary = head.vocabulary
+    if vocabulary is None or head.lm_head is not None:
+        return vocabulary, None
     return vocabulary, rows_of_output(target.shadow.get_output_embeddings(), vocabulary)

@@ -1,0 +1,150 @@
+"""What drafters are trained on: prompts with the target's own answers, as token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import PromptError
+from foretoken.serving.prompts import chat_prompt, check_unicode
+
+SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
+"""Names of files of prompts that are read."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as a file has it.
+
+    Args:
+      text: one turn of a user, or the text itself for a model without a chat template.
+      place: file and line, for messages.
+      answer: of the target; None where it is still to be made.
+      ended: False where the answer was cut.
+    """
+
+    text: str
+    place: str
+    answer: str | None = None
+    ended: bool = True
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text: what tells held-out prompts from others, whatever their order."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text of the target: a prompt, and what the target said to it.
+
+    Args:
+      token_ids: of both.
+      prompt_length: how many of them the prompt has; losses count for the others.
+      key: names the example.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_length: int
+    key: str
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+
+def read_prompts(path: Path) -> list[Asked]:
+    """Prompts of a file, or of all files of a folder: a prompt per line of a .txt, or JSON lines, xz-compressed or not.
+
+    JSON has ``prompt``, ``text`` or ``turns``, of which the first is taken; and ``answer`` and ``ended`` where the
+    target has answered already.
+
+    Raises: PromptError for what cannot be read, a line without a prompt, or a file without any.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        if not files:
+            raise PromptError(f"{path} holds no files of prompts; want names that end in {', '.join(SUFFIXES)}")
+    else:
+        files = [path]
+    found = [asked for file in files for asked in _read_file(file)]
+    if not found:
+        raise PromptError(f"{path} holds no prompts; give one per line")
+    return found
+
+
+def _read_file(file: Path) -> Iterator[Asked]:
+    try:
+        data = file.read_bytes()
+        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PromptError(
+            f"the prompts file {file} cannot be read: {reason}; check the path, or copy it again"
+        ) from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        place = f"{file}, line {number}"
+        yield Asked(line.rstrip("\r"), place) if file.suffix == ".txt" else _asked(line, place)
+
+
+def _asked(line: str, place: str) -> Asked:
+    try:
+        entry: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{place} is not JSON: {error}; write one object per line, or name the file .txt") from None
+    if isinstance(entry, str):
+        entry = {"prompt": entry}
+    entry = entry if isinstance(entry, dict) else {}
+    turns = entry.get("turns")
+    text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt", entry.get("text"))
+    answer, ended = entry.get("answer"), entry.get("ended", True)
+    if not isinstance(text, str) or not text.strip():
+        raise PromptError(f"{place} holds no prompt; give prompt, text or turns (a list of text) that is not empty")
+    if not (answer is None or isinstance(answer, str)) or not isinstance(ended, bool):
+        raise PromptError(f"{place}: answer must be text and ended true or false; leave answer out to have it made")
+    check_unicode(text, place)
+    return Asked(text, place, answer, ended)
+
+
+def prompt_ids(asked: Asked, tokenizer: Any) -> tuple[int, ...]:
+    """A prompt as the target gets it: through its chat template where it has one."""
+    if tokenizer.chat_template:
+        ids = chat_prompt(tokenizer, [{"role": "user", "content": asked.text}])["prompt_token_ids"]
+    else:
+        ids = tokenizer(asked.text)["input_ids"]
+    if not ids:
+        raise PromptError(f"{asked.place}: the prompt has no tokens")
+    return tuple(ids)
+
+
+def example_of(asked: Asked, tokenizer: Any, eos_token_ids: Seq[int], max_length: int) -> Example:
+    """A prompt and its answer as token ids, with EOS where the answer ended, cut to ``max_length`` tokens."""
+    prompt = prompt_ids(asked, tokenizer)
+    answer = tuple(tokenizer(asked.answer or "", add_special_tokens=False)["input_ids"])
+    if asked.ended:
+        answer += (_end_of(tokenizer, eos_token_ids),)
+    return Example((*prompt, *answer)[:max_length], min(len(prompt), max_length), key_of((*prompt, *answer)))
+
+
+def key_of(token_ids: Iterable[int]) -> str:
+    """Names a text."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
+
+
+def _end_of(tokenizer: Any, eos_token_ids: Seq[int]) -> int:
+    own = tokenizer.eos_token_id
+    return int(own) if own in eos_token_ids or not eos_token_ids else eos_token_ids[0]
+
+
+def is_held_out(digest: str, one_in: int) -> bool:
+    """Whether a prompt is kept from training: by the hash of its text, so that no order or selection changes it."""
+    return int(digest[:8], 16) % one_in == 0

@@ -1,0 +1,155 @@
+"""What the target computes along examples: online, or from a cache on disk that fills as training goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.model.capture import Wanted
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.train.examples import Example
+
+logger = logging.getLogger("foretoken")
+
+SHARD_TOKENS = 32_768
+INDEX = "index.jsonl"
+
+Streams = dict[int, Tensor]
+"""By layer of the target, what enters it after every token, (T, H); by the number of layers, the last hidden state
+after the final norm."""
+
+
+class FeatureSource(Protocol):
+    """Where features come from."""
+
+    def of(self, example: Example) -> Streams: ...
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """Features from a forward of the target, each time they are asked for.
+
+    Args:
+      target: on the device of training.
+      layers: numbers of layers whose inputs are read; the number of layers for the last hidden state.
+    """
+
+    target: CausalLM
+    layers: tuple[int, ...]
+
+    def of(self, example: Example) -> Streams:
+        last = self.target.num_layers
+        wanted = Wanted(last in self.layers, tuple(sorted(set(self.layers) - {last})))
+        nodes = Nodes.from_chains([example.token_ids])
+        cache = self.target.new_cache(1, len(example.token_ids))
+        output = self.target.forward_with(wanted, nodes, cache, keep=slice(0, 0))
+        found = {layer: states[0] for layer, states in output.layer_inputs.items()}
+        if output.last_hidden is not None:
+            found[last] = output.last_hidden[0]
+        return {layer: found[layer].clone() for layer in self.layers}
+
+
+@dataclass
+class _Shard:
+    keys: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    parts: list[Streams] = field(default_factory=list)
+
+
+class FeatureCache:
+    """Features in shards on disk, computed where they are missing. A full disk ends writing, not training.
+
+    Args:
+      source: computes what is not there yet.
+      folder: of the shards; several trainings over one target may share it.
+      layers: that are wanted.
+    """
+
+    def __init__(self, source: FeatureSource, folder: Path, layers: Seq[int]) -> None:
+        self._source, self._folder, self._layers = source, folder, tuple(layers)
+        self._open = _Shard()
+        self._places: dict[str, tuple[str, int, int]] = {}
+        self._num_read = 0
+        self._is_full = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._read_index()
+
+    def __contains__(self, example: Example) -> bool:
+        return example.key in self._places
+
+    def of(self, example: Example) -> Streams:
+        if example.key not in self._places:
+            self._read_index()
+        if example.key in self._places:
+            return self._read(example)
+        found = self._source.of(example)
+        if not self._is_full:
+            self._add(example, found)
+        return found
+
+    def close(self) -> None:
+        """Write what is still open."""
+        self._write()
+
+    def _read(self, example: Example) -> Streams:
+        file, start, stop = self._places[example.key]
+        with safe_open(self._folder / file, framework="pt") as shard:
+            return {layer: shard.get_slice(str(layer))[start:stop] for layer in self._layers}
+
+    def _add(self, example: Example, found: Streams) -> None:
+        self._open.keys.append(example.key)
+        self._open.lengths.append(len(example.token_ids))
+        self._open.parts.append({layer: states.cpu() for layer, states in found.items()})
+        if sum(self._open.lengths) >= SHARD_TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        """A shard becomes visible by its lines in the index, which are written last."""
+        shard, self._open = self._open, _Shard()
+        if not shard.keys:
+            return
+        name = f"{shard.keys[0]}.safetensors"
+        beside = self._folder / f".{name}.{os.getpid()}"
+        tensors = {str(layer): torch.cat([part[layer] for part in shard.parts]) for layer in shard.parts[0]}
+        start, lines = 0, []
+        for key, length in zip(shard.keys, shard.lengths, strict=True):
+            lines.append(json.dumps([key, name, start, start + length]) + "\n")
+            start += length
+        try:
+            save_file(tensors, beside)
+            os.replace(beside, self._folder / name)
+            with (self._folder / INDEX).open("a", encoding="utf-8") as index:
+                index.write("".join(lines))
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            self._is_full = True
+            logger.warning(
+                "features are not kept any more: %s cannot be written (%s). Training goes on; what is not kept is "
+                "computed again in every epoch",
+                self._folder,
+                error.strerror or error,
+            )
+
+    def _read_index(self) -> None:
+        """Take in the lines that are new: other processes may be writing too."""
+        index = self._folder / INDEX
+        if not index.exists():
+            return
+        with index.open(encoding="utf-8") as lines:
+            lines.seek(self._num_read)
+            text = lines.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._num_read += len(whole.encode())
+        for line in whole.splitlines():
+            key, file, start, stop = json.loads(line)
+            self._places[key] = (file, start, stop)

@@ -1,0 +1,99 @@
+"""The recipes of Medusa, Hydra and Hydra++: a head per depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from foretoken.heads.hydra import HydraHeads
+from foretoken.heads.hydra_layout import write_hydra
+from foretoken.heads.medusa import MedusaHeads
+from foretoken.heads.medusa_layout import write_medusa
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.train.examples import Example
+from foretoken.train.features import Streams
+from foretoken.train.losses import Part, distilled, hard
+from foretoken.train.recipe import Laws, Place, TargetParts
+from foretoken.train.shipping import shipped
+
+
+class MedusaRecipe:
+    """Cross entropy of every head against the tokens of the text, less for later ones.
+
+    Source: Medusa (Cai et al. 2024, arXiv:2401.10774), Medusa-1: head k counts 0.8^k.
+
+    Args:
+      heads: with output layers of their own, or over the target's.
+      target: whose last hidden states are read.
+    """
+
+    method = "medusa"
+
+    def __init__(self, heads: MedusaHeads, target: TargetParts, decay: float = 0.8) -> None:
+        self._heads, self._target = heads, target
+        self.module: nn.Module = heads
+        self.layers = (target.num_layers,)
+        self.weights = tuple(decay**head for head in range(heads.num_heads))
+        self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
+
+    def parts(self, example: Example, streams: Streams) -> list[Part]:
+        place = Place.of(example, self._target.output.device)
+        if place is None:
+            return []
+        hidden = streams[self._target.num_layers].to(self._heads.dtype)
+        found = []
+        for head, count in enumerate(place.counts(self._heads.num_heads)):
+            state = self._heads.state(head, hidden[place.first : place.first + count])
+            weight = self._heads.lm_heads[head].weight if self._heads.lm_heads else self._laws.kept
+            rows = torch.arange(head, head + count, device=hidden.device)
+            found.append(hard(nn.functional.linear(state, weight.to(state.dtype)), self._laws.labels(place, rows)))  # type: ignore[operator]
+        return found
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        with shipped(folder, facts):
+            write_medusa(self._heads, folder, self._target.name)
+
+
+class HydraRecipe:
+    """Soft cross entropy of every head against the target's law, given the tokens of the text before it.
+
+    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer. Deviation: heads
+    may share the target's output layer.
+
+    Args:
+      heads: over the target's output layer.
+      target: whose last hidden states are read.
+    """
+
+    method = "hydra"
+
+    def __init__(self, heads: HydraHeads, target: TargetParts) -> None:
+        self._heads, self._target = heads, target
+        self.module: nn.Module = heads
+        self.layers = (target.num_layers,)
+        self.weights = (1.0,) * heads.num_heads
+        self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
+
+    def parts(self, example: Example, streams: Streams) -> list[Part]:
+        place = Place.of(example, self._target.output.device)
+        if place is None:
+            return []
+        last = streams[self._target.num_layers]
+        contexts = self._heads.contexts(last.to(self._heads.dtype))[place.first :]
+        embedded = self._target.embedded(place.token_ids[place.first :], self._heads.dtype)
+        counts = place.counts(self._heads.num_heads)
+        states = [
+            self._heads.state(head, self._heads.inputs_along(head, contexts, embedded)[:count])
+            for head, count in enumerate(counts)
+        ]
+        rows = place.rows(counts)
+        law = self._laws.along(place, last)
+        weights = self._laws.weights(place, rows)
+        return distilled(torch.cat(states), self._laws.kept, law, rows, weights, counts)
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        with shipped(folder, facts):
+            write_hydra(self._heads, folder, self._target.name)

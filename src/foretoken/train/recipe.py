@@ -1,0 +1,168 @@
+"""What a recipe of training is: a module, the features that it reads, and its losses along an example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.heads.layers import LayerShape
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.train.examples import Example
+from foretoken.train.features import Streams
+from foretoken.train.losses import Part
+
+
+class Recipe(Protocol):
+    """How one kind of drafter is trained.
+
+    Attributes:
+      method: that drafts with what comes out.
+      module: what is trained.
+      layers: of the target, whose inputs it reads; the number of layers for the last hidden state.
+      weights: of its parts, by step or head.
+    """
+
+    method: str
+    module: nn.Module
+    layers: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def parts(self, example: Example, streams: Streams) -> list[Part]:
+        """Losses along one example, by step or head; none where the answer is too short."""
+        ...
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        """Write a checkpoint that ``method`` reads, in bfloat16.
+
+        Args:
+          facts: further entries of its config.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What recipes take of a target, frozen.
+
+    Args:
+      name: of the target.
+      embedding, output: (V, H), its input embedding and output layer.
+      norm: (H,), weight of its final norm; None where it has no such norm.
+      num_layers: L.
+      layer: sizes of its decoder layers.
+      eos_token_ids: that end a text.
+      last_layer: tensors of its last decoder layer, by name; without any, heads begin with random numbers.
+    """
+
+    name: str
+    embedding: Tensor
+    output: Tensor
+    norm: Tensor | None
+    num_layers: int
+    layer: LayerShape
+    eos_token_ids: tuple[int, ...]
+    last_layer: dict[str, Tensor]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.embedding.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.output)
+
+    def embedded(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """(T,) -> (T, H)."""
+        return nn.functional.embedding(token_ids, self.embedding).to(dtype)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where drafts of an example begin, and what the target says there.
+
+    Entry t knows what the target has computed after token t; a draft from it follows token t + 1, and its token at
+    depth k, counted from 0, is token t + 2 + k of the text.
+
+    Args:
+      token_ids: int64 (T,).
+      first: entry from which drafts are wanted: that of the last token but one of the prompt.
+    """
+
+    token_ids: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, example: Example, device: torch.device) -> Place | None:
+        """None where there is no token to draft."""
+        first = max(0, example.prompt_length - 2)
+        if len(example.token_ids) - 2 <= first:
+            return None
+        return cls(torch.tensor(example.token_ids, device=device), first)
+
+    def counts(self, depths: int) -> list[int]:
+        """How many entries have a text to draft at each depth; 0 at none of them: 5 entries give 5, 4, 3."""
+        longest = len(self.token_ids) - 2 - self.first
+        return [longest - depth for depth in range(depths) if depth < longest]
+
+    def rows(self, counts: Seq[int]) -> Tensor:
+        """For every depth the laws of its entries, one after the other: 3 and 2 entries give 0 1 2 1 2."""
+        rows = [torch.arange(depth, depth + count) for depth, count in enumerate(counts)]
+        return torch.cat(rows).to(self.token_ids.device)
+
+
+class Laws:
+    """What the target says after tokens, over a draft vocabulary.
+
+    Args:
+      output: (V, H), of the target.
+      vocabulary: tokens that can be drafted.
+    """
+
+    def __init__(self, output: Tensor, vocabulary: DraftVocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.kept = vocabulary.rows_of_layer(output)
+        self._t2d = vocabulary.t2d.to(output.device)
+
+    @torch.no_grad()
+    def along(self, place: Place, last_hidden: Tensor) -> Tensor:
+        """Logits (N, V_d) after token ``first`` + 1 and all that follow but the last.
+
+        Args:
+          last_hidden: (T, H), after the final norm.
+        """
+        return last_hidden[place.first + 1 : -1].to(self.kept.dtype) @ self.kept.T
+
+    def weights(self, place: Place, rows: Tensor) -> Tensor:
+        """1 where the token that is to be drafted can be, 0 elsewhere: (M,)."""
+        return self._t2d[place.token_ids[place.first + 2 + rows]].float()
+
+    def labels(self, place: Place, rows: Tensor) -> Tensor:
+        """Rows of the tokens that are to be drafted, -1 for those that cannot: (M,)."""
+        return self.vocabulary.rows_of(place.token_ids[place.first + 2 + rows])
+
+
+def layer_shape(config: Any) -> LayerShape:
+    """Sizes of the decoder layers of a target."""
+    num_heads = config.num_attention_heads
+    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
+    return LayerShape(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
+    )
+
+
+def halved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they are shipped: floating-point numbers in bfloat16."""
+    return {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+    }

@@ -1,0 +1,184 @@
+"""Heads as training begins with them: over the target's output layer, and where that helps with what it knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
+from foretoken.heads.hydra import HydraHeads, HydraShape
+from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.lm import CausalLM
+from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
+from foretoken.train.examples import Example
+from foretoken.train.medusa import HydraRecipe, MedusaRecipe
+from foretoken.train.recipe import Recipe, TargetParts, layer_shape
+
+METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3")
+"""Methods whose heads can be trained; "eagle2" makes the heads of "eagle"."""
+
+_LAYER = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
+    """What recipes take of a target, in its dtype.
+
+    Raises: UnsupportedModelError for a target whose logits are not a plain product of its last hidden states.
+    """
+    shadow, config = target.shadow, target.config
+    output, embedding = shadow.get_output_embeddings(), shadow.get_input_embeddings()
+    if type(output) is not nn.Linear or output.bias is not None or not isinstance(embedding, nn.Embedding):
+        raise UnsupportedModelError(
+            f"{target.name} has an output layer of type {type(output).__name__}; heads are trained over plain linear "
+            "layers without a bias"
+        )
+    scales = [key for key in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, key, None)]
+    if scales:
+        raise UnsupportedModelError(f"{target.name} changes its logits ({scales[0]}), which training does not follow")
+    norm = getattr(getattr(shadow.base_model, "norm", None), "weight", None)
+    return TargetParts(
+        name=target.name,
+        embedding=embedding.weight.detach(),
+        output=_weight(output),
+        norm=None if norm is None else norm.detach(),
+        num_layers=target.num_layers,
+        layer=layer_shape(config),
+        eos_token_ids=tuple(eos_token_ids),
+        last_layer=_last_layer(target),
+    )
+
+
+def _last_layer(target: CausalLM) -> dict[str, Tensor]:
+    """The tensors of the last decoder layer, where it is built as Llama's is; else none."""
+    modules: dict[str, Any] = dict(target.layers[-1].named_modules())
+    if not all(name in modules and getattr(modules[name], "bias", None) is None for name in _LAYER):
+        return {}
+    return {name: _weight(modules[name]) for name in _LAYER}
+
+
+def _weight(layer: Any) -> Tensor:
+    """The weight of a layer, whose own may have gone into a packed one."""
+    packed = replacement(layer)
+    weight: Tensor = packed.dense() if isinstance(packed, PackedLinear) else layer.weight
+    return weight.detach()
+
+
+def frequent_tokens(examples: Iterable[Example], size: int, target: TargetParts) -> DraftVocabulary:
+    """The tokens that occur most often in answers, and those that end a text.
+
+    Raises: ConfigError for a size that leaves no room for the latter.
+    """
+    if size >= target.vocab_size:
+        return DraftVocabulary.full(target.vocab_size)
+    counts = Counter(token for example in examples for token in example.token_ids[example.prompt_length :])
+    return DraftVocabulary.most_frequent(counts, size, target.vocab_size, always=target.eos_token_ids)
+
+
+def new_recipe(
+    method: str,
+    target: TargetParts,
+    vocabulary: DraftVocabulary,
+    *,
+    num_heads: int = 4,
+    num_steps: int = 4,
+    streams: Seq[int] | None = None,
+    intermediate_size: int | None = None,
+) -> Recipe:
+    """Heads of a method at the beginning of their training, in float32, with how they are trained.
+
+    Args:
+      method: one of `METHODS`.
+      vocabulary: tokens that will be drafted.
+      num_heads: of Medusa and Hydra.
+      num_steps: that EAGLE-3 unrolls.
+      streams: layers whose inputs EAGLE-3 reads; see `default_streams`.
+      intermediate_size: of the MLP of decoder layers; the target's by default.
+
+    Raises: ConfigError for a method that is not one of these, or one that the target is too small for.
+    Randomness: torch's.
+    """
+    size = target.hidden_size
+    layer = replace(target.layer, intermediate_size=intermediate_size or target.layer.intermediate_size)
+    kept = None if vocabulary.is_full else vocabulary
+    if method == "medusa":
+        return MedusaRecipe(MedusaHeads(MedusaShape(size, 0, num_heads), kept), target)
+    if method in ("hydra", "hydra++"):
+        prefix, num_layers = (layer, 2) if method == "hydra++" else (None, 1)
+        heads = HydraHeads(HydraShape(size, 0, num_heads, num_layers, prefix=prefix), kept)
+        _settle_residuals(heads, size)
+        return HydraRecipe(heads, target)
+    if method not in METHODS:
+        raise ConfigError(f"{method!r} cannot be trained; known are {', '.join(METHODS)}")
+    generation = 3 if method == "eagle3" else 1
+    chosen = tuple(streams) if streams else default_streams(target.num_layers)
+    shape = EagleShape(
+        generation=generation,
+        layer=layer,
+        target_size=size,
+        streams=chosen if generation == 3 else (target.num_layers,),
+        num_layers_of_target=target.num_layers,
+        shares_output=generation == 3,
+    )
+    head = EagleHead(shape, vocabulary if generation == 3 else None)
+    begin_as(head, target)
+    return Eagle3Recipe(head, target, num_steps) if generation == 3 else EagleRecipe(head, target, vocabulary)
+
+
+@torch.no_grad()
+def begin_as(head: EagleHead, target: TargetParts) -> None:
+    """Let a head begin as the target's last layer over its last stream, where the two are built alike.
+
+    The part of the fusing layer that reads the last stream is the identity; what reads anything else is small.
+    """
+    size, first = target.hidden_size, head.layers[0]
+    head.fc.weight.normal_(0.0, 0.01)
+    head.fc.weight[:, -size:] += torch.eye(size)
+    own: dict[str, Any] = dict(first.named_modules())
+    if head.norm is not None and target.norm is not None:
+        head.norm.weight.copy_(target.norm)
+    if not target.last_layer:
+        return
+    last = {name: tensor.float() for name, tensor in target.last_layer.items()}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        weight = own[name].weight
+        weight.normal_(0.0, 0.01)
+        weight[:, -size:].copy_(last[name])
+    own["self_attn.o_proj"].weight.copy_(last["self_attn.o_proj"])
+    own["post_attention_layernorm"].weight.copy_(last["post_attention_layernorm"])
+    if "hidden_norm" in own:
+        own["hidden_norm"].weight.copy_(last["input_layernorm"])
+    width = own["mlp.down_proj"].in_features
+    strength = last["mlp.down_proj"].norm(dim=0) * last["mlp.up_proj"].norm(dim=1)
+    rows = strength.topk(min(width, len(strength))).indices
+    own["mlp.gate_proj"].weight[: len(rows)] = last["mlp.gate_proj"][rows]
+    own["mlp.up_proj"].weight[: len(rows)] = last["mlp.up_proj"][rows]
+    own["mlp.down_proj"].weight[:, : len(rows)] = last["mlp.down_proj"][:, rows]
+
+
+@torch.no_grad()
+def _settle_residuals(heads: HydraHeads, size: int) -> None:
+    """Let the linear path of Hydra's heads begin as the context vector itself, which the output layer can read."""
+    for first in heads.first:
+        weight: Tensor = first.res_connection.weight  # type: ignore[union-attr, assignment]
+        weight.normal_(0.0, 0.01)
+        weight[:, :size] += torch.eye(size)
