@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | chat | demo | info | bench | tune | datastore | trajectory``."""
+"""The command line: ``foretoken generate | chat | demo | info | bench | tune | train | datastore | trajectory``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from foretoken.cli import datastore as cli_datastore
 from foretoken.cli import demo as cli_demo
 from foretoken.cli import generate as cli_generate
 from foretoken.cli import info as cli_info
+from foretoken.cli import train as cli_train
 from foretoken.cli import trajectory as cli_trajectory
 from foretoken.cli import tune as cli_tune
 from foretoken.cli.options import respell
@@ -33,6 +34,7 @@ app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)
 app.add_typer(cli_datastore.app)
 app.add_typer(cli_tune.app)
+app.command("train")(cli_train.train)
 app.command("trajectory")(cli_trajectory.trajectory)
 
 

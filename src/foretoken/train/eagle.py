@@ -23,7 +23,7 @@ class _EagleRecipe:
     def __init__(self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary) -> None:
         self.head, self._target = head, target
         self.module: nn.Module = head
-        self.layers = tuple(sorted({*head.shape.streams, target.num_layers}))
+        self.layers: tuple[int, ...] = tuple(sorted({*head.shape.streams, target.num_layers}))
         self._laws = Laws(target.output, vocabulary)
 
     @property
@@ -53,12 +53,12 @@ class Eagle3Recipe(_EagleRecipe):
       decay: factor of the loss from step to step; the paper has 0.8.
     """
 
-    method = "eagle3"
+    method: str = "eagle3"
 
     def __init__(self, head: EagleHead, target: TargetParts, num_steps: int = 4, decay: float = 0.8) -> None:
         super().__init__(head, target, head.vocabulary or DraftVocabulary.full(target.vocab_size))
         self._num_steps = num_steps
-        self.weights = tuple(decay**step for step in range(num_steps))
+        self.weights: tuple[float, ...] = tuple(decay**step for step in range(num_steps))
 
     def parts(self, example: Example, streams: Streams) -> list[Part]:
         place = Place.of(example, self._target.output.device)
@@ -87,15 +87,14 @@ class EagleRecipe(_EagleRecipe):
       weight: of the cross entropy; the paper has 0.1.
     """
 
-    method = "eagle"
-    weights = (1.0, 1.0)
+    method: str = "eagle"
 
     def __init__(
         self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, noise: float = 0.1, weight: float = 0.1
     ) -> None:
         super().__init__(head, target, vocabulary)
         self._noise = noise
-        self.weights = (1.0, weight)
+        self.weights: tuple[float, ...] = (1.0, weight)
 
     def parts(self, example: Example, streams: Streams) -> list[Part]:
         place = Place.of(example, self._target.output.device)

@@ -115,9 +115,9 @@ def _asked(line: str, place: str) -> Asked:
     return Asked(text, place, answer, ended)
 
 
-def prompt_ids(asked: Asked, tokenizer: Any) -> tuple[int, ...]:
-    """A prompt as the target gets it: through its chat template where it has one."""
-    if tokenizer.chat_template:
+def prompt_ids(asked: Asked, tokenizer: Any, *, is_raw: bool = False) -> tuple[int, ...]:
+    """A prompt as the target gets it: through its chat template where it has one, and nobody asks otherwise."""
+    if tokenizer.chat_template and not is_raw:
         ids = chat_prompt(tokenizer, [{"role": "user", "content": asked.text}])["prompt_token_ids"]
     else:
         ids = tokenizer(asked.text)["input_ids"]
@@ -126,9 +126,11 @@ def prompt_ids(asked: Asked, tokenizer: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def example_of(asked: Asked, tokenizer: Any, eos_token_ids: Seq[int], max_length: int) -> Example:
+def example_of(
+    asked: Asked, tokenizer: Any, eos_token_ids: Seq[int], max_length: int, *, is_raw: bool = False
+) -> Example:
     """A prompt and its answer as token ids, with EOS where the answer ended, cut to ``max_length`` tokens."""
-    prompt = prompt_ids(asked, tokenizer)
+    prompt = prompt_ids(asked, tokenizer, is_raw=is_raw)
     answer = tuple(tokenizer(asked.answer or "", add_special_tokens=False)["input_ids"])
     if asked.ended:
         answer += (_end_of(tokenizer, eos_token_ids),)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.heads.hydra import HydraHeads
 from foretoken.heads.hydra_layout import write_hydra
@@ -30,13 +30,13 @@ class MedusaRecipe:
       target: whose last hidden states are read.
     """
 
-    method = "medusa"
+    method: str = "medusa"
 
     def __init__(self, heads: MedusaHeads, target: TargetParts, decay: float = 0.8) -> None:
         self._heads, self._target = heads, target
         self.module: nn.Module = heads
-        self.layers = (target.num_layers,)
-        self.weights = tuple(decay**head for head in range(heads.num_heads))
+        self.layers: tuple[int, ...] = (target.num_layers,)
+        self.weights: tuple[float, ...] = tuple(decay**head for head in range(heads.num_heads))
         self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
 
     def parts(self, example: Example, streams: Streams) -> list[Part]:
@@ -47,10 +47,14 @@ class MedusaRecipe:
         found = []
         for head, count in enumerate(place.counts(self._heads.num_heads)):
             state = self._heads.state(head, hidden[place.first : place.first + count])
-            weight = self._heads.lm_heads[head].weight if self._heads.lm_heads else self._laws.kept
             rows = torch.arange(head, head + count, device=hidden.device)
-            found.append(hard(nn.functional.linear(state, weight.to(state.dtype)), self._laws.labels(place, rows)))  # type: ignore[operator]
+            output = self._heads.lm_heads[head] if self._heads.lm_heads else self._said
+            found.append(hard(output(state), self._laws.labels(place, rows)))
         return found
+
+    def _said(self, states: Tensor) -> Tensor:
+        """The target's output layer, for the tokens that can be drafted."""
+        return nn.functional.linear(states, self._laws.kept.to(states.dtype))
 
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         with shipped(folder, facts):
@@ -68,13 +72,13 @@ class HydraRecipe:
       target: whose last hidden states are read.
     """
 
-    method = "hydra"
+    method: str = "hydra"
 
     def __init__(self, heads: HydraHeads, target: TargetParts) -> None:
         self._heads, self._target = heads, target
         self.module: nn.Module = heads
-        self.layers = (target.num_layers,)
-        self.weights = (1.0,) * heads.num_heads
+        self.layers: tuple[int, ...] = (target.num_layers,)
+        self.weights: tuple[float, ...] = (1.0,) * heads.num_heads
         self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
 
     def parts(self, example: Example, streams: Streams) -> list[Part]:

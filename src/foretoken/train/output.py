@@ -55,7 +55,7 @@ class DistilledOutput(torch.autograd.Function):
         return losses, right
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _right: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor, _right: Tensor) -> tuple[Tensor | None, ...]:
         by_states, *others = ctx.saved_tensors
         by_weight = None
         if others:

@@ -46,8 +46,9 @@ def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
     Raises: UnsupportedModelError for a target whose logits are not a plain product of its last hidden states.
     """
     shadow, config = target.shadow, target.config
-    output, embedding = shadow.get_output_embeddings(), shadow.get_input_embeddings()
-    if type(output) is not nn.Linear or output.bias is not None or not isinstance(embedding, nn.Embedding):
+    output: Any = shadow.get_output_embeddings()
+    embedding: Any = shadow.get_input_embeddings()
+    if not (_is_plain(output) and isinstance(embedding, nn.Embedding)):
         raise UnsupportedModelError(
             f"{target.name} has an output layer of type {type(output).__name__}; heads are trained over plain linear "
             "layers without a bias"
@@ -66,6 +67,10 @@ def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
         eos_token_ids=tuple(eos_token_ids),
         last_layer=_last_layer(target),
     )
+
+
+def _is_plain(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) and getattr(layer, "bias", None) is None
 
 
 def _last_layer(target: CausalLM) -> dict[str, Tensor]:

@@ -197,7 +197,7 @@ class Trainer:
             loss = torch.stack(losses).sum() / num_tokens
             if not bool(loss.isfinite()):
                 self._refuse(f"the loss of example {example.key} is {float(loss.detach())}", batch)
-            loss.backward()
+            torch.autograd.backward(loss)
             for total, part in zip(sums, parts, strict=False):
                 total[0] += float(part.loss.detach())
                 total[1] += part.num_places

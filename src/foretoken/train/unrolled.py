@@ -55,7 +55,7 @@ def plain_attention(
     rows, heads, num_nodes, size = query.shape
     groups = heads // key.shape[1]
     folded = query.reshape(rows, key.shape[1], groups * num_nodes, size)
-    scores = (folded @ key.transpose(-1, -2)).unflatten(2, (groups, num_nodes)) * size**-0.5
+    scores = (folded @ key.transpose(-1, -2)).view(rows, key.shape[1], groups, num_nodes, -1) * size**-0.5
     scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
     mixed: Tensor = scores.softmax(-1).flatten(2, 3).to(value.dtype) @ value
     return mixed.reshape(rows, heads, num_nodes, -1).transpose(1, 2)

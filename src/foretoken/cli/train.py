@@ -1,0 +1,127 @@
+"""``foretoken train``: a head for a target, from prompts, with the accepted length measured as it grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from foretoken.cli.options import AsJson, LoadingOptions, takes_groups
+from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json
+
+if TYPE_CHECKING:
+    from foretoken.train.run import Run
+
+
+@takes_groups
+def train(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2 or eagle3.")],
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution"],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the head and all that is kept.")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            "--model",
+            "-m",
+            metavar="PATH|HUB_ID|zoo:NAME",
+            help="The target; zoo:smollm2 where it is installed, else zoo:tiny.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE|DIR",
+            help="JSON lines with prompt, text or turns, and answer where there is one (.xz too), or .txt.",
+        ),
+    ] = None,
+    own_prompts: Annotated[
+        int, typer.Option("--own-prompts", metavar="N", help="Prompts that the target asks itself (chat models).")
+    ] = 0,
+    epochs: Annotated[float, typer.Option(help="How often the answers are gone through; 0.5 is half of them.")] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(help="Answer tokens of one step of the optimiser.")] = 1024,
+    learning_rate: Annotated[float, typer.Option(help="Its peak; it rises at first and falls as a cosine.")] = 8e-4,
+    draft_vocabulary_size: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent.")] = 8192,
+    num_heads: Annotated[int, typer.Option(help="Of Medusa and Hydra: the longest draft.")] = 4,
+    unrolled_steps: Annotated[int, typer.Option(help="Of EAGLE-3: steps of a draft that are trained.")] = 4,
+    max_new_tokens: Annotated[int, typer.Option(help="Of answers that are made here.")] = 256,
+    held_out: Annotated[int, typer.Option(metavar="N", help="One prompt in N is measured with, not trained on.")] = 64,
+    evaluate_tokens: Annotated[int, typer.Option(help="Answer tokens between measurements of tau.")] = 100_000,
+    patience: Annotated[int, typer.Option(help="Measurements without a better tau that end training; 0: none.")] = 5,
+    features: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the target's features here; trainings may share them.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Prompts are texts to go on with: no chat template.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the head, the order of examples, and answers.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Try two steps, say memory and time, and stop.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a head that drafts for a target, and measure how many of its tokens the target takes.
+
+    Answers of prompts that have none are made by the target. Interrupted at any moment, the same command goes on. The
+    folder can be named as --draft-model afterwards.
+    """
+    with exit_codes():
+        from foretoken.train.answers import Answering
+        from foretoken.train.run import Plan, Run
+
+        plan = Plan(
+            method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
+            learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size, num_heads=num_heads,
+            num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens, patience=patience,
+            features=features, raw=raw,
+            answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
+        )  # fmt: skip
+        plan.check()
+        llm = load_llm(choose_model(target), "none", **vars(loading))
+        console = Console(stderr=True)
+        run = Run(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False))
+        if dry_run:
+            _say_estimate(run, as_json)
+            return
+        _train(run, console, as_json)
+
+
+def _say_estimate(run: Run, as_json: bool) -> None:
+    found = run.estimate()
+    if as_json:
+        put_json(vars(found))
+        return
+    typer.echo(
+        f"{found.num_examples:,} examples, {found.num_tokens:,} answer tokens; a head of "
+        f"{found.num_parameters / 1e6:.1f} M parameters\n"
+        f"memory beside the target: {found.memory_bytes / 1e6:,.0f} MB; kept features would take "
+        f"{found.feature_bytes / 1e9:.2f} GB\n"
+        f"time: about {found.seconds / 60:.0f} min, measurements not counted"
+    )
+
+
+def _train(run: Run, console: Console, as_json: bool) -> None:
+    total = run.trainer.schedule.num_tokens
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tau: float | None = None
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=total)
+        for record in run.train():
+            shown = f"loss {record['loss']:.2f}, first token {record['accuracies'][0]:.0%}"
+            progress.update(task, completed=record["num_tokens"], description=shown)
+            if "tau" in record:
+                tau = record["tau"]
+                _say_measured(record, as_json, total)
+    if tau is None:
+        console.print("foretoken: this run has ended before; give another --out, or more --epochs", highlight=False)
+
+
+def _say_measured(record: dict[str, Any], as_json: bool, total: int) -> None:
+    if as_json:
+        put_json(record)
+        return
+    positions = " ".join(f"{share:.0%}" for share in record["by_position"])
+    typer.echo(
+        f"{record['num_tokens']:>10,} of {total:,} tokens: {record['tau']:.2f} tokens per step, accepted by position "
+        f"{positions}"
+    )

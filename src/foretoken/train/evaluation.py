@@ -1,0 +1,70 @@
+"""How many of a head's tokens the target takes: measured by decoding, on prompts that training does not see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.llm import LLM
+
+DEPTH = 5
+_METHOD = {"eagle": "eagle2", "hydra++": "hydra"}
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What decoding with a head has shown.
+
+    Args:
+      tokens_per_step: tau, the target's own token included.
+      by_position: share of drafts of which at least 1, 2, .. tokens were accepted.
+      num_steps: of the target.
+    """
+
+    tokens_per_step: float
+    by_position: tuple[float, ...]
+    num_steps: int
+
+
+def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any]:
+    """A config that drafts chains with the head in a folder."""
+    method = _METHOD.get(method, method)
+    config: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
+    if method in ("eagle2", "eagle3"):
+        return {**config, "num_draft_branches": 1, "max_draft_nodes": depth + 1}
+    return {**config, "speculative_token_tree": "x".join(["1"] * depth)}
+
+
+def measure(llm: LLM, config: dict[str, Any], prompts: Seq[Seq[int]], max_new_tokens: int = 48) -> Acceptance:
+    """Decode prompts greedily with a config.
+
+    Args:
+      llm: of the target, however it drafts.
+      prompts: token ids.
+
+    Exactness: the acceptance of every draft that the config makes; no governor leaves any out.
+    """
+    drafting = llm.with_speculative_config(config).drafting
+    params = SamplingParams(temperature=0.0, max_tokens=max_new_tokens)
+    with llm.engine(drafting.new_drafter()) as engine:
+        rows = [engine.add_request(tuple(prompt), params)[0] for prompt in prompts]
+        while any(not row.is_finished for row in rows):
+            engine.step()
+    histogram: Counter[int] = Counter()
+    for row in rows:
+        histogram.update(row.stats.acceptance_histogram)
+    num_drafts = max(1, histogram.total())
+    deepest = max((*histogram, DEPTH))
+    num_steps = sum(row.stats.num_steps for row in rows)
+    return Acceptance(
+        tokens_per_step=sum(row.stats.num_emitted_tokens for row in rows) / max(1, num_steps),
+        by_position=tuple(
+            sum(count for length, count in histogram.items() if length >= depth) / num_drafts
+            for depth in range(1, deepest + 1)
+        ),
+        num_steps=num_steps,
+    )

@@ -1,0 +1,258 @@
+"""A training from prompts to a head: answers, examples, steps, measurements, and what is left beside the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.bench.provenance import provenance
+from foretoken.errors import ConfigError, PromptError
+from foretoken.heads.expectation import KEY as EXPECTED
+from foretoken.llm import LLM
+from foretoken.loading.info import eos_token_ids
+from foretoken.train.answers import Answering, answered, asked_by_itself
+from foretoken.train.evaluation import Acceptance, chain_config, measure
+from foretoken.train.examples import Asked, example_of, is_held_out, prompt_ids, read_prompts
+from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foretoken.train.start import frequent_tokens, new_recipe, parts_of
+from foretoken.train.trainer import Schedule, Trainer
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be trained, and how.
+
+    Args:
+      method: see `foretoken.train.start.METHODS`.
+      out: folder of everything that is made; a run that was begun there goes on.
+      prompts: file or folder; None for prompts of the target's own alone.
+      own_prompts: how many prompts the target asks itself.
+      epochs: how often the examples are gone through; a fraction takes a part of them.
+      draft_vocabulary: how many tokens can be drafted.
+      one_in: of how many prompts one is held out.
+      evaluate_tokens: answer tokens between two measurements.
+      patience: measurements without a better tau after which training ends; 0 for never.
+      features: folder of kept features; None computes them each time.
+      max_length: tokens at which texts are cut.
+      raw: prompts are texts to go on with, without the chat template.
+    """
+
+    method: str
+    out: Path
+    prompts: Path | None = None
+    own_prompts: int = 0
+    epochs: float = 1.0
+    batch_tokens: int = 1024
+    learning_rate: float = 8e-4
+    draft_vocabulary: int = 8192
+    num_heads: int = 4
+    num_steps: int = 4
+    one_in: int = 64
+    num_measured: int = 8
+    evaluate_tokens: int = 100_000
+    checkpoint_seconds: float = 180.0
+    patience: int = 5
+    features: Path | None = None
+    max_length: int = 1024
+    answering: Answering = field(default_factory=Answering)
+    raw: bool = False
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises: ConfigError."""
+        if self.prompts is None and not self.own_prompts:
+            raise ConfigError("there is nothing to train on; give --prompts, or --own-prompts for a target that chats")
+        for name in ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.one_in < 2:
+            raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training takes, beforehand.
+
+    Args:
+      num_examples, num_tokens: that are trained on, and their answer tokens in all epochs.
+      num_parameters: of the head.
+      memory_bytes: of the head, its gradients and the optimiser, beside the target.
+      feature_bytes: of kept features.
+      seconds: of training, from two steps that were tried; without answers and measurements.
+    """
+
+    num_examples: int
+    num_tokens: int
+    num_parameters: int
+    memory_bytes: int
+    feature_bytes: int
+    seconds: float
+
+
+class Run:
+    """One training. Begun again in the same folder, it goes on where its newest checkpoint stands.
+
+    Args:
+      llm: of the target; it should draft nothing, or something that costs no memory.
+      plan: see there.
+      say: is told of what happens, in sentences.
+
+    Raises: PromptError for prompts that are broken, or too few; UnsupportedModelError for a target that heads cannot be
+      trained over; CheckpointError for a folder with another run.
+    Randomness: ``plan.seed``.
+    """
+
+    def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None) -> None:
+        plan.check()
+        self.llm, self.plan, self._say = llm, plan, say
+        plan.out.mkdir(parents=True, exist_ok=True)
+        self._eos = eos_token_ids(llm.target.shadow)
+        self._target = parts_of(llm.target, self._eos)
+        asked = list(self._asked())
+        train = [one for one in asked if not is_held_out(one.digest, plan.one_in)]
+        held = [one for one in asked if is_held_out(one.digest, plan.one_in)] or asked[-1:]
+        if len(train) < 2:
+            raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
+        answers = answered(llm, train, plan.answering, plan.out / "answers.jsonl", self._answering, is_raw=plan.raw)
+        made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
+        self.examples = [example for example in made if example.num_answer_tokens > 2]
+        if not self.examples:
+            raise PromptError("no answer is longer than two tokens: there is nothing to draft")
+        self._measured = [prompt_ids(one, llm.tokenizer, is_raw=plan.raw) for one in held[: plan.num_measured]]
+        torch.manual_seed(plan.seed)
+        vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
+        vocabulary.check_eos(self._eos, "this run")
+        self._recipe = new_recipe(
+            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps
+        )
+        device = llm.target.device
+        self._recipe.module.to(device)
+        num_tokens = int(plan.epochs * sum(example.num_answer_tokens for example in self.examples))
+        schedule = Schedule(num_tokens, plan.batch_tokens, plan.learning_rate, seed=plan.seed)
+        narrow = llm.target.dtype if llm.target.dtype in (torch.bfloat16, torch.float16) else None
+        self._source = self._features()
+        self.trainer = Trainer(self._recipe, self._source, self.examples, schedule, plan.out, narrow)
+        self._best: tuple[float, int] = (0.0, 0)
+        self._since_best = 0
+
+    def estimate(self) -> Estimate:
+        """What the rest takes; tries two steps on copies of nothing: the run must not be gone on with afterwards."""
+        self.trainer.take_step()
+        before, start = self.trainer.progress.num_tokens, time.perf_counter()
+        self.trainer.take_step()
+        per_token = (time.perf_counter() - start) / (self.trainer.progress.num_tokens - before)
+        parameters = sum(parameter.numel() for parameter in self._recipe.module.parameters())
+        num_texts = sum(len(example.token_ids) for example in self.examples)
+        width = self._target.hidden_size * self.llm.target.dtype.itemsize
+        num_tokens = self.trainer.schedule.num_tokens
+        return Estimate(
+            len(self.examples),
+            num_tokens,
+            parameters,
+            16 * parameters,
+            num_texts * len(self._recipe.layers) * width,
+            per_token * num_tokens,
+        )
+
+    def train(self) -> Iterator[dict[str, Any]]:
+        """Train to the end, yielding a record per step or measurement; all are in ``metrics.jsonl`` too."""
+        if self.trainer.resume():
+            self._say(f"going on after {self.trainer.progress.num_tokens:,} tokens")
+            self._remember()
+        saved = time.monotonic()
+        for step in self.trainer.steps():
+            record: dict[str, Any] = asdict(step)
+            before = step.num_tokens // self.plan.evaluate_tokens
+            is_due = self._last_measured() < before or self.trainer.is_done
+            if is_due:
+                record |= self._measure(step.num_tokens)
+            if is_due or time.monotonic() - saved > self.plan.checkpoint_seconds:
+                self.trainer.save()
+                saved = time.monotonic()
+            self._note(record)
+            yield record
+            if self.plan.patience and self._since_best >= self.plan.patience:
+                self._say(f"tau has not grown for {self._since_best} measurements: training ends here")
+                break
+        if isinstance(self._source, FeatureCache):
+            self._source.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _asked(self) -> Iterator[Asked]:
+        if self.plan.prompts is not None:
+            yield from read_prompts(self.plan.prompts)
+        if self.plan.own_prompts:
+            file = self.plan.out / "own_prompts.jsonl"
+            if not file.exists():
+                self._say(f"the target asks itself {self.plan.own_prompts} prompts")
+                made = asked_by_itself(self.llm, self.plan.own_prompts, self.plan.seed)
+                beside = file.with_suffix(".new")
+                beside.write_text("".join(json.dumps({"prompt": one.text}) + "\n" for one in made), encoding="utf-8")
+                os.replace(beside, file)
+            yield from read_prompts(file)
+
+    def _answering(self, done: int, total: int) -> None:
+        self._say(f"{done} of {total} prompts answered")
+
+    def _features(self) -> FeatureSource:
+        online = TargetFeatures(self.llm.target, self._recipe.layers)
+        folder = self.plan.features
+        return online if folder is None else FeatureCache(online, folder, self._recipe.layers)
+
+    def _measure(self, num_tokens: int) -> dict[str, Any]:
+        """Tau of the head as it is; the best one so far is what the folder ships."""
+        scratch = self.plan.out / "newest"
+        self._recipe.save(scratch, {})
+        depth = min(5, self.plan.num_heads) if self.plan.method in ("medusa", "hydra", "hydra++") else 5
+        found = measure(self.llm, chain_config(self.plan.method, scratch, depth), self._measured)
+        self._measured_at = num_tokens // self.plan.evaluate_tokens
+        if found.tokens_per_step > self._best[0]:
+            self._best, self._since_best = (found.tokens_per_step, num_tokens), 0
+            self._ship(found, num_tokens)
+        else:
+            self._since_best += 1
+        return {"tau": found.tokens_per_step, "by_position": found.by_position}
+
+    def _ship(self, found: Acceptance, num_tokens: int) -> None:
+        self._recipe.save(self.plan.out, {EXPECTED: found.by_position[0]})
+        record = {
+            "method": self.plan.method,
+            "target": self.llm.model_info.name,
+            "num_examples": len(self.examples),
+            "num_tokens": num_tokens,
+            "tau": found.tokens_per_step,
+            "by_position": found.by_position,
+            "plan": {key: str(value) for key, value in asdict(self.plan).items()},
+            "provenance": provenance(),
+        }
+        (self.plan.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    def _last_measured(self) -> int:
+        return getattr(self, "_measured_at", self.trainer.progress.num_tokens // self.plan.evaluate_tokens - 1)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        with (self.plan.out / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+    def _remember(self) -> None:
+        """What earlier starts have measured, up to the checkpoint."""
+        file = self.plan.out / "metrics.jsonl"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            record = json.loads(line)
+            if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
+                continue
+            self._measured_at = record["num_tokens"] // self.plan.evaluate_tokens
+            if record["tau"] > self._best[0]:
+                self._best, self._since_best = (record["tau"], record["num_tokens"]), 0
+            else:
+                self._since_best += 1
