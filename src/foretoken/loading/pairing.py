@@ -70,7 +70,7 @@ class Pairing:
         materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter
-        heads = head_names(config)
+        heads = head_names(config, self.zoo_name)
         if part is None or name is None:
             return Drafting(drafter_factory(config, materials), heads=heads)
         check_no_head(name, part)
@@ -112,12 +112,20 @@ class Pairing:
 # -- heads -------------------------------------------------------------------------------------------------------
 
 
-def head_names(config: SpeculativeConfig) -> tuple[str, ...]:
-    """The heads that a config names, as messages call them."""
-    parts = [part for part in config.parts if part.definition.drafts_with_heads and part.model is not None]
-    return tuple(
-        type(part.model).__name__ if isinstance(part.model, torch.nn.Module) else str(part.model) for part in parts
-    )
+def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[str, ...]:
+    """The heads that a config names, as messages call them, and those that a target of the zoo brings along instead."""
+    names = []
+    for part in config.parts:
+        if not part.definition.drafts_with_heads:
+            continue
+        asset = "eagle" if part.method == "eagle2" else part.method
+        if isinstance(part.model, torch.nn.Module):
+            names.append(type(part.model).__name__)
+        elif part.model is not None:
+            names.append(str(part.model))
+        elif zoo_name is not None and zoo.brings(zoo_name, asset):
+            names.append(f"{zoo_name}, {asset} (on board)")
+    return tuple(names)
 
 
 def check_no_head(name: Any, config: SpeculativeConfig) -> None:

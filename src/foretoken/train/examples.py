@@ -8,6 +8,8 @@ import lzma
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,19 @@ def key_of(token_ids: Iterable[int]) -> str:
 def _end_of(tokenizer: Any, eos_token_ids: Seq[int]) -> int:
     own = tokenizer.eos_token_id
     return int(own) if own in eos_token_ids or not eos_token_ids else eos_token_ids[0]
+
+
+@cache
+def evaluation_digests() -> frozenset[str]:
+    """Digests of the prompts of sets that drafters are compared on: Spec-Bench, MT-Bench, HumanEval, MBPP, GSM8K."""
+    text = (resources.files("foretoken.train") / "evaluation_sets.txt").read_text(encoding="ascii")
+    return frozenset(text.split())
+
+
+def is_evaluation(text: str) -> bool:
+    """Whether a prompt is one of an evaluation set, up to blanks and capitals; such prompts are never trained on."""
+    digest = hashlib.sha256(" ".join(text.split()).lower().encode()).hexdigest()[:12]
+    return digest in evaluation_digests()
 
 
 def is_held_out(digest: str, one_in: int) -> bool:

@@ -19,7 +19,7 @@ from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
 from foretoken.train.answers import Answering, answered, asked_by_itself
 from foretoken.train.evaluation import Acceptance, chain_config, measure
-from foretoken.train.examples import Asked, example_of, is_held_out, prompt_ids, read_prompts
+from foretoken.train.examples import Asked, example_of, is_evaluation, is_held_out, prompt_ids, read_prompts
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
@@ -117,9 +117,13 @@ class Run:
         plan.out.mkdir(parents=True, exist_ok=True)
         self._eos = eos_token_ids(llm.target.shadow)
         self._target = parts_of(llm.target, self._eos)
-        asked = list(self._asked())
-        train = [one for one in asked if not is_held_out(one.digest, plan.one_in)]
-        held = [one for one in asked if is_held_out(one.digest, plan.one_in)] or asked[-1:]
+        asked = [one for one in self._asked() if not is_evaluation(one.text)]
+        held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
+        if not asked:
+            raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
+        held = held or [min(asked, key=lambda one: one.digest)]
+        digests = {one.digest for one in held}
+        train = [one for one in asked if one.digest not in digests]
         if len(train) < 2:
             raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
         answers = answered(llm, train, plan.answering, plan.out / "answers.jsonl", self._answering, is_raw=plan.raw)

@@ -5,7 +5,7 @@ A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manif
     tiny/target/     the target, with the tokenizer that all parts share
     tiny/draft/      its drafter
     tiny/README.md   provenance, licence, measured figures
-    smollm2/         a manifest alone: another distribution carries the weights, which are converted once into a cache
+    smollm2/         a manifest and heads: another distribution carries the weights, converted once into a cache
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.zoo import conversion
-from foretoken.zoo.manifest import MANIFEST, Manifest, Package, names, read_manifest, root
+from foretoken.zoo.manifest import HEADS, MANIFEST, Manifest, Package, names, read_manifest, root
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,8 @@ def _located(described: Manifest, what: str) -> Path:
         raise ConfigError(
             f"zoo:{described.name} brings no {what!r} along; it brings {', '.join(sorted(described.brings))}"
         )
-    folder = root() / described.name if described.package is None else conversion.converted(described)
+    is_here = described.package is None or what in HEADS
+    folder = root() / described.name if is_here else conversion.converted(described)
     found = folder / described.brings[what]
     if not found.exists():
         raise CheckpointError(f"{found} is missing: foretoken was installed without its data; reinstall it")

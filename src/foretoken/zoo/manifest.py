@@ -14,7 +14,9 @@ from typing import Any
 from foretoken.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates")
+HEADS = ("medusa", "hydra", "eagle", "eagle3")
+"""The heads that a model may bring along; they lie beside the manifest wherever the model does."""
+ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
 """The extra files that a model may bring along."""
 
 

@@ -38,7 +38,8 @@ def load_head(
     """The head that a config names; loaded once, and kept for the drafters to come.
 
     Args:
-      options: of a method whose ``model`` is a head: a folder, a hub id or a loaded one.
+      options: of a method whose ``model`` is a head: a folder, a hub id or a loaded one; without one, the head that a
+        target of the zoo brings along is taken.
       kind: the class of loaded ones.
       read: makes the head of a checkpoint, and says where its config was wrong.
       published: hub ids of heads for targets of this size.
@@ -47,6 +48,8 @@ def load_head(
       for a checkpoint that does not fit.
     """
     target, given, method = materials.target, options.model, options.method
+    if given is None:
+        given = materials.asset("eagle" if method == "eagle2" else method)
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
@@ -68,11 +71,13 @@ def load_head(
             f"model is {type(given).__name__}, and method {method!r} drafts with a head; give a folder, a hub id or a "
             f"{kind.__name__}"
         )
-    return materials.keep((kind.__name__, str(given), options.revision), lambda: _loaded(options, target, read))
+    return materials.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
 
 
-def _loaded(options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Seq[str]]]) -> Head:
-    found = checkpoint.read_checkpoint(options.model, options.revision)
+def _loaded(
+    given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Seq[str]]]
+) -> Head:
+    found = checkpoint.read_checkpoint(given, options.revision)
     head, notes = read(found)
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     head = head.to(device=target.device, dtype=target.dtype).eval()

@@ -1,0 +1,139 @@
+"""``foretoken train``: from prompts to a head that drafts, also over a kill, and what is refused before it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.cli import app
+from foretoken.testing import toy_model
+from foretoken.train.examples import evaluation_digests, is_evaluation
+from foretoken.train.run import Plan, Run
+from foretoken.zoo.manifest import root
+
+PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    given = ["--target", "zoo:tiny", "--prompts", str(prompts), "--raw", "--out", str(folder / "head")]
+    small = ["--max-new-tokens", "12", "--batch-tokens", "24", "--draft-vocabulary-size", "256", "--held-out", "8"]
+    return ["train", *more, *given, *small, "--dtype", "float32", "--execution", "packed"]
+
+
+def test_prompts_become_a_head_that_drafts(tmp_path: Path) -> None:
+    """Answers, training, measurement and what is left beside the weights; the same again finds nothing to do."""
+    command = options(tmp_path, "medusa", "--evaluate-tokens", "60", "--json", "--features", str(tmp_path / "kept"))
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    measured = [json.loads(line) for line in done.stdout.splitlines()]
+    assert measured[-1]["tau"] >= 1.0
+    assert len(measured[-1]["by_position"]) >= 4
+    head = tmp_path / "head"
+    told = json.loads((head / "training.json").read_text())
+    assert (told["method"], told["target"]) == ("medusa", "zoo:tiny")
+    assert told["provenance"]["versions"]["torch"]
+    answers = [json.loads(line) for line in (head / "answers.jsonl").read_text().splitlines()]
+    assert {answer["prompt"] for answer in answers} < set(PROMPTS)
+    llm = LLM("zoo:tiny", {"model": str(head)}, dtype="float32", execution="packed")
+    assert llm.speculative_config.method == "medusa"
+    (text,) = llm.generate(PROMPTS[0], GREEDY)
+    (plain,) = llm.with_speculative_config("none").generate(PROMPTS[0], GREEDY)
+    assert text.outputs[0].text == plain.outputs[0].text
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0
+    assert "has ended before" in again.output
+
+
+def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [*options(tmp_path, "eagle3", "--dry-run", "--json")])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["num_examples"] == len(PROMPTS) - 1
+    assert found["memory_bytes"] == 16 * found["num_parameters"] > 0
+    assert found["seconds"] > 0
+    assert not (tmp_path / "head" / "checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """kill -9 as soon as a checkpoint lies there, wherever the process is then."""
+    weights = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, "-m", "foretoken", *options(folder, "hydra", "--evaluate-tokens", "30")]
+        if name == "killed":
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while not (folder / "head" / "checkpoint.pt").exists() and process.poll() is None:
+                time.sleep(0.01)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+        subprocess.run(command, check=True, capture_output=True)
+        weights.append(torch.load(folder / "head" / "checkpoint.pt", weights_only=True)["module"])
+    for key, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][key]), key
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["eagle9"], "'eagle9' cannot be trained"),
+        (["medusa", "--held-out", "1"], "cannot be held out"),
+        (["medusa", "--epochs", "0"], "epochs is 0.0"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_path: Path) -> None:
+    command = options(tmp_path, *more)
+    command = [*command, *more[1:]]  # what stands last counts
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert message in done.output.replace("\n", " ")
+
+
+def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
+    from foretoken.errors import UnsupportedModelError
+
+    model = toy_model(64)
+    model.lm_head = torch.nn.Linear(32, 64, bias=True, dtype=model.dtype)
+    (tmp_path / "p.txt").write_text("a\nb\nc")
+    with pytest.raises(UnsupportedModelError, match="output layer"):
+        Run(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
+
+
+def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
+    """The first question of Spec-Bench, GSM8K's test split and HumanEval are known by their hashes; heads on board were
+    trained on prompts of which none is."""
+    question = (
+        "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins for her "
+        "friends every day with four. She sells the remainder at the farmers' market daily for $2 per fresh duck egg. "
+        "How much in dollars does she make every day at the farmers' market?"
+    )
+    assert is_evaluation(question)
+    assert is_evaluation(question.upper().replace(" ", "  "))
+    assert not is_evaluation("What is the capital of France?")
+    assert len(evaluation_digests()) > 2500
+    for name in zoo.names():
+        trained_on = root() / name / "trained_on.txt"
+        if trained_on.exists():
+            assert not evaluation_digests() & set(trained_on.read_text().split())
+
+
+def test_weights_are_shipped_in_bfloat16(tmp_path: Path) -> None:
+    for method in ("medusa", "hydra", "eagle", "eagle3"):
+        if zoo.brings("tiny", method):
+            tensors = load_file(zoo.asset("tiny", method) / "model.safetensors")
+            assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {torch.bfloat16}
