@@ -39,7 +39,7 @@ COVERING = {
     *("draft_model", "jacobi", "layer_skip, swift", "quantized_self", "rest, tree"),
     *("token_recycling", "draft_model, tree", "token_recycling+ngram"),
 }
-"""What `make test` runs in half precision: chains and trees, drafts from models, lookups and the target itself."""
+"""What `make test` runs: chains and trees, drafts from models, lookups and the target itself."""
 
 
 def params(methods: Iterable[str], covering: Iterable[str] = COVERING) -> list[object]:
@@ -87,7 +87,7 @@ def check_drafts_were_taken(found: Evidence) -> None:
     assert found.num_accepted < found.num_drafted or "quantized_self" in found.method, found
 
 
-@pytest.mark.parametrize("method", params(METHODS, covering=METHODS))
+@pytest.mark.parametrize("method", params(METHODS))
 def test_single_precision_is_plain_decoding_and_that_of_transformers(
     method: str, study: GetStudy, record_property: Callable[[str, object], None]
 ) -> None:

@@ -462,7 +462,9 @@ def test_unknown_parts_and_numbers_are_refused() -> None:
 @pytest.mark.slow
 def test_a_quick_run_measures_everything(tmp_path) -> None:
     file = tmp_path / "deep" / "results.json"
-    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--quick", "--profile", "--json", "--output", str(file)])
+    """In float32, where no near-tie hangs on which shapes were the fastest just now."""
+    options = ["--model", "zoo:tiny", "--dtype", "float32", "--quick", "--profile", "--json", "--output", str(file)]
+    result = CliRunner().invoke(app(), options)
     assert result.exit_code == 0, result.output
     results = json.loads(file.read_text())
     assert json.loads(result.stdout) == results
@@ -476,8 +478,8 @@ def test_a_quick_run_measures_everything(tmp_path) -> None:
         greedy = table["sampling"] == "greedy"
         own = [row for row in table["rows"] if row["tokens_per_step"] is not None and row["equality"]]
         assert len(own) >= (3 if greedy else 2)
-        chains = [row["equality"] for row in own if not row["arm"].endswith("tree")]  # trees may differ at near-ties
-        assert all(equality["num_identical"] == equality["num_prompts"] for equality in chains)
+        unequal = [row for row in own if row["equality"]["num_identical"] != row["equality"]["num_prompts"]]
+        assert not unequal
 
 
 def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
