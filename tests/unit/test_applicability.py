@@ -26,9 +26,7 @@ def reasons(llm: LLM) -> dict[str, str | None]:
 def test_every_method_applies_to_a_model_of_the_zoo() -> None:
     found = reasons(LLM("zoo:tiny"))
     assert set(found) == set(methods()) - {"none"}
-    lacking = {name: reason for name, reason in found.items() if reason is not None}
-    assert set(lacking) == HEADS
-    assert all("needs a head" in reason for reason in lacking.values())
+    assert not {name: reason for name, reason in found.items() if reason is not None}
 
 
 def test_what_a_model_alone_lacks_is_named() -> None:

@@ -132,6 +132,22 @@ def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
             assert not evaluation_digests() & set(trained_on.read_text().split())
 
 
+@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "eagle2", "eagle3"])
+def test_heads_on_board_of_the_toy_draft_and_change_nothing(method: str) -> None:
+    """No more than the name of the method is said; a head of another target would have nearly nothing accepted."""
+    llm = LLM("zoo:tiny", method, dtype="float32", execution="packed")
+    (name,) = llm.drafting.heads
+    assert "zoo:tiny" in name
+    assert "on board" in name
+    found = llm.generate(PROMPTS[:4], GREEDY)
+    plain = llm.with_speculative_config("none").generate(PROMPTS[:4], GREEDY)
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
+    counted = [one.metrics.speculative_decoding for one in found]
+    drafted = sum(one["num_draft_tokens"] for one in counted)
+    assert drafted > 0
+    assert sum(one["num_accepted_draft_tokens"] for one in counted) >= 0.04 * drafted
+
+
 def test_weights_are_shipped_in_bfloat16(tmp_path: Path) -> None:
     for method in ("medusa", "hydra", "eagle", "eagle3"):
         if zoo.brings("tiny", method):

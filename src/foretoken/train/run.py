@@ -18,6 +18,7 @@ from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
 from foretoken.train.answers import Answering, answered, asked_by_itself
+from foretoken.train.curve import draw
 from foretoken.train.evaluation import Acceptance, chain_config, measure
 from foretoken.train.examples import Asked, example_of, is_evaluation, is_held_out, prompt_ids, read_prompts
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
@@ -189,6 +190,9 @@ class Run:
                 break
         if isinstance(self._source, FeatureCache):
             self._source.close()
+        metrics = self.plan.out / "metrics.jsonl"
+        if metrics.exists():
+            draw(metrics, self.plan.out / "curve.png")
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -185,10 +185,11 @@ class Trainer:
         """One step over about ``batch_tokens`` answer tokens."""
         batch = self._next_batch()
         num_tokens = sum(example.num_answer_tokens for example in batch)
+        device = self._parameters[0].device
         sums = [[0.0, 0, 0] for _ in self.recipe.weights]
         torch.manual_seed(hash_of(self.schedule.seed, self.progress.step))
         for example in batch:
-            streams = self._features.of(example)
+            streams = {layer: states.to(device) for layer, states in self._features.of(example).items()}
             with self._casting():
                 parts = self.recipe.parts(example, streams)
                 losses = [weight * part.loss for weight, part in zip(self.recipe.weights, parts, strict=False)]
