@@ -224,7 +224,7 @@ def tables(file: Path) -> None:
             print(f"\n### {law}, {'kept' if kept else 'fresh'}\n")
             print("| setting | drafted per step | acceptance rate | tokens per step | change of rate; of tokens |")
             print("|---|---|---|---|---|")
-            base = measure(NasdDrafter)
+            base = measure(partial(NasdDrafter, ngram_size=3))
             for storage in ("levels", "single"):
                 for n in (2, 3, 4, 5):
                     show(f"{storage}, n = {n}", measure(partial(NasdDrafter, ngram_size=n, storage=storage)), base)
@@ -234,9 +234,10 @@ def tables(file: Path) -> None:
                 ("as listed", as_listed, {}),
             ):
                 for words, more in (("", {}), (", random", random)):
-                    base = measure(partial(make, filler_top_k=1, **more))
+                    arm = partial(make, ngram_size=3, **others, **more)
+                    base = measure(partial(arm, filler_top_k=1))
                     for k in (1, 3, 10):
-                        counts = measure(partial(make, filler_top_k=k, **others, **more))
+                        counts = measure(partial(arm, filler_top_k=k))
                         show(f"{title}, top {k}{words}", counts, base)
     print("\n| filler_top_k | n | bytes per context | contexts per token |\n|---|---|---|---|")
     for k in (1, 3, 10):

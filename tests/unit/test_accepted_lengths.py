@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from foretoken.bench.accepted import AcceptedLengths, accepted_lengths, expected_length
+from foretoken.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length
 from foretoken.bench.accepted_report import show_accepted
 from foretoken.bench.arms import EngineArm, Sampling
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -44,6 +44,7 @@ def test_a_small_table_by_hand() -> None:
     assert found.expected_histogram == pytest.approx({0: 0.5, 1: (0.5 + 2 * 0.25) / 3, 2: 2 * 0.25 / 3})
     assert found.distance == pytest.approx(1 / 3)
     assert [(place.num_tested, place.rate) for place in found.positions] == [(3, 1 / 3), (1, 1.0)]
+    assert Position(1, 2, 0.5).interval == pytest.approx((0.0945, 0.9055), abs=1e-4)
     assert found.expected_from_first == pytest.approx((4 / 3 + 2 * (1 + 1 / 3 + 1 / 9)) / 3)
 
 
@@ -89,8 +90,9 @@ def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:
 
 
 def test_the_tables_show_both_and_take_no_steps_at_all() -> None:
-    console = Console(width=110, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     show_accepted(console, [lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of()])
     text = console.export_text()
     assert "0.500" in text  # of the steps, nine accepted: 7 and more
-    assert text.count("observed") == 3
+    assert text.count("seen") == 2
+    assert text.count("formula") >= 3

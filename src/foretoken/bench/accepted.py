@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -38,6 +39,14 @@ class Position:
     position: int
     num_tested: int
     rate: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the rate (Wilson's), as if steps were independent of each other. For 1 of 2: 0.095 to 0.905."""
+        n, z = self.num_tested, 1.96
+        middle = (self.rate + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(self.rate * (1 - self.rate) / n + z * z / (4 * n * n))
+        return middle - half, middle + half
 
 
 @dataclass(frozen=True)

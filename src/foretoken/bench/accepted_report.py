@@ -16,9 +16,8 @@ _MAX_LISTED = 7
 
 def show_accepted(console: Console, found: Seq[AcceptedLengths]) -> None:
     """Lengths by formula and as observed, the histograms of both, and the chance by position."""
-    heads = ("arm", "sampling", "drafts", "K", "rate", "tokens", "formula", "by first", "distance")
-    means = table_of(heads, ("arm", "sampling"))
-    means.padding = (0, 1)
+    heads = ("arm", "law", "drafts", "K", "rate", "tokens", "for-\nmula", "by\nfirst", "dis-\ntance")
+    means = table_of(heads, ("arm", "law"))
     for one in found:
         means.add_row(
             one.arm,
@@ -30,15 +29,14 @@ def show_accepted(console: Console, found: Seq[AcceptedLengths]) -> None:
         )
     show_table(console, "tokens per step that drafted, observed and by formula", means)
     places = [*map(str, range(_MAX_LISTED)), f"{_MAX_LISTED}+"]
-    shares = table_of(("arm", "sampling", "", *places), ("arm", "sampling", ""))
-    shares.padding = (0, 1)
+    shares = table_of(("arm", "law", "", *places), ("arm", "law"))
     for one in found:
-        shares.add_row(one.arm, one.sampling, "observed", *_listed(one.histogram))
+        shares.add_row(one.arm, one.sampling, "seen", *_listed(one.histogram))
         shares.add_row("", "", "formula", *_listed(one.expected_histogram))
         rates = {place.position: place.rate for place in one.positions}
         shown = [f"{rates[place]:.2f}" if place in rates else "" for place in range(1, _MAX_LISTED + 1)]
-        shares.add_row("", "", "chance of the next", *shown)
-    show_table(console, "share of the steps by accepted tokens; chance of the token after so many", shares)
+        shares.add_row("", "", "next", *shown)
+    show_table(console, "share of the steps by accepted tokens; next: chance of the token after so many", shares)
     console.print(
         "[dim]rate: accepted by accepted and rejected tokens; formula: sum of rate^0 to rate^K, every token with that "
         "chance whatever went before; by first: at the rate of first tokens; distance: share of the steps that would "
