@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -11,6 +12,9 @@ class Lazy:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._module: ModuleType | None = None
 
     def __getattr__(self, item: str) -> Any:
-        return getattr(import_module(self._name), item)
+        if self._module is None:
+            self._module = import_module(self._name)
+        return getattr(self._module, item)

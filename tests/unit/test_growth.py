@@ -78,7 +78,9 @@ def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -
     for _ in range(depth):
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
-            law = torch.log_softmax(SHARPNESS * oracle.logits([*text, *path]).float(), dim=-1)
+            # log_softmax rounds otherwise, and would break ties of different nodes its own way
+            wide = SHARPNESS * oracle.logits([*text, *path]).float()[None]
+            law = ((wide - wide.amax()).double() + (wide.amax() - wide.logsumexp(-1)).double())[0]
             best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:siblings]  # equal ones by id
             for token, score in best:
                 if score > -math.inf:  # NaN is not

@@ -79,6 +79,7 @@ class Rotary(nn.Module):
             raise CheckpointError(f"rope_type is {kind!r}; heads take {', '.join(ROPE_TYPES)}")
         theta = float(shape.rope.get("rope_theta", 10000.0))
         self.factor = 1.0
+        self._cast: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         powers = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
         self._frequencies = theta**-powers
         if kind != "default":
@@ -92,17 +93,23 @@ class Rotary(nn.Module):
             self._frequencies = frequencies.double()
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype."""
+        """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype, as `rotated` takes them."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        angles = positions[..., None].to(wide) * self._frequencies.to(positions.device, wide)
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+        frequencies = self._cast.get((positions.device, wide))
+        if frequencies is None:
+            # those of the first half turn the other way, which saves negating what they are multiplied with
+            frequencies = torch.cat([-self._frequencies, self._frequencies]).to(positions.device, wide)
+            self._cast[positions.device, wide] = frequencies
+        angles = positions[:, None, :, None].to(wide) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.factor != 1.0:
+            cos, sin = cos * self.factor, sin * self.factor
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, heads, N, head_dim), its halves turned against one another."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    """(B, heads, N, head_dim), its halves turned against one another; see `Rotary` for the signs."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,8 @@ class Attention(nn.Module):
         queries, keys, values = (self._by_head(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = rotated(queries, placed.cos, placed.sin), rotated(keys, placed.cos, placed.sin)
+        both = rotated(torch.cat([queries, keys], dim=1), placed.cos, placed.sin)
+        queries, keys = both[:, : queries.shape[1]], both[:, queries.shape[1] :]
         if placed.cache is not None:
             keys, values = placed.cache.update(keys, values, self.index)
         flat = placed.flat
@@ -158,6 +166,11 @@ class Attention(nn.Module):
             seen = flat.listed(seen)[None]
         mixed: Tensor = self.o_proj(seen.flatten(2))
         return mixed
+
+    @property
+    def sharing_input(self) -> tuple[nn.Linear, ...]:
+        """Layers that are given the same tensor."""
+        return self.q_proj, self.k_proj, self.v_proj
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(B, N, heads * head_dim) -> (B, heads, N, head_dim)."""
@@ -173,6 +186,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
         self._act = ACT2FN[shape.activation]
+
+    @property
+    def sharing_input(self) -> tuple[nn.Linear, ...]:
+        """Layers that are given the same tensor."""
+        return self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., H) -> (..., H)."""

@@ -125,7 +125,8 @@ class Candidates:
         if all(law.is_argmax for law in places.laws):  # the law is the softmax, which keeps the order of logits
             found, scores = choice.largest(logits, k)
             if as_chances:
-                wide = logits.float() * SHARPNESS
+                # in place where these are copies: a whole vocabulary of floats for every node
+                wide = logits.float().mul_(SHARPNESS) if logits.itemsize == 2 else logits.float() * SHARPNESS
                 peaks = wide.gather(1, found[:, :1].clamp(min=0))
                 scores = scores * SHARPNESS + (peaks - wide.logsumexp(-1, keepdim=True)).double()
         else:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     import foretoken.heads.checkpoint as checkpoint
+    import foretoken.heads.layers as layers
     import foretoken.model.execution.packing as packing
     from foretoken.config.drafting import ModelOptions
     from foretoken.drafters.materials import Materials
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
 else:
     checkpoint = Lazy("foretoken.heads.checkpoint")
+    layers = Lazy("foretoken.heads.layers")
     packing = Lazy("foretoken.model.execution.packing")
 
 Head = TypeVar("Head", bound="nn.Module")
@@ -92,12 +94,24 @@ def _loaded(
 
 
 def pack(head: nn.Module) -> None:
-    """Run the linear layers of a head that nobody else holds through oneDNN, as those of the target are."""
-    for layer in list(packing.packable(head)):
-        if packing.worth_packing([layer]):
-            packed: Any = packing.PackedLinear.of(layer)
-            layer.forward = packed
-            packed.product.release()
+    """Run the linear layers of a head that nobody else holds through oneDNN, as those of the target are.
+
+    Layers that are given the same tensor become one product, which reads them in one call.
+    """
+    packable = set(packing.packable(head))
+    together: list[Seq[nn.Module]] = []
+    for module in head.modules():
+        if isinstance(module, (layers.Attention, layers.MLP)):
+            together.append(module.sharing_input)
+    shared = {layer for group in together for layer in group}
+    groups = [*together, *([layer] for layer in head.modules() if layer not in shared)]
+    for group in groups:
+        if packable.issuperset(group) and packing.worth_packing(group):
+            product = packing.PackedProduct(group)
+            for index, layer in enumerate(group):
+                forward: Any = packing.PackedLinear(product, index)
+                layer.forward = forward
+            product.release()
 
 
 def name_of(target: CausalLM) -> str:

@@ -182,8 +182,9 @@ def _shape(
     depths = np.full((len(drafts), num_fed + width), -1, dtype=np.int64)
     ancestors = np.zeros((len(drafts), width, num_fed + width), dtype=bool)
     for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
+        levels = draft.depths  # some are computed as they are asked for
         for node, offset in place.offset_of.items():
-            depths[i, offset] = draft.depths[node] - 1  # the pending token is part of the trunk by now
+            depths[i, offset] = levels[node] - 1  # the pending token is part of the trunk by now
         for j, node in enumerate(draft.frontier):
             ancestors[i, j, [place.offset_of[above] for above in draft.path(node)]] = True
         for j in range(len(draft.frontier), width):
