@@ -93,12 +93,11 @@ class Rotary(nn.Module):
             self._frequencies = frequencies.double()
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype, as `rotated` takes them."""
+        """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = self._cast.get((positions.device, wide))
         if frequencies is None:
-            # those of the first half turn the other way, which saves negating what they are multiplied with
-            frequencies = torch.cat([-self._frequencies, self._frequencies]).to(positions.device, wide)
+            frequencies = torch.cat([self._frequencies, self._frequencies]).to(positions.device, wide)
             self._cast[positions.device, wide] = frequencies
         angles = positions[:, None, :, None].to(wide) * frequencies
         cos, sin = angles.cos(), angles.sin()
@@ -108,8 +107,9 @@ class Rotary(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, heads, N, head_dim), its halves turned against one another; see `Rotary` for the signs."""
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    """(B, heads, N, head_dim), its halves turned against one another."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 @dataclass(frozen=True)
