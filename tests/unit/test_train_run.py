@@ -129,7 +129,8 @@ def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
     for name in zoo.names():
         trained_on = root() / name / "trained_on.txt"
         if trained_on.exists():
-            assert not evaluation_digests() & set(trained_on.read_text().split())
+            digests = set(trained_on.read_text().split())
+            assert not {digest[:8] for digest in evaluation_digests()} & digests
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "eagle2", "eagle3"])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from foretoken import LLM, zoo
+from foretoken import LLM, SamplingParams, zoo
 from foretoken.config.method import methods
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import cache_folder, temporary_folder
@@ -164,7 +164,7 @@ def test_the_manifests_say_what_there_is() -> None:
 
 def test_what_a_model_does_not_bring_is_refused_with_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted in (lambda: zoo.path("smollm2", "draft"), lambda: zoo.asset("smollm2", "datastore")):
-        with pytest.raises(ConfigError, match=r"zoo:smollm2 brings no '\w+' along; it brings target, tokenizer"):
+        with pytest.raises(ConfigError, match=r"zoo:smollm2 brings no '\w+' along; it brings eagle3, target"):
             wanted()
     assert zoo.asset("tiny", "layer_set") == zoo.asset("tiny", "layer_set.json")
 
@@ -486,6 +486,19 @@ def test_smollm2_splits_numbers_as_it_was_trained() -> None:
     """Read as GPT-2's, the two blanks would be split, and the second go with the number."""
     tokenizer = load_tokenizer("zoo:smollm2")
     assert tokenizer.tokenize("x  1969") == ["x", "ĠĠ", "1", "9", "6", "9"]
+
+
+@pytest.mark.smollm2
+def test_smollm2_brings_a_head_of_eagle3() -> None:
+    """Texts are those of plain decoding; the bound is far below what was measured, and above what another head has."""
+    llm = LLM("zoo:smollm2", "eagle3", dtype="float32", execution="packed")
+    assert llm.drafting.heads == ("zoo:smollm2, eagle3 (on board)",)
+    messages = [{"role": "user", "content": "Write a short story about a dog."}]
+    params = SamplingParams(temperature=0, max_tokens=32)
+    (found,) = llm.chat(messages, params)
+    (plain,) = llm.with_speculative_config("none").chat(messages, params)
+    assert found.outputs[0].text == plain.outputs[0].text
+    assert found.metrics.speculative_decoding["mean_acceptance_length"] > 1.2
 
 
 @pytest.mark.smollm2
