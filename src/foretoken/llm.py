@@ -69,7 +69,7 @@ class LLM:
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
-      max_num_seqs, max_model_len, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
+      max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
     Raises:
       CheckpointError: a model or tokenizer is missing, truncated or unknown.
@@ -99,6 +99,7 @@ class LLM:
         num_cached_prefixes: int = 0,
         max_num_seqs: int = EngineConfig.max_num_seqs,
         max_model_len: int | None = EngineConfig.max_model_len,
+        max_kv_bytes: int | str | None = EngineConfig.max_kv_bytes,
         prefill_chunk_size: int = EngineConfig.prefill_chunk_size,
         exactness: str = EngineConfig.exactness,
         strict_width: int = EngineConfig.strict_width,
@@ -106,6 +107,7 @@ class LLM:
         self.engine_config = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            max_kv_bytes=max_kv_bytes,
             prefill_chunk_size=prefill_chunk_size,
             exactness=exactness,
             strict_width=strict_width,

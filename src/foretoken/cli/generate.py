@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,10 @@ def generate(
     raw: Raw = False,
     loading: LoadingOptions,
     max_num_seqs: Annotated[int | None, typer.Option(help="Rows that run at once.")] = None,
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="With --json: what every step planned and drafted.")] = False,
     trace_plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
@@ -60,7 +64,8 @@ def generate(
         if trace_plot is not None:
             check_picture(trace_plot)
         name = model.chosen()
-        rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+        asked_for = {"max_num_seqs": max_num_seqs, "max_kv_bytes": max_kv_bytes}
+        rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
         llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading), **rows)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         writer = JsonWriter(asked, with_trace=trace) if as_json else TextWriter(params)

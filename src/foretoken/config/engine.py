@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from foretoken.config.acceptance import MATCH, RULES, AcceptanceRule, TypicalLimits
+from foretoken.config.memory import memory_size
 from foretoken.errors import ConfigError
 
 
@@ -24,6 +25,8 @@ class EngineConfig:
       strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
         at them too, so compare results of one width.
       typical: what "typical" accepts.
+      max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
+        available when the engine is made. Rows wait, or leave for a while, as it asks for. None for no limit.
       contains_faults: an exception of a drafter ends its drafting for the rows that it was working on, and one of a
         logits processor, or while text is looked at, ends its row with the reason "error"; nothing else is touched.
         Otherwise such exceptions are raised, which ends all rows that run.
@@ -37,6 +40,7 @@ class EngineConfig:
     exactness: str = "default"
     strict_width: int = 16
     typical: TypicalLimits = field(default_factory=TypicalLimits)
+    max_kv_bytes: int | str | None = None
     contains_faults: bool = False
     output_scores: bool = False
     output_logits: bool = False
@@ -50,6 +54,14 @@ class EngineConfig:
             raise ConfigError(f"acceptance is {self.acceptance!r}; choose one of {', '.join(RULES)}")
         if self.exactness not in ("default", "strict", "relaxed"):
             raise ConfigError(f"exactness is {self.exactness!r}; choose default, strict or relaxed")
+
+        if self.max_kv_bytes is not None:
+            object.__setattr__(self, "max_kv_bytes", memory_size("max_kv_bytes", self.max_kv_bytes))
+            if self.is_strict:
+                raise ConfigError(
+                    "exactness='strict' must reproduce every bit, and rows that leave for want of memory are read "
+                    "again at other shapes; leave max_kv_bytes out and lower max_num_seqs, or use exactness='default'"
+                )
 
     @property
     def rule(self) -> AcceptanceRule:

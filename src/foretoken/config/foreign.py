@@ -36,7 +36,7 @@ LLM_ARGUMENTS = {
         "no memory is set aside in advance: the cache grows with the rows that run; max_num_seqs and max_model_len "
         "limit it"
     ),
-    "kv_cache_memory_bytes": Foreign("the cache grows with the rows that run; max_num_seqs and max_model_len limit it"),
+    "kv_cache_memory_bytes": Foreign("the cache grows with the rows that run; max_kv_bytes limits it"),
     "swap_space": Foreign(
         "rows that do not fit wait instead of being swapped out; max_num_seqs says how many run", (None, 0)
     ),

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.model.cache.ragged import KVCache
+
+if TYPE_CHECKING:
+    from foretoken.engine.memory import MemoryPlan
+
+HEADROOM = 64
+"""Tokens that every row is to be able to add when another one comes in, so that it need not leave at once."""
 
 
 @dataclass(eq=False)
@@ -17,7 +24,7 @@ class Member:
 
     ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A member ``is_in_doubt``
     when its last step gave no token, and a draft may be to blame: the next one goes without. ``num_changes`` is that of
-    the target when the row came into the cache.
+    the target when the row came into the cache, ``num_read_again`` the length of its output when it last had to leave.
     """
 
     row: Sequence
@@ -26,11 +33,12 @@ class Member:
     num_prefilled: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
+    num_read_again: int = 0
 
     @property
     def num_to_prefill(self) -> int:
-        """All tokens of the prompt but the pending one."""
-        return self.row.num_prompt_tokens - 1
+        """All tokens of the prompt but the pending one, and what is read again of the output."""
+        return self.row.num_prompt_tokens - 1 + self.num_read_again
 
     @property
     def is_prefilled(self) -> bool:
@@ -42,10 +50,14 @@ class Batch:
 
     Rows join at the end and leave by exchange with the last one of their part, so both parts stay contiguous and a
     forward over either is a plain view of the cache.
+
+    Args:
+      plan: how much of the cache may be used; None for as much as the rows need.
     """
 
-    def __init__(self, cache: KVCache, max_num_rows: int) -> None:
+    def __init__(self, cache: KVCache, max_num_rows: int, plan: MemoryPlan | None = None) -> None:
         self.cache = cache
+        self._plan = plan
         self.waiting: deque[Member] = deque()
         self._max_num_rows = max_num_rows
         self._members: list[Member] = []
@@ -74,8 +86,12 @@ class Batch:
 
     def admit(self) -> list[Member]:
         """Give waiting members a slot while there is room; those that just got one, short prompts first."""
-        room = self._max_num_rows - len(self._members)
-        admitted = sorted(islice(self.waiting, room), key=lambda member: member.num_to_prefill)
+        admitted: list[Member] = []
+        for member in islice(self.waiting, self._max_num_rows - len(self._members)):
+            if not self._fits([*self._members, *admitted, member], HEADROOM):
+                break
+            admitted.append(member)
+        admitted.sort(key=lambda member: member.num_to_prefill)
         for member in admitted:
             self.cache.add_rows()
             self.waiting.remove(member)
@@ -88,6 +104,8 @@ class Batch:
         self._swap(self._members.index(member), slot)
         self.num_decoding += 1
         room = self._max_num_rows - len(self._members)
+        while room > 0 and not self._fits([*self._members, *member.forks[:room]], HEADROOM):
+            room -= 1
         entered, left = member.forks[:room], member.forks[room:]
         for fork in entered:
             self._members.append(fork)
@@ -96,6 +114,22 @@ class Batch:
         self.waiting.extendleft(reversed(left))
         member.forks = []
         return [member, *entered]
+
+    def _fits(self, members: list[Member], room: int) -> bool:
+        """Whether they may be in the cache together; one alone always may, since others have been refused."""
+        return self._plan is None or len(members) == 1 or self._plan.fits(members, room)
+
+    def too_many(self) -> Member | None:
+        """The member that came last, where all of them together have grown too long."""
+        if self._fits(self._members, 0) or not self._members:
+            return None
+        return max(self._members, key=lambda member: member.row.id)
+
+    def send_back(self, member: Member) -> None:
+        """Let a member leave its slot and wait before all others, to be read again with what it has said."""
+        self.remove(member, erase=member.is_in_doubt)
+        member.num_prefilled, member.num_read_again = 0, member.row.num_output_tokens
+        self.waiting.appendleft(member)
 
     def remove(self, member: Member, *, erase: bool) -> None:
         """Take a member out of the cache; ``erase`` what it wrote where that may not be finite."""

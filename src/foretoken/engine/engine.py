@@ -19,6 +19,7 @@ from foretoken.engine.emitting import emit
 from foretoken.engine.features import ForwardFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.guarding import GuardedDrafter
+from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
 from foretoken.engine.prefill import Prefill
 from foretoken.engine.proposing import Proposing
@@ -85,9 +86,12 @@ class Engine:
         self._reuse = Reuse(prefixes, target, self.cache, drafter, self.config)
         drafter.bind(target, self.cache)
         self.profile = StepProfile()
-        self._batch = Batch(self.cache, self.config.max_num_seqs)
-        self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
+        self._plan = MemoryPlan.of(self.config, target, self._forwards)
+        if self._plan is not None:
+            self.cache.limit(self._plan.max_cells)
+        self._batch = Batch(self.cache, self.config.max_num_seqs, self._plan)
+        self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self._proposing = Proposing(drafter, target, self._forwards, self.config)
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
@@ -116,7 +120,8 @@ class Engine:
           history_ids: the prompt as the row's processors are to see it; see `SamplingLaw`.
 
         Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
-        leaves no room for a token; ConfigError for the id of a request that is still unfinished.
+        leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
+        still unfinished.
         """
         prompt = [int(token) for token in prompt_ids]
         check_prompt(prompt, self.target.vocab_size, self.max_model_len)
@@ -124,6 +129,8 @@ class Engine:
         if self._batch.holds(request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
         first = self._requests.first_member(prompt, params, request_id, history_ids)
+        if self._plan is not None:
+            self._plan.check(len(prompt), first.row.max_length)
         rows = [first.row, *(fork.row for fork in first.forks)]
         self._batch.waiting.append(first)
         return rows

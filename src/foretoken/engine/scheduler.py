@@ -27,7 +27,15 @@ class Scheduler:
         self._reuse = reuse
 
     def admit(self, profile: StepProfile) -> None:
-        """Give waiting requests slots, as far as there is room, and what earlier rows left of their prompts."""
+        """Give waiting requests slots, as far as there is room, and what earlier rows left of their prompts.
+
+        Where rows have grown too long together, the last ones leave first.
+        """
+        while (member := self._batch.too_many()) is not None:
+            self._drafter.forget([member.row])
+            self._batch.send_back(member)
+            member.row.stats.num_preemptions += 1
+            profile.num_preemptions += 1
         admitted = self._batch.admit()
         for slot, member in enumerate(admitted, len(self._batch) - len(admitted)):
             profile.num_cached_tokens += self._reuse.recall(member, slot)

@@ -42,6 +42,7 @@ class SequenceStats:
 
     Attributes:
       drafter_error: the exception that has ended drafting for the row; empty where none has.
+      num_preemptions: how often the row has left the cache for want of memory, to be read again.
     """
 
     num_steps: int = 0
@@ -53,6 +54,7 @@ class SequenceStats:
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     drafter_error: str = ""
+    num_preemptions: int = 0
 
     def credit(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
@@ -84,6 +86,7 @@ class SequenceStats:
         self.drafted_by.update(other.drafted_by)
         self.accepted_by.update(other.accepted_by)
         self.drafter_error = self.drafter_error or other.drafter_error
+        self.num_preemptions += other.num_preemptions
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -107,6 +110,7 @@ class StepProfile:
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     num_steps: int = 0
+    num_preemptions: int = 0
     prefill_seconds: float = 0.0
     propose_seconds: float = 0.0
     verify_seconds: float = 0.0

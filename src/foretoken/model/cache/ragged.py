@@ -34,6 +34,10 @@ class KVCache(Cache):  # type: ignore[misc]
       num_rows: rows to start with, of length 0.
       capacity: columns to start with.
       device: of the model, for index tensors.
+
+    Attributes:
+      max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
+        the cache grows to just below it, and gives columns back for rows, or rows for columns.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self.capacity = capacity
         self.num_slots = max(num_rows, 1)
         self.window = Window(0, 1, 0, None, 0)
+        self.max_cells: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -91,14 +96,29 @@ class KVCache(Cache):  # type: ignore[misc]
         """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
         return None
 
+    def limit(self, max_cells: int) -> None:
+        """Set how many columns of all rows together are to be allocated at most."""
+        self.max_cells = max_cells
+        if not any(layer.is_initialized for layer in self.layers):
+            self.capacity = min(self.capacity, max_cells // self.num_slots)
+
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
-        """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling."""
+        """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling, one buffer after the other."""
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
+        columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
         capacity, num_slots = _doubled(self.capacity, capacity), _doubled(self.num_slots, num_slots)
-        for layer in self.layers:
-            layer.resize(num_slots, capacity)
-        self.capacity, self.num_slots = capacity, num_slots  # last, so that running out of memory does no lasting harm
+        if self.max_cells is not None and capacity * num_slots > self.max_cells:
+            num_slots = rows
+            capacity = max(columns, min(capacity, self.max_cells // rows))
+        try:
+            for layer in self.layers:
+                layer.resize(num_slots, capacity)
+            self.capacity, self.num_slots = capacity, num_slots
+        except BaseException:  # no memory: count what all layers hold
+            shapes = [buffer.shape for buffer in self._buffers()]
+            self.num_slots, self.capacity = min(shape[0] for shape in shapes), min(shape[2] for shape in shapes)
+            raise
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
         """Keep the accepted nodes of every row, in path order, and forget the others.

@@ -63,15 +63,16 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @torch.inference_mode()
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Move both buffers into ones of at least this size."""
+        """Move both buffers into ones of this size, one after the other, as far as these hold what there is."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            if old.shape[0] >= num_slots and old.shape[2] >= capacity:
+            if (old.shape[0], old.shape[2]) == (num_slots, capacity):
                 continue
-            new = self._allocate(old, max(num_slots, old.shape[0]), max(capacity, old.shape[2]))
-            new[: old.shape[0], :, : old.shape[2]] = old
+            new = self._allocate(old, num_slots, capacity)
+            rows, columns = min(num_slots, old.shape[0]), min(capacity, old.shape[2])
+            new[:rows, :, :columns] = old[:rows, :, :columns]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -1,0 +1,58 @@
+"""Sizes of memory as people write them, and what of it is available."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from foretoken.errors import ConfigError
+
+UNITS = {"": 1, "B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def memory_size(name: str, value: object) -> int:
+    """A number of bytes, from a whole number, "500MB", "1.5GiB", or "40%" of what is available now.
+
+    Raises: ConfigError for anything else, for nothing, and for a share where the system does not say what it has.
+    """
+    text = str(value).strip().upper().replace(" ", "")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%|[KMG]?I?B|)", text)
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or match is None or match[2] not in (*UNITS, "%"):
+        raise ConfigError(f"{name} is {value!r}; give a number of bytes, a size like 500MB or 2GB, or a share like 40%")
+    number, unit = float(match[1]), match[2]
+    if unit == "%":
+        available = available_bytes()
+        if available is None or not 0 < number <= 100:
+            reason = "this system does not say what is available" if available is None else "a share is up to 100%"
+            raise ConfigError(f"{name} is {value!r}, and {reason}; give a number of bytes")
+        return int(available * number / 100)
+    size = int(number * UNITS[unit])
+    if size < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be 1 byte or more")
+    return size
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:
+    """Memory that can still be allocated: what the system has, or what is left of the cgroup's limit if that is less.
+
+    None where neither is told.
+    """
+    found = []
+    lines = _read(meminfo).splitlines()
+    found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        most, held = _read(cgroup / limit).strip(), _read(cgroup / used).strip()
+        if most.isdigit() and held.isdigit():
+            found.append(max(0, int(most) - int(held)))
+    return min(found, default=None)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+"""How much of the cache may be used: who comes in, and who has to leave for a while when texts have grown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from foretoken.errors import ConfigError, ContextLengthError
+
+if TYPE_CHECKING:
+    from foretoken.config.engine import EngineConfig
+    from foretoken.engine.batch import Member
+    from foretoken.engine.forwards import Forwards
+    from foretoken.model.lm import CausalLM
+
+logger = logging.getLogger("foretoken")
+
+STEP = 64
+"""Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
+PADDED_STEP = 256
+"""The same where steps and prompts are padded to shapes that keep bits."""
+
+
+class MemoryPlan:
+    """Keeps the cache within a number of bytes: what is counted is what is allocated, rows times the longest of them.
+
+    A request comes in when it fits beside those that run. When they have grown too long together, the one that came
+    last leaves its slot, waits before all others, and is read again with what it has said so far.
+
+    Args:
+      num_bytes: of keys and values of the target, drafts included; drafters with a cache of their own come besides.
+      target: whose cache it is.
+      is_padded: whether steps are padded to shapes that keep bits.
+
+    Exactness: what is read again is rounded as a prompt is, and not as it was when it was decoded, as kept prefixes
+      are; in float64 no token changes.
+    Raises: ConfigError for a plan that does not hold one row of any length.
+    """
+
+    def __init__(self, num_bytes: int, target: CausalLM, *, is_padded: bool) -> None:
+        self.num_bytes = num_bytes
+        self.bytes_per_token = target.kv_bytes_per_token
+        self.max_cells = num_bytes // self.bytes_per_token
+        self._step = PADDED_STEP if is_padded else STEP
+        if self.max_cells < 2 * self._step:
+            raise ConfigError(
+                f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} "
+                f"({self.bytes_per_token} bytes each); it must hold {2 * self._step}: give "
+                f"{2 * self._step * self.bytes_per_token} or more"
+            )
+        logger.info(
+            "keys and values: %.1f MB at most, %d bytes per token of %s: %d tokens, all rows together as long as the "
+            "longest.",
+            num_bytes / 1e6,
+            self.bytes_per_token,
+            target.name,
+            self.max_cells,
+        )
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: CausalLM, forwards: Forwards) -> MemoryPlan | None:
+        """The plan that a config asks for, if it does."""
+        if config.max_kv_bytes is None:
+            return None
+        return cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None)
+
+    def fits(self, members: Seq[Member], room: int = 0) -> bool:
+        """Whether these may be in the cache together, each with ``room`` further tokens.
+
+        Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
+        """
+        longest = max((len(member.row.token_ids) for member in members), default=0) + room
+        return len(members) * self._columns(longest) <= self.max_cells
+
+    def _columns(self, length: int) -> int:
+        return -(-length // self._step) * self._step + self._step
+
+    def check(self, prompt_length: int, max_length: int) -> None:
+        """Raises: ContextLengthError for a request that does not fit even alone."""
+        if self._columns(max_length) > self.max_cells:
+            needed = self._columns(max_length) * self.bytes_per_token
+            raise ContextLengthError(
+                f"a request of {prompt_length} tokens that may grow to {max_length} needs {needed} bytes of keys and "
+                f"values, and max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
+                "prompt, or raise max_kv_bytes"
+            )

@@ -1,0 +1,233 @@
+"""Keys and values within a number of bytes: who waits, who leaves for a while, and that no token changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.config.engine import EngineConfig
+from foretoken.config.memory import available_bytes, memory_size
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.sparse_view import SparseView
+from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.errors import ConfigError, ContextLengthError
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.testing import check_cache_lengths, perturbed, toy_model
+
+VOCAB_SIZE = 64
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "none": EmptyDrafter,
+    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
+    "suffix": lambda: SuffixDrafter(4, min_token_prob=0.0),
+    "draft-model": lambda: DraftModelDrafter(
+        CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
+    ),
+    "sparse-kv": lambda: SparseKVDrafter(
+        SparseView(budget=16, selector="streaming", sinks=1, window=15, refresh=8),
+        target_vocab_size=VOCAB_SIZE,
+        policy=Fixed(3),
+    ),
+}
+SLOW = ("none", "suffix")
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+def text(number: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randint(0, VOCAB_SIZE, (9,), generator=generator).tolist() * length)[:length]
+
+
+def params(number: int, max_tokens: int, **others: Any) -> SamplingParams:
+    temperature = 0.0 if number % 2 else 0.8
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number, ignore_eos=True, **others)
+
+
+def run(
+    drafter: Drafter, config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]
+) -> tuple[list[Sequence], Engine, int, int]:
+    """The rows, and the most rows and cells that were in the cache at once."""
+    engine = Engine(target(), drafter, config)
+    rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
+    most_rows = most_cells = 0
+    while engine.has_unfinished:
+        engine.step()
+        check_cache_lengths(engine)
+        most_rows = max(most_rows, engine.num_running)
+        most_cells = max(most_cells, engine.cache.num_bytes // target().kv_bytes_per_token)
+    return rows, engine, most_rows, most_cells
+
+
+def plan(cells: int, **others: Any) -> EngineConfig:
+    return EngineConfig(max_num_seqs=64, max_kv_bytes=cells * target().kv_bytes_per_token, **others)
+
+
+def test_bytes_per_token_are_what_a_cache_holds() -> None:
+    config = target().config
+    head_dim = config.hidden_size // config.num_attention_heads
+    assert target().kv_bytes_per_token == config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 8
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DRAFTERS])
+def test_64_requests_under_a_plan_for_8_finish_as_without_one(name: str) -> None:
+    """Ragged texts, greedy and sampled, float64."""
+    requests = [(text(i, 60 - i % 7), params(i, 20)) for i in range(64)]
+    free, _, all_rows, _ = run(EmptyDrafter(), EngineConfig(max_num_seqs=64), requests)
+    cells = 8 * 192
+    rows, engine, most_rows, most_cells = run(DRAFTERS[name](), plan(cells), requests)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert all(row.finish_reason == "length" for row in rows)
+    assert all_rows == 64
+    assert most_rows <= 8
+    assert most_cells <= cells
+    assert engine.profile.num_preemptions == sum(row.stats.num_preemptions for row in rows)
+
+
+def test_rows_that_grow_too_long_leave_for_a_while_and_are_counted() -> None:
+    """Short prompts that say much: four rows of 20 tokens come in where two of 100 have room."""
+    requests = [(text(i, 20), params(i, 80)) for i in range(4)]
+    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
+    for name in ("ngram", "draft-model"):
+        rows, engine, most_rows, most_cells = run(DRAFTERS[name](), plan(512), requests)
+        assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+        assert engine.profile.num_preemptions > 0
+        assert sum(row.stats.num_preemptions for row in rows) == engine.profile.num_preemptions
+        assert rows[0].stats.num_preemptions == 0  # who came first stays
+        assert most_rows == 4
+        assert most_cells <= 512
+
+
+def test_one_long_row_and_many_short_ones_share_a_plan() -> None:
+    """Columns are given back for rows and rows for columns."""
+    lengths = [200, 5, 6, 7, 150, 8, 9]
+    requests = [(text(i, length), params(i, 12)) for i, length in enumerate(lengths)]
+    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
+    rows, _, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(500), requests)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert most_rows > 1
+    assert most_cells <= 500
+
+
+def test_samples_of_one_prompt_wait_for_room() -> None:
+    requests = [(text(1, 90), params(1, 20, n=5)), (text(2, 30), params(2, 20))]
+    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
+    rows, *_, most_rows, most_cells = run(DRAFTERS["ngram"](), plan(2 * 256), requests)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert most_rows == 2
+    assert most_cells <= 2 * 256
+
+
+def test_an_aborted_row_that_waits_to_be_read_again_is_gone() -> None:
+    engine = Engine(target(), EmptyDrafter(), plan(512))
+    rows = [engine.add_request(text(i, 20), params(i, 70), str(i))[0] for i in range(4)]
+    while not rows[3].stats.num_preemptions:
+        engine.step()
+    assert engine.abort("3") == [rows[3]]
+    while engine.has_unfinished:
+        engine.step()
+    assert [row.finish_reason for row in rows] == ["length", "length", "length", "abort"]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_fits_not_even_alone_is_refused() -> None:
+    engine = Engine(target(), EmptyDrafter(), plan(256))
+    with pytest.raises(ContextLengthError, match=r"150 tokens that may grow to 250 needs \d+ bytes.*lower max_tokens"):
+        engine.add_request(text(1, 150), params(1, 100))
+    (row,) = engine.add_request(text(1, 150), params(1, 40))
+    while engine.has_unfinished:
+        engine.step()
+    assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("lots", "give a number of bytes, a size like 500MB"),
+        (-5, "give a number of bytes"),
+        (True, "give a number of bytes"),
+        ("0", "1 byte or more"),
+        ("120%", "a share is up to 100%"),
+        (1000, r"holds 1 tokens.*it must hold 128"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(size: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(target(), EmptyDrafter(), EngineConfig(max_kv_bytes=size))
+
+
+def test_strict_mode_has_no_plan() -> None:
+    with pytest.raises(ConfigError, match="reproduce every bit"):
+        EngineConfig(max_kv_bytes="1GB", exactness="strict")
+
+
+def test_sizes_are_read_and_shares_are_of_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
+    assert memory_size("x", "500MB") == 500_000_000
+    assert memory_size("x", "1.5 GiB") == 3 * 2**29
+    assert memory_size("x", 7) == memory_size("x", "7B") == 7
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert available_bytes(meminfo, tmp_path) == 4_096_000
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert available_bytes(meminfo, tmp_path) == 2_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, tmp_path) == 4_096_000
+    assert available_bytes(tmp_path / "none", tmp_path) is None
+
+
+def test_an_llm_tells_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="foretoken"):
+        llm = LLM(toy_model(VOCAB_SIZE, dtype=torch.float32), "ngram", max_kv_bytes="1MB")
+    assert any("keys and values: 1.0 MB at most" in line for line in caplog.messages)
+    prompts: list[Any] = [{"prompt_token_ids": text(i, 40)} for i in range(9)]
+    plain = LLM(toy_model(VOCAB_SIZE, dtype=torch.float32), "none").generate(prompts, params(1, 30))
+    found = llm.generate(prompts, params(1, 30))
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in plain]
+
+
+# -- the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_without_memory_counts_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running out of it while buffers are moved leaves a cache that can be written to."""
+    cache = target().new_cache(1, capacity=16)
+    nodes = Nodes.from_chains([text(1, 10)])
+    expected = target().forward(nodes, cache)
+    cache.limit(80)
+    layer = type(cache.layers[0])
+    allocate, calls = layer._allocate, [0]
+
+    def scarce(*args: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise MemoryError
+        return allocate(*args)
+
+    monkeypatch.setattr(layer, "_allocate", staticmethod(scarce))
+    with pytest.raises(MemoryError):
+        cache.reserve(40, 1)
+    assert (cache.num_slots, cache.capacity) == (1, 16)
+    torch.testing.assert_close(target().forward(nodes, cache), expected, atol=0, rtol=0)
+    cache.reserve(40, 2)
+    assert cache.num_slots * cache.capacity <= 80
+    assert isinstance(cache, KVCache)
