@@ -85,14 +85,14 @@ def failing(drafter: Drafter, verb: str, number: int, fault: BaseException, *, a
 
 
 @pytest.mark.parametrize("verb", ["start", "propose", "observe", "forget"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("method", DRAFTERS)
 def test_a_failing_drafter_changes_no_token_and_rows_that_it_did_not_touch_are_drafted_for(
-    name: str, verb: str, caplog: pytest.LogCaptureFixture
+    method: str, verb: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number, after in ((1, True), (2, False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="foretoken"):
-            rows = run(failing(DRAFTERS[name](), verb, number, ValueError("out of ideas"), after=after))
+            rows = run(failing(DRAFTERS[method](), verb, number, ValueError("out of ideas"), after=after))
         assert [row.output_ids for row in rows] == plain()
         assert {row.finish_reason for row in rows} == {"length"}
         touched = [row for row in rows if row.stats.drafter_error]
@@ -154,14 +154,14 @@ def broken_at(length: int) -> Callable[..., torch.Tensor]:
     return broken
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "none"])
-def test_a_failing_processor_ends_its_row_alone(name: str) -> None:
+@pytest.mark.parametrize("method", [*DRAFTERS, "none"])
+def test_a_failing_processor_ends_its_row_alone(method: str) -> None:
     """After exactly the tokens that come before the place where it fails, whatever was drafted beyond."""
 
     def given(number: int) -> SamplingParams:
         return replace(params(number), logits_processors=[broken_at(len(TEXTS[1]) + 6)] if number == 1 else ())
 
-    rows = run(DRAFTERS[name]() if name != "none" else EmptyDrafter(), given=given)
+    rows = run(DRAFTERS[method]() if method != "none" else EmptyDrafter(), given=given)
     expected = plain()
     assert [row.output_ids for row in rows] == [expected[0], expected[1][:6], *expected[2:]]
     assert [row.finish_reason for row in rows] == ["length", "error", "length", "length", "length"]
