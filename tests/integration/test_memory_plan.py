@@ -23,6 +23,7 @@ from foretoken.drafters.parts.sparse_view import SparseView
 from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.cache.ragged import KVCache
@@ -72,18 +73,18 @@ def run(
         engine.step()
         check_cache_lengths(engine)
         most_rows = max(most_rows, engine.num_running)
-        most_cells = max(most_cells, engine.cache.num_bytes // target().kv_bytes_per_token)
+        most_cells = max(most_cells, engine.cache.num_bytes // bytes_per_token(target()))
     return rows, engine, most_rows, most_cells
 
 
 def plan(cells: int, **others: Any) -> EngineConfig:
-    return EngineConfig(max_num_seqs=64, max_kv_bytes=cells * target().kv_bytes_per_token, **others)
+    return EngineConfig(max_num_seqs=64, max_kv_bytes=cells * bytes_per_token(target()), **others)
 
 
 def test_bytes_per_token_are_what_a_cache_holds() -> None:
     config = target().config
     head_dim = config.hidden_size // config.num_attention_heads
-    assert target().kv_bytes_per_token == config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 8
+    assert bytes_per_token(target()) == config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 8
 
 
 @pytest.mark.parametrize("method", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DRAFTERS])
@@ -214,7 +215,7 @@ def test_a_cache_without_memory_counts_what_it_holds(monkeypatch: pytest.MonkeyP
     cache = target().new_cache(1, capacity=16)
     nodes = Nodes.from_chains([text(1, 10)])
     expected = target().forward(nodes, cache)
-    cache.limit(80)
+    cache.max_cells = 80
     layer = type(cache.layers[0])
     allocate, calls = layer._allocate, [0]
 

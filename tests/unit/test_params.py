@@ -290,7 +290,6 @@ class TestSpeculativeConfig:
     @pytest.mark.parametrize(
         "name",
         [
-            "sparse_kv",
             "auto",
             "mtp",
             "deepseek_mtp",

@@ -185,7 +185,6 @@ METHODS_ELSEWHERE = {
     "dspark": _HEADS,
     "pard": "a drafter that predicts a block in parallel",
     "p_eagle": _HEADS,
-    "sparse_kv": "the target over a part of its keys and values",
     "extract_hidden_states": "a way to write training data",
 }
 """Methods that are known by name and are not available in this version -> what they are."""

@@ -7,11 +7,13 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError, ContextLengthError
+from foretoken.model.nodes import Nodes
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
     from foretoken.engine.batch import Member
     from foretoken.engine.forwards import Forwards
+    from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
 logger = logging.getLogger("foretoken")
@@ -40,7 +42,7 @@ class MemoryPlan:
 
     def __init__(self, num_bytes: int, target: CausalLM, *, is_padded: bool) -> None:
         self.num_bytes = num_bytes
-        self.bytes_per_token = target.kv_bytes_per_token
+        self.bytes_per_token = bytes_per_token(target)
         self.max_cells = num_bytes // self.bytes_per_token
         self._step = PADDED_STEP if is_padded else STEP
         if self.max_cells < 2 * self._step:
@@ -59,11 +61,13 @@ class MemoryPlan:
         )
 
     @classmethod
-    def of(cls, config: EngineConfig, target: CausalLM, forwards: Forwards) -> MemoryPlan | None:
-        """The plan that a config asks for, if it does."""
+    def of(cls, config: EngineConfig, target: CausalLM, forwards: Forwards, cache: KVCache) -> MemoryPlan | None:
+        """The plan that a config asks for, if it does, to which an empty cache is bound."""
         if config.max_kv_bytes is None:
             return None
-        return cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None)
+        plan = cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None)
+        cache.max_cells, cache.capacity = plan.max_cells, min(cache.capacity, plan.max_cells)
+        return plan
 
     def fits(self, members: Seq[Member], room: int = 0) -> bool:
         """Whether these may be in the cache together, each with ``room`` further tokens.
@@ -85,3 +89,11 @@ class MemoryPlan:
                 f"values, and max_kv_bytes is {self.num_bytes}, so it could never run; lower max_tokens, shorten the "
                 "prompt, or raise max_kv_bytes"
             )
+
+
+def bytes_per_token(target: CausalLM) -> int:
+    """Memory that the keys and values of one token take in a cache, all layers together; found by a forward."""
+    count, cache = target.num_forwards, target.new_cache(1, capacity=1)
+    target.forward(Nodes.from_chains([[0]]), cache)
+    target.num_forwards = count
+    return cache.num_bytes

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -263,14 +262,6 @@ class CausalLM:
             self._facts[key] = measure(self, max_nodes)
             self.num_forwards = count
         return self._facts[key]
-
-    @cached_property
-    def kv_bytes_per_token(self) -> int:
-        """Memory that the keys and values of one token take in a cache, all layers together."""
-        count, cache = self.num_forwards, self.new_cache(1, capacity=1)
-        self.forward(Nodes.from_chains([[0]]), cache)
-        self.num_forwards = count
-        return cache.num_bytes
 
     @property
     def shadow(self) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from foretoken.errors import ShapeError
-from foretoken.model.cache.storage import RaggedLayer, Window
+from foretoken.model.cache.storage import RaggedLayer, Window, grown, held
 
 if TYPE_CHECKING:
     from foretoken.model.nodes import FlatNodes
@@ -96,29 +96,17 @@ class KVCache(Cache):  # type: ignore[misc]
         """How far the positions of the next tokens of some rows are ahead of their columns; None for nowhere."""
         return None
 
-    def limit(self, max_cells: int) -> None:
-        """Set how many columns of all rows together are to be allocated at most."""
-        self.max_cells = max_cells
-        if not any(layer.is_initialized for layer in self.layers):
-            self.capacity = min(self.capacity, max_cells // self.num_slots)
-
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
         """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling, one buffer after the other."""
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
         columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
-        capacity, num_slots = _doubled(self.capacity, capacity), _doubled(self.num_slots, num_slots)
-        if self.max_cells is not None and capacity * num_slots > self.max_cells:
-            num_slots = rows
-            capacity = max(columns, min(capacity, self.max_cells // rows))
+        capacity, num_slots = grown((self.capacity, columns), (self.num_slots, rows), self.max_cells)
         try:
             for layer in self.layers:
                 layer.resize(num_slots, capacity)
-            self.capacity, self.num_slots = capacity, num_slots
-        except BaseException:  # no memory: count what all layers hold
-            shapes = [buffer.shape for buffer in self._buffers()]
-            self.num_slots, self.capacity = min(shape[0] for shape in shapes), min(shape[2] for shape in shapes)
-            raise
+        finally:  # what all layers hold, where there was no memory for more
+            self.num_slots, self.capacity = held(self.layers, num_slots, capacity)
 
     def commit(self, paths: Sequence[Sequence[int]], first_row: int = 0) -> None:
         """Keep the accepted nodes of every row, in path order, and forget the others.
@@ -278,9 +266,3 @@ class KVCache(Cache):  # type: ignore[misc]
             if layer.is_initialized:
                 yield layer.keys
                 yield layer.values
-
-
-def _doubled(size: int, wanted: int) -> int:
-    while size < wanted:
-        size *= 2
-    return size

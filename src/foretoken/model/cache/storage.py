@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,3 +116,26 @@ class Window:
         if columns is not None and self.row_index is not None and flat is not None:
             self.columns = flat.listed(columns)
             self.row_index = flat.listed(self.row_index.expand_as(columns))
+
+
+def grown(columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None) -> tuple[int, int]:
+    """Columns and rows to allocate, each given as what there is and what is needed: by doubling, within a limit.
+
+    Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns.
+    """
+    wide, high = _doubled(*columns), _doubled(*rows)
+    if max_cells is None or wide * high <= max_cells:
+        return wide, high
+    return max(columns[1], min(wide, max_cells // rows[1])), rows[1]
+
+
+def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[int, int]:
+    """Rows and columns that all layers hold, at most those given."""
+    shapes = [buffer.shape for layer in layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    return min([num_slots, *(shape[0] for shape in shapes)]), min([capacity, *(shape[2] for shape in shapes)])
+
+
+def _doubled(size: int, wanted: int) -> int:
+    while size < wanted:
+        size *= 2
+    return size
