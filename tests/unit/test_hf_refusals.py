@@ -24,6 +24,7 @@ from foretoken.errors import (
     ContextLengthError,
     NumericsError,
     PromptError,
+    ShapeError,
     UnsupportedModelError,
     UnsupportedStateError,
 )
@@ -226,7 +227,7 @@ def test_a_processor_that_returns_nan_is_named() -> None:
 
 
 def test_a_processor_of_another_shape_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(ShapeError, match="not scores"):
         run(logits_processor=[lambda ids, scores: scores[:, :-1]])
 
 
