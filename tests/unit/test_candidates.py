@@ -9,6 +9,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.parts.candidates import Candidates, Places
 from foretoken.errors import ShapeError
 from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.law import choice
 from foretoken.law.sampling import SamplingLaw, choose_siblings
 
 PARAMS = {
@@ -70,3 +71,24 @@ def test_no_child_where_there_is_no_law() -> None:
 def test_processors_are_not_run_over_columns_that_are_no_tokens() -> None:
     with pytest.raises(ShapeError, match="spread them first"):
         choose_siblings(torch.zeros(1, 3), places(["biased"], 40).laws, [()], [0], 1, torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_shares_are_those_of_the_sharpened_law(dtype: torch.dtype) -> None:
+    """Impossible tokens have none; rows without a law have no tokens."""
+    logits = (torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    logits[1, ::2] = -torch.inf
+    logits[2, 7] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 3] = torch.inf
+    logits[5, 2:] = -torch.inf
+    tokens, shares = choice.likeliest(logits, 4, 2.0)
+    best, _ = choice.largest(logits, 4)
+    assert torch.equal(tokens, best)
+    assert tokens[2:5].eq(-1).all()
+    assert shares[2:5].eq(-torch.inf).all()
+    law = torch.log_softmax(2.0 * logits.float().double(), dim=-1)
+    for row in (0, 1, 5):
+        kept = tokens[row] >= 0
+        assert torch.allclose(shares[row, kept], law[row, tokens[row, kept]], atol=1e-5)
+    assert (tokens[5] >= 0).tolist() == [shares[5, i] > -torch.inf for i in range(4)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,8 +80,8 @@ def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
             # log_softmax rounds otherwise, and would break ties of different nodes its own way
-            wide = SHARPNESS * oracle.logits([*text, *path]).float()[None]
-            law = ((wide - wide.amax()).double() + (wide.amax() - wide.logsumexp(-1)).double())[0]
+            wide = (oracle.logits([*text, *path]).float() - oracle.logits([*text, *path]).float().amax()) * SHARPNESS
+            law = wide.double() - math.log(float(np.exp(wide.numpy()).sum()))
             best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:siblings]  # equal ones by id
             for token, score in best:
                 if score > -math.inf:  # NaN is not

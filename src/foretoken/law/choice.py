@@ -7,6 +7,7 @@ touch the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -86,6 +87,30 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values = values - peaks.double()
     values[:, 0] = 0.0
     return _padded(tokens, values.where((best >= 0)[:, None], -torch.inf), k)
+
+
+def likeliest(scores: Tensor, k: int, power: float) -> tuple[Tensor, Tensor]:
+    """The same tokens, and the logarithms of their shares of the softmax raised to a power and normalised: (M, k).
+
+    On the CPU every row is read into the processor's cache once for both.
+    """
+    if scores.device.type != "cpu":
+        tokens, gaps = largest(scores, k)
+        wide = scores.float() * power
+        peaks = wide.gather(1, tokens[:, :1].clamp(min=0))
+        return tokens, gaps * power + (peaks - wide.logsumexp(-1, keepdim=True)).double()
+    found = np.full((len(scores), k), -1, dtype=np.int64)
+    shares = np.full((len(scores), k), -np.inf)
+    for index, row, peak in healthy_rows(scores):
+        ids = candidates(row, min(k, len(row)))
+        of_row = row[ids].astype(np.float64)
+        best = ranked(of_row, k)
+        found[index, : len(best)] = ids[best]
+        np.subtract(row, np.float32(peak), out=row)
+        np.multiply(row, np.float32(power), out=row)
+        mass = float(np.add.reduce(np.exp(row, out=row)))
+        shares[index, : len(best)] = (of_row[best] - peak) * power - math.log(mass)
+    return torch.from_numpy(found), torch.from_numpy(shares)
 
 
 def perturbed_best(

@@ -123,12 +123,7 @@ class Candidates:
     ) -> list[Scored]:
         k = min(k, logits.shape[-1])
         if all(law.is_argmax for law in places.laws):  # the law is the softmax, which keeps the order of logits
-            found, scores = choice.largest(logits, k)
-            if as_chances:
-                # in place where these are copies: a whole vocabulary of floats for every node
-                wide = logits.float().mul_(SHARPNESS) if logits.itemsize == 2 else logits.float() * SHARPNESS
-                peaks = wide.gather(1, found[:, :1].clamp(min=0))
-                scores = scores * SHARPNESS + (peaks - wide.logsumexp(-1, keepdim=True)).double()
+            found, scores = choice.likeliest(logits, k, SHARPNESS) if as_chances else choice.largest(logits, k)
         else:
             laws = sampling.log_probs(logits, places.laws, places.paths)
             found, scores = choice.largest(laws, k)
