@@ -136,16 +136,20 @@ class _Template:
     def cut(self, length: int, width: int, columns: int) -> torch.Tensor:
         """(N, T): node i is in column ``length + i``."""
         height, total = self._band.shape
-        if length > self._before or width > height or columns - length > total - self._before:
-            self._grow(max(length, self._before), max(width, height), max(columns - length, total - self._before))
+        after = total - self._before
+        if length > self._before or width > height or columns - length > after:
+            self._grow(  # twice as far, so that it seldom happens, but only where it does not reach
+                self._before if length <= self._before else max(min(2 * length, length + 4096), 256),
+                max(width, height),
+                after if columns - length <= after else 2 * (columns - length),
+            )
         start = self._before - length
         return self._band[:width, start : start + columns]
 
     def _grow(self, before: int, height: int, after: int) -> None:
-        """Twice as far, so that it seldom happens."""
         device = self._masks.device
-        self._before = max(before, min(2 * before, before + 4096), 256)
-        distance = torch.arange(height, device=device)[:, None] - torch.arange(-self._before, 2 * after, device=device)
+        self._before = before
+        distance = torch.arange(height, device=device)[:, None] - torch.arange(-before, after, device=device)
         sees = distance >= 0
         if self._window is not None:
             sees &= distance < self._window
