@@ -286,13 +286,15 @@ class LLM:
             yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 
     def _new_engine(self) -> Engine:
+        drafter = self.drafting.new_drafter()
         return Engine(
             self.target,
-            self.drafting.new_drafter(),
+            drafter,
             self.engine_config,
             eos_token_ids=self._eos_token_ids,
             tokenizer=self.tokenizer,
             prefixes=self._prefixes,
+            governor=self.drafting.governor(self.target, drafter) if self.speculative_config.is_governed else None,
         )
 
 

@@ -214,12 +214,12 @@ def test_changes_of_the_model_are_seen(change: str) -> None:
 def test_changes_of_the_drafter_are_seen() -> None:
     """A draft model that learns drafts better; one that was left behind would not."""
     model, drafter = toy_model(), perturbed(target(), 2.0)
-    hook = speculate("draft_model", model=drafter)
+    hook = speculate("draft_model", model=drafter, length_policy="fixed")
     generate(model, custom_generate=hook)
     before = hook.stats.tokens_per_step
     drafter.load_state_dict(model.state_dict())
     drafter.lm_head = copy.deepcopy(model.lm_head)
-    hook = speculate("draft_model", model=drafter)
+    hook = speculate("draft_model", model=drafter, length_policy="fixed")
     generate(model, custom_generate=hook)
     assert before < 1.5 < 4 < hook.stats.tokens_per_step
 

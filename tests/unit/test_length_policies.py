@@ -312,8 +312,8 @@ def test_the_tables_agree() -> None:
     assert POLICIES.keys() == LENGTH_POLICIES.keys()
     for name, entry in LENGTH_POLICIES.items():
         assert make_policy(name, 3).looks_at == entry.looks_at
-    assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic"]
-    assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "confidence", "acceptance"]
+    assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic", "bass"]
+    assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "bass", "confidence", "acceptance"]
     assert policies_for(methods()["draft_model"].options.looks) == [*POLICIES]
 
 
@@ -392,7 +392,7 @@ def test_names_of_other_tools_mean_confidence(alias: str) -> None:
     [
         ({"method": "ngram", "length_policy": "egag"}, "'egag' looks at the law.*fixed, heuristic"),
         ({"method": "ngram", "length_policy": "confidence"}, "'confidence' looks at the confidence"),
-        ({"method": "nasd", "length_policy": "adaedl"}, "choose one of fixed, heuristic, confidence, acceptance"),
+        ({"method": "nasd", "length_policy": "adaedl"}, "choose one of fixed, heuristic, bass, confidence, acceptance"),
         (
             {"method": "draft_model", "draft_threshold": 0.5},
             "'draft_threshold' has no meaning for length_policy",

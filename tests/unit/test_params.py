@@ -271,7 +271,7 @@ class TestSpeculativeConfig:
             ),
             ({"drafter": "m", "use_egag": True, "gamma_max": 6}, "num_speculative_tokens", 6),
             ({"drafter": "m", "use_egag": True, "gamma_min": 2, "egag_ema_beta": 0.5}, "min_draft_tokens", 2),
-            ({"drafter": "m", "use_egag": False, "first_target": True}, "length_policy", "fixed"),
+            ({"drafter": "m", "use_egag": False, "first_target": True}, "length_policy", "governed"),
             ({"method": "ngram", "num_output_tokens": 9}, "num_speculative_tokens", 9),
             ({"method": "rest", "max_num_draft": 40}, "max_draft_nodes", 40),
         ],

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.governing import new_governor
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.model.lm import CausalLM
@@ -121,6 +122,7 @@ class EngineArm(Arm):
 
     Args:
       config: of the engine; one row at a time by default.
+      is_governed: whether measured costs decide how much is drafted.
     """
 
     def __init__(
@@ -130,9 +132,17 @@ class EngineArm(Arm):
         drafter: Drafter,
         eos_token_ids: Iterable[int] = (),
         config: EngineConfig | None = None,
+        *,
+        is_governed: bool = False,
     ) -> None:
         self.name = name
-        self.engine = Engine(target, drafter, config or EngineConfig(max_num_seqs=1), eos_token_ids=eos_token_ids)
+        self.engine = Engine(
+            target,
+            drafter,
+            config or EngineConfig(max_num_seqs=1),
+            eos_token_ids=eos_token_ids,
+            governor=new_governor(target, drafter) if is_governed else None,
+        )
 
     def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
         emissions = _Emissions()

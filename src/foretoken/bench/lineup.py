@@ -56,7 +56,7 @@ class Lineup:
         engine = EngineConfig(
             max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method, typical=parsed.typical_limits
         )
-        return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine)
+        return EngineArm(name, self.target, make(), self.pair.eos_token_ids, engine, is_governed=parsed.is_governed)
 
     def plain_arm(self, num_rows: int = 1) -> EngineArm:
         return self.engine_arm(PLAIN, {"method": "none"}, num_rows=num_rows)

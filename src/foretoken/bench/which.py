@@ -232,7 +232,8 @@ class Which:
             typical=candidate.config.typical_limits,
             exactness=exactness or self.settings.exactness,
         )
-        return EngineArm(candidate.name, self.target, make(), self._eos, config)
+        is_governed = candidate.config.is_governed
+        return EngineArm(candidate.name, self.target, make(), self._eos, config, is_governed=is_governed)
 
     def _started(self, candidate: Candidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
         """A candidate whose arm has run once.

@@ -65,6 +65,7 @@ class Totals:
     num_accepted: int = 0
     decode_seconds: float = 0.0
     is_lossless: bool = True
+    plain_seconds: float = 0.0
 
     def add(self, turn: Turn) -> None:
         counts, metrics = turn.output.metrics.speculative_decoding, turn.output.metrics
@@ -77,6 +78,7 @@ class Totals:
         self.num_draft_tokens += counts["num_draft_tokens"]
         self.num_accepted += counts["num_accepted_draft_tokens"]
         self.decode_seconds += metrics.decode_seconds
+        self.plain_seconds += metrics.decode_seconds * ((metrics.governor or {}).get("estimated_speedup") or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Counters, and the rates that follow from them; 0.0 where nothing was counted."""
@@ -88,6 +90,7 @@ class Totals:
             "draft_acceptance_rate": _ratio(self.num_accepted, self.num_draft_tokens),
             "lossless": self.is_lossless,
             "tokens_per_second": _ratio(self.num_tokens, self.decode_seconds),
+            "estimated_speedup": _ratio(self.plain_seconds, self.decode_seconds),
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
             "num_fed_tokens": self.num_prompt_tokens - self.num_cached_tokens,

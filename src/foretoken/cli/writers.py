@@ -146,7 +146,18 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
     ]
     if is_sampled and len(seeds) == 1:
         parts.append(f"seed {seeds[0]}")
+    parts += estimate(outputs[-1])
     return ", ".join(parts)
+
+
+def estimate(output: RequestOutput) -> list[str]:
+    """What drafting has brought, by measured costs, and why it was not done where it was not."""
+    governor = output.metrics.governor or {}
+    speed, decision = governor.get("estimated_speedup"), governor.get("decision")
+    if speed is None:
+        return []
+    said = [f"about {speed:.2f} times the speed of plain decoding"]
+    return said if decision is None or decision.startswith("drafting") else [*said, decision]
 
 
 def as_record(output: RequestOutput, message: str | None = None) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def as_record(output: RequestOutput, message: str | None = None) -> dict[str, An
         "num_generated_tokens": sum(len(sample.token_ids) for sample in output.outputs),
         "seed": first.seed,
         "lossless": output.lossless,
-        "metrics": {"speculative_decoding": dict(metrics.speculative_decoding)},
+        "metrics": {"speculative_decoding": dict(metrics.speculative_decoding), "governor": metrics.governor},
         "timings": {
             "prefill_seconds": metrics.prefill_seconds,
             "decode_seconds": metrics.decode_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,16 @@ def acceptance(rules: Iterable[AcceptanceRule], help: str) -> Any:
     rules = tuple(rules)
     aliases = {alias: rule.name for rule in rules for alias in rule.aliases}
     return option(one_of(tuple(rule.name for rule in rules), aliases), MATCH.name, help)
+
+
+GOVERNED = "governed"
+FIXED = "fixed"
+
+
+def policy_choice(names: tuple[str, ...], aliases: Mapping[str, str]) -> Any:
+    """The field ``length_policy`` of methods whose lengths these policies can decide."""
+    help = "who decides how much is drafted: governed, by measured cost (under match), or a policy that is then kept to"
+    return option(one_of(names, aliases), GOVERNED, help)
 
 
 def draft_length(default: int) -> Any:
@@ -48,6 +58,7 @@ class DraftOptions(Options):
         [rule for rule in RULES.values() if rule.is_lossless],
         "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block",
     )
+    length_policy: str = policy_choice((GOVERNED, FIXED), {"constant": FIXED})
 
     @property
     def num_branches(self) -> int:
@@ -58,6 +69,11 @@ class DraftOptions(Options):
     def rule(self) -> AcceptanceRule:
         """How drafts are accepted."""
         return RULES[self.rejection_sample_method]
+
+    @property
+    def is_governed(self) -> bool:
+        """Whether measured costs decide how much is drafted; only where tokens do not depend on it."""
+        return self.length_policy == GOVERNED and self.rule.keeps_tokens
 
     def check(self) -> None:
         super().check()

@@ -149,9 +149,15 @@ SPECULATIVE_KEYS = {
         "drafter and target must share a tokenizer; methods without a second model, such as ngram, need none",
         (None, False),
     ),
-    "num_speculative_tokens_per_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
-    "disable_by_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
-    "speculative_disable_by_batch_size": Foreign("draft lengths do not depend on the batch; use length_policy"),
+    "num_speculative_tokens_per_batch_size": Foreign(
+        "draft lengths follow the batch by measured cost already; length_policy forces others"
+    ),
+    "disable_by_batch_size": Foreign(
+        "draft lengths follow the batch by measured cost already; length_policy forces others"
+    ),
+    "speculative_disable_by_batch_size": Foreign(
+        "draft lengths follow the batch by measured cost already; length_policy forces others"
+    ),
     "parallel_drafting": Foreign(
         "there are no drafters that predict a block in parallel in this version", (None, False)
     ),
@@ -174,7 +180,6 @@ SPECULATIVE_KEYS = {
 _HEADS = "heads that are trained for one target"
 
 METHODS_ELSEWHERE = {
-    "auto": "the choice of one by measured speed",
     "mtp": _HEADS,
     "draft_mtp": _HEADS,
     "deepseek_mtp": _HEADS,

@@ -93,6 +93,11 @@ class SpeculativeConfig:
         return RULES[self.rejection_sample_method]
 
     @property
+    def is_governed(self) -> bool:
+        """Whether measured costs decide how much is drafted."""
+        return bool(getattr(self.options, "is_governed", False))
+
+    @property
     def typical_limits(self) -> TypicalLimits:
         """What the rule "typical" accepts."""
         given = {"threshold": self.posterior_threshold, "alpha": self.posterior_alpha}
@@ -110,7 +115,8 @@ class SpeculativeConfig:
     @property
     def title(self) -> str:
         """The method as one would write it: ``ngram``, ``suffix+draft_model``."""
-        return self.definition.sign.join(part.title for part in self.parts) if self.definition.combines else self.method
+        sign = self.definition.sign
+        return sign.join(part.title for part in self.parts) if sign else self.method
 
     def as_dict(self) -> dict[str, Any]:
         """The method and every key that has a value."""

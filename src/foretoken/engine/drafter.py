@@ -119,6 +119,14 @@ class Drafter(ABC):
 
     name: str
     requires: Requirements = Requirements()
+    is_divisible: bool = True
+    """Whether parts of a draft may be left out before it is verified without harm to later ones."""
+
+    arms: tuple[str, ...] = ()
+    """Titles of the ways in which it can draft, where it has several among which measured time is to choose."""
+
+    def choose_arm(self, arm: int) -> None:
+        """Draft in the way of this index from now on."""
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         """Called once, by the engine that will run this drafter, for those that draft with the target itself.

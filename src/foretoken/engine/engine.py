@@ -18,6 +18,7 @@ from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.emitting import emit
 from foretoken.engine.features import ForwardFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
+from foretoken.engine.governing import AnyGovernor, Ungoverned
 from foretoken.engine.guarding import GuardedDrafter
 from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
@@ -54,6 +55,7 @@ class Engine:
       tokenizer: needed for stop strings only.
       prefixes: where rows that have ended are kept for prompts that begin like them; several engines over one target
         may share it.
+      governor: decides by measured costs how much is drafted, under "match"; by default as much as is allowed.
 
     Exactness: under "match" the tokens equal plain decoding with the same seed, whatever is drafted.
     Randomness: a pure function of (seed of the row, absolute position, token id) under "match"; keyed streams of
@@ -69,6 +71,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefixes: PrefixStore | None = None,
+        governor: AnyGovernor | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -91,7 +94,8 @@ class Engine:
         self._batch = Batch(self.cache, self.config.max_num_seqs, self._plan)
         self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
-        self._proposing = Proposing(drafter, target, self._forwards, self.config)
+        self.governor = governor if self.config.rule.keeps_tokens else None
+        self._proposing = Proposing(drafter, target, self._forwards, self.config, self.governor or Ungoverned())
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._is_broken = False
         self._entered = threading.Lock()
@@ -251,6 +255,7 @@ class Engine:
                 self._scheduler.retire(member)
         clock.lap("observe_seconds")
         self.profile.num_steps += 1
+        self._proposing.learn(trees, outputs, clock)
         return outputs
 
     def _observe(

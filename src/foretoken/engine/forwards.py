@@ -99,6 +99,20 @@ class Forwards:
             rows_per_call=None if bucket is None else bucket.rows_per_call(nodes.width),
         )
 
+    def num_nodes(self, sizes: Seq[int], are_chains: bool) -> int:
+        """How many nodes a forward over drafts of these sizes runs, padding included."""
+        if self._has_one_shape:
+            return self._config.max_num_seqs * self._config.strict_width
+        bucket = self.bucket
+        if bucket is None or not are_chains:
+            return sum(sizes)
+        return len(sizes) * bucket.width(len(sizes), max(sizes))
+
+    @property
+    def pads_chains(self) -> bool:
+        """Whether chains are run as wide as the longest of them."""
+        return self._has_one_shape or self.bucket is not None
+
     def verify(self, trees: Seq[DraftTree]) -> Output:
         """Run drafts, one for each of the first rows; logits of every node."""
         wanted, bucket = self._wanted, self.bucket

@@ -138,13 +138,15 @@ class StepProfile:
 
 
 class Clock:
-    """Adds the time since the last lap to a field of a profile."""
+    """Adds the time since the last lap to a field of a profile; ``laps`` has those of this clock alone."""
 
     def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
         self._last = perf_counter()
+        self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = perf_counter()
-        setattr(self._profile, name, getattr(self._profile, name) + now - self._last)
+        self.laps[name] = now - self._last
+        setattr(self._profile, name, getattr(self._profile, name) + self.laps[name])
         self._last = now

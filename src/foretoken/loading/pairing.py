@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,11 +12,19 @@ from transformers import PreTrainedTokenizerBase
 from foretoken import zoo
 from foretoken.config.method import recognized
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.compose.auto import FREE
 from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.governing import AnyGovernor, new_governor
 from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
 from foretoken.loading.models import load_model, tokenizer_beside
+from foretoken.model.execution.execution import Execution
 from foretoken.model.lm import CausalLM
+
+FREE_PARTS = tuple(SpeculativeConfig(name).as_dict() for name in FREE)
+BROUGHT = {"draft": "draft_model", "eagle3": "eagle3"}
+"""What targets of the zoo bring, and the method that drafts with it."""
 
 _PADDING_MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 
@@ -34,6 +43,14 @@ class Drafting:
     model: CausalLM | None = None
     info: ModelInfo | None = None
     heads: tuple[str, ...] = ()
+    _governor_of: WeakKeyDictionary[Execution, AnyGovernor] = field(default_factory=WeakKeyDictionary, repr=False)
+
+    def governor(self, target: CausalLM, drafter: Drafter) -> AnyGovernor:
+        """The governor of all engines in which this drafts, as long as the target runs as it does."""
+        governor = self._governor_of.get(target.execution)
+        if governor is None:
+            governor = self._governor_of[target.execution] = new_governor(target, drafter)
+        return governor
 
     def refresh(self) -> None:
         """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
@@ -67,6 +84,7 @@ class Pairing:
 
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
+        config = self._with_what_is_on_board(config)
         materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter
@@ -79,6 +97,15 @@ class Pairing:
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
         return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm), heads)
+
+    def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """What method auto chooses from where nothing is named: what a target of the zoo brings, too."""
+        if config.method != "auto" or self.zoo_name is None:
+            return config
+        if config.model is not None or tuple(part.as_dict() for part in config.parts) != FREE_PARTS:
+            return config
+        brought = [method for what, method in BROUGHT.items() if zoo.brings(self.zoo_name, what)]
+        return SpeculativeConfig(**{**config.as_dict(), "drafters": [*config.parts, *brought]}) if brought else config
 
     @property
     def _own_drafter(self) -> str | None:

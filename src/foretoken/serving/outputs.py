@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypeVar, overload
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
 
 from foretoken.engine.stats import SequenceStats, StepTrace
+
+if TYPE_CHECKING:
+    from foretoken.engine.governing import AnyGovernor
 
 T = TypeVar("T")
 
@@ -100,6 +103,8 @@ class RequestMetrics:
       prefill_seconds: from submission to the first decode step; in a batch, waiting for other rows included.
       decode_seconds: from the first decode step to the last.
       tokens_per_second: generated tokens by ``decode_seconds``.
+      governor: where measured costs decide how much is drafted: ``estimated_speedup`` by plain decoding during the
+        call, and the ``decision`` of late with its reasons.
       trace: what every decode step planned, drafted and accepted, sample by sample.
     """
 
@@ -107,6 +112,7 @@ class RequestMetrics:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
+    governor: Mapping[str, Any] | None = None
     trace: tuple[StepTrace, ...] = ()
 
     def __repr__(self) -> str:
@@ -207,6 +213,21 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
         "lossless": is_lossless,
         **drafters,
     }
+
+
+class Governed:
+    """What a governor has decided since this was made."""
+
+    def __init__(self, governor: AnyGovernor) -> None:
+        self._governor = governor
+        self._before = replace(governor.totals)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Estimated speed by that of plain decoding, and the decision of late with its reasons."""
+        totals, before = self._governor.totals, self._before
+        seconds = totals.seconds - before.seconds
+        speed = (totals.plain_seconds - before.plain_seconds) / seconds if seconds > 0.0 else None
+        return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 
 def _by_drafter(stats: SequenceStats) -> dict[str, dict[str, int]]:

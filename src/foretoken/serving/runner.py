@@ -94,6 +94,7 @@ class Runner:
                 drafter_name=self._engine.drafter.name,
                 num_spec_tokens=self._num_spec_tokens,
                 is_lossless=self._engine.config.rule.is_lossless,
+                governor=self._engine.governor,
             )
             self._session_of.update(dict.fromkeys(session.row_ids, session))
             return session

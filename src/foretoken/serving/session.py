@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from foretoken.engine.stats import SequenceStats
 from foretoken.serving.outputs import (
     CompletionOutput,
     FrozenList,
+    Governed,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -23,6 +25,9 @@ from foretoken.serving.outputs import (
 )
 from foretoken.serving.prompts import Prompt
 from foretoken.serving.textstream import TextStream
+
+if TYPE_CHECKING:
+    from foretoken.engine.governing import AnyGovernor
 
 TARGET = "target"
 
@@ -65,6 +70,7 @@ class Session:
       drafter_name: who proposed accepted tokens.
       num_spec_tokens: K, for the metrics.
       is_lossless: whether the acceptance rule keeps the law of the target.
+      governor: of the engine, where one decides how much is drafted.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Session:
         drafter_name: str,
         num_spec_tokens: int,
         is_lossless: bool,
+        governor: AnyGovernor | None = None,
     ) -> None:
         self.requests = list(requests)
         self.news: deque[StreamOutput] = deque()
@@ -84,6 +91,7 @@ class Session:
         self._drafter_name = drafter_name
         self._num_spec_tokens = num_spec_tokens
         self._is_lossless = is_lossless
+        self._governed = None if governor is None else Governed(governor)
         self._place_of = {
             sample.row.id: (place, request, sample)
             for place, request in enumerate(self.requests)
@@ -213,5 +221,6 @@ class Session:
             prefill_seconds=min(starts) - request.arrived,
             decode_seconds=decode_seconds,
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,
+            governor=None if self._governed is None else self._governed.as_dict(),
             trace=tuple(step for sample in request.samples for step in sample.row.trace),
         )

@@ -60,6 +60,7 @@ class LookaheadDrafter(ContextDrafter):
     """
 
     name = "lookahead"
+    is_divisible = False  # a window that is not verified whole gives no n-grams
     requires = Requirements(choices=True)
 
     def __init__(

@@ -9,7 +9,7 @@ from foretoken.drafters.lengths.base import CONFIDENCE, LAW, NOTHING, LengthPoli
 from foretoken.drafters.lengths.confidence import Confidence
 from foretoken.drafters.lengths.entropy import Egag
 from foretoken.drafters.lengths.options import LengthOptions
-from foretoken.drafters.lengths.schedules import MAX_LENGTH, Fixed, Heuristic
+from foretoken.drafters.lengths.schedules import MAX_LENGTH, Bass, Fixed, Heuristic
 from foretoken.errors import ConfigError
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "POLICIES",
     "Acceptance",
     "AdaEDL",
+    "Bass",
     "Confidence",
     "Egag",
     "Fixed",
@@ -30,14 +31,14 @@ __all__ = [
 ]
 
 POLICIES: dict[str, Callable[..., LengthPolicy]] = {
-    policy.name: policy for policy in (Fixed, Heuristic, Confidence, Egag, AdaEDL, Acceptance)
+    policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
 }
 """Every policy by its name; the first argument is the longest draft."""
 
 
 def policy_of(options: LengthOptions, longest: int) -> LengthPolicy:
     """The policy that options ask for, around a longest draft."""
-    return make_policy(options.length_policy, longest, **options.policy_settings)
+    return make_policy(options.policy, longest, **options.policy_settings)
 
 
 def make_policy(name: str, num_tokens: int, **settings: float | str) -> LengthPolicy:

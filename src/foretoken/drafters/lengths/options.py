@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from foretoken.config.drafting import GOVERNED, policy_choice
 from foretoken.config.options import Options, number, one_of, option, whole
 from foretoken.errors import ConfigError
 
@@ -40,6 +41,7 @@ _RULE_KEYS = {
 LENGTH_POLICIES: dict[str, Policy] = {
     "fixed": Policy(),
     "heuristic": Policy(),
+    "bass": Policy(),
     "confidence": Policy(CONFIDENCE, {"draft_threshold": "threshold"}),
     "egag": Policy(
         LAW,
@@ -71,11 +73,6 @@ _ALIASES = {"constant": "fixed", "heuristic_transient": "heuristic"}
 _MODES = tuple(sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes}))
 
 
-def policy_name(default: str) -> Any:
-    """The field ``length_policy``."""
-    return option(one_of(tuple(LENGTH_POLICIES), _ALIASES), default, "which policy decides how long a draft gets")
-
-
 def policies_for(looks: frozenset[str]) -> list[str]:
     """Names of the policies that a drafter which shows so much can serve."""
     return [name for name, policy in LENGTH_POLICIES.items() if policy.looks_at in looks]
@@ -87,11 +84,13 @@ class LengthOptions(Options):
 
     Attributes:
       looks: what the drafter can show a policy of the token it is about to draft.
+      own_policy: which of them decides where none is asked for, below the governor if that is at work.
     """
 
     looks: ClassVar[frozenset[str]] = frozenset({NOTHING})
+    own_policy: ClassVar[str] = "fixed"
 
-    length_policy: str = policy_name("fixed")
+    length_policy: str = policy_choice((GOVERNED, *LENGTH_POLICIES), _ALIASES)
     length_policy_mode: str | None = option(
         one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
     )
@@ -112,7 +111,7 @@ class LengthOptions(Options):
 
     def check(self) -> None:
         super().check()
-        policy, name = LENGTH_POLICIES[self.length_policy], self.length_policy
+        policy, name = LENGTH_POLICIES[self.policy], self.policy
         if policy.looks_at not in self.looks:
             raise ConfigError(
                 f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
@@ -130,7 +129,12 @@ class LengthOptions(Options):
             raise ConfigError(f"length_policy {name!r} has no mode {mode!r}; choose one of {', '.join(policy.modes)}")
 
     @property
+    def policy(self) -> str:
+        """The name of the policy that drafts are asked with."""
+        return self.own_policy if self.length_policy == GOVERNED else self.length_policy
+
+    @property
     def policy_settings(self) -> dict[str, float | str]:
         """The arguments of the policy that are given."""
-        given = {argument: getattr(self, key) for key, argument in LENGTH_POLICIES[self.length_policy].keys.items()}
+        given = {argument: getattr(self, key) for key, argument in LENGTH_POLICIES[self.policy].keys.items()}
         return {argument: value for argument, value in given.items() if value is not None}

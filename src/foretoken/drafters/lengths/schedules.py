@@ -57,3 +57,46 @@ class Heuristic(LengthPolicy):
     def forget(self, row: Sequence) -> None:
         super().forget(row)
         self._length_of.pop(row.id, None)
+
+
+class Bass(LengthPolicy):
+    """One length for all rows of a batch, which follows the row that accepts most.
+
+    Source: BASS (Qian et al. 2024, arXiv:2404.15778), algorithm 1: after a round in which some row accepted the whole
+    length, two tokens more, up to 32; otherwise shorter by a tenth, rounded up, and by one more after another such
+    round, but never below what the best row accepted, nor below 1. Published: the first length is 7. Deviation: a round
+    in which no row drafted so far as it was to (end of budget, no match) and all that was drafted was accepted changes
+    nothing.
+
+    Args:
+      num_tokens: the length to begin with, 0 (stays 0) or more.
+
+    Exactness: a stopping time: it looks at the outcomes of earlier rounds alone. Randomness: none.
+    """
+
+    name = "bass"
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = checked_length(num_tokens)
+        self._length = num_tokens
+        self._has_shrunk = False
+        self._outcomes: list[tuple[int, int]] = []
+
+    def begin(self, row: Sequence) -> int:
+        if self._outcomes:
+            self._update()
+        return self.plan(row, self._length)
+
+    def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+        if num_drafted:
+            self._outcomes.append((num_drafted, num_accepted))
+
+    def _update(self) -> None:
+        """Take in the round that has ended."""
+        outcomes, self._outcomes = self._outcomes, []
+        most = max(accepted for _, accepted in outcomes)
+        if most >= self._length:
+            self._length, self._has_shrunk = min(self._length + 2, max(self.num_tokens, MAX_LENGTH)), False
+        elif any(accepted < drafted for drafted, accepted in outcomes):
+            shorter = self._length - -(-self._length // 10) - self._has_shrunk
+            self._length, self._has_shrunk = max(1, most, shorter), True

@@ -35,6 +35,7 @@ class CompositeDrafter(Drafter):
             raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
+        self.is_divisible = all(part.is_divisible for part in parts)
         self._calibrations = [Calibration() for _ in parts]
         self._proposed: dict[int, list[DraftTree]] = {}
 

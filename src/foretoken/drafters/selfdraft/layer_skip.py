@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, text, whole, whole_numbers
-from foretoken.drafters.lengths.options import policy_name
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
@@ -68,8 +67,8 @@ class LayerSkipOptions(LayerSetOptions):
     """Keys of drafting with fewer layers."""
 
     method: ClassVar[str] = "layer_skip"
+    own_policy: ClassVar[str] = "acceptance"
     num_speculative_tokens: int = draft_length(8)
-    length_policy: str = policy_name("acceptance")
     exit_layer: int | None = option(whole(1), help="everything from this layer on is left out")
     layer_search: str | None = option(
         one_of(("swift",)), help="swift looks for a better set while decoding, from the given one or its own"

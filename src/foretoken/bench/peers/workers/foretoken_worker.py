@@ -70,7 +70,14 @@ class Own:
     def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
         rule = config.rejection_sample_method
         engine = EngineConfig(max_num_seqs=num_rows, acceptance=rule, exactness=self._exactness)
-        arm = EngineArm("", self.target, self._pairing.drafting(config).new_drafter(), self._eos, engine)
+        arm = EngineArm(
+            "",
+            self.target,
+            self._pairing.drafting(config).new_drafter(),
+            self._eos,
+            engine,
+            is_governed=config.is_governed,
+        )
 
         def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
             if num_rows == 1:

@@ -1,0 +1,154 @@
+"""Seconds of a forward by its number of nodes: measured once per model and machine, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
+from foretoken.folders import cache_folder
+
+if TYPE_CHECKING:
+    from foretoken.model.lm import CausalLM
+
+logger = logging.getLogger("foretoken")
+
+NUM_NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+FEW_NODES = (1, 4, 16, 64)
+"""Numbers of nodes that are timed, and those of models so slow that there is no time for more."""
+
+CONTEXT = 256
+SECONDS = 2.0
+"""How long a measurement is to take."""
+
+MOST_ROUNDS = 7
+
+Curve = dict[int, float]
+"""Number of nodes -> seconds."""
+
+_known: WeakKeyDictionary[CausalLM, tuple[Any, Curve]] = WeakKeyDictionary()
+
+
+def cost_curve(target: CausalLM) -> Curve:
+    """Seconds of a forward of the target by its number of nodes, after 256 tokens.
+
+    It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
+    execution, number of threads and versions; else it is measured, in about two seconds, and kept there.
+    """
+    facts = _facts(target)
+    known = _known.get(target)
+    if known is not None and known[0] == facts:
+        return known[1]
+    file = cache_folder("costs", f"{_digest(facts)}.json")
+    curve = _read(file)
+    if curve is None:
+        curve = measure_curve(target)
+        _write(file, {"facts": facts, "seconds": curve})
+    _known[target] = facts, curve
+    return curve
+
+
+@torch.inference_mode()
+def measure_curve(target: CausalLM, seconds: float = SECONDS) -> Curve:
+    """Time forwards of several numbers of nodes, interleaved; the least time of each.
+
+    Args:
+      seconds: how long this may take, about; every number is timed at least once after a warm-up.
+    """
+    counts = [count for count in NUM_NODES if _has_room(target, count)]
+    cache, _ = filled_cache(target, CONTEXT, max(counts))
+    first = Forward(target, cache, 1)
+    first()
+    single = seconds_of(first, target.device)
+    if 2 * single * len(counts) > seconds:
+        counts = [count for count in counts if count in FEW_NODES]
+    forwards = [Forward(target, cache, count) for count in counts]
+    start = perf_counter()
+    times = forward_times(forwards, 1)  # with a warm-up round
+    taken = (perf_counter() - start) / 2
+    rounds = min(MOST_ROUNDS, int((seconds - 2 * taken) / taken) - 1) if taken > 0.0 else MOST_ROUNDS
+    if rounds > 0:
+        times = [one + more for one, more in zip(times, forward_times(forwards, rounds), strict=True)]
+    return {count: min(of_count) for count, of_count in zip(counts, times, strict=True)}
+
+
+def _has_room(target: CausalLM, count: int) -> bool:
+    context = target.context_length
+    return context is None or count < context
+
+
+def _facts(target: CausalLM) -> dict[str, Any]:
+    """Everything that the time of a forward depends on, but how busy the machine is."""
+    model = target.shadow
+    shapes = sorted({(tuple(parameter.shape), str(parameter.dtype)) for parameter in model.parameters()})
+    return {
+        "model": type(model).__name__,
+        "layers": getattr(model.config.get_text_config(), "num_hidden_layers", 0),
+        "shapes": _digest(shapes),
+        "dtype": str(target.dtype),
+        "execution": target.execution.kind,
+        "device": _device(str(target.device)),
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+    }
+
+
+@cache
+def _device(name: str) -> str:
+    if name.startswith("cuda"):
+        return torch.cuda.get_device_name(name)
+    isa = f"{os.environ.get('ONEDNN_MAX_CPU_ISA', '')}/{torch.backends.cpu.get_cpu_capability()}"
+    return f"{_cpu()} {isa}"
+
+
+def _cpu() -> str:
+    """The name of the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _versions() -> list[str]:
+    return [version(name) for name in ("foretoken", "torch", "transformers")]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> Curve | None:
+    """What was measured before; None where nothing was, or what was cannot be read."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))["seconds"]
+        curve = {int(count): float(seconds) for count, seconds in read.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return curve if 1 in curve and all(seconds > 0.0 for seconds in curve.values()) else None
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    """Keep a measurement; a folder that cannot be written only means that it is made again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".part", delete=False) as part:
+            json.dump(content, part, indent=1)
+        os.replace(part.name, file)
+    except OSError as error:
+        logger.debug("costs are not kept in %s: %s", file, error)

@@ -1,0 +1,282 @@
+"""Whether, how deep and how wide to draft, by what it costs and what it brings: measured while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from foretoken.engine.budget import Budget
+from foretoken.engine.step_costs import FEW
+from foretoken.engine.survival import Survival
+from foretoken.engine.trimming import NumNodes, Trimming
+
+if TYPE_CHECKING:
+    from foretoken.engine.outputs import RowOutput
+    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.step_costs import StepCosts
+    from foretoken.tree import DraftTree
+
+CHEAP = 0.02  # tokens per row that the time of drafting could have brought: so little is not worth a plan
+FIRST_DEPTH = 2  # of the first draft, whose cost is not known
+PROBE_DEPTH = 2
+DEAR = 0.5  # plain steps, above which a probe has one level only
+FEW_DRAFTS = 2  # of which the first one may have been slow for once
+PROBE_SHARE = 0.015  # of the time, for drafts that are not expected to pay
+PROBE_INTERVAL = 8  # steps between the first ones
+PLAIN_INTERVAL = 128  # steps after which one goes without a draft, to keep its cost known
+FIRST_PLAIN_INTERVAL = 24
+MARGIN = 0.02  # tokens per row that drafting must promise to begin again
+SHOWN_LENGTH = 4
+GAIN_MEMORY = 0.97
+RECENT = 0.9
+
+
+@dataclass
+class Totals:
+    """Counts since the governor was made.
+
+    Args:
+      num_drafted: steps that verified a draft.
+      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_nodes: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+
+class Governor:
+    """Decides per step how much is drafted and how much of that is verified, to make tokens in the least time.
+
+    A node is worth verifying where its chance to be accepted is larger than the tokens that its time would make
+    otherwise; a level is worth drafting where the same holds for its nodes and the time of drafting it. Chances are
+    learned per drafter, depth and rank or score, and per row (`Survival`); times per number of rows and nodes
+    (`StepCosts`). Where drafting does not pay, 1.5 % of the time goes into drafts that show whether it would.
+
+    One governor serves all requests of a drafter: what it learns, it keeps.
+
+    Args:
+      costs: of steps.
+      divisible: whether parts of a draft may be left out; else it is verified whole or not made.
+      title: of what drafts, where there are several.
+
+    Source: cost-aware draft lengths; the best nodes by the product of acceptance rates along their path are Sequoia's
+    optimal tree (Chen et al. 2024, arXiv:2402.12374).
+    Exactness: for the rule "match", under which tokens do not depend on drafts.
+    Randomness: none; decisions depend on measured times.
+    """
+
+    def __init__(self, costs: StepCosts, *, divisible: bool = True, title: str = "") -> None:
+        self.title = title
+        self.costs = costs
+        self.survival = Survival()
+        self.trimming = Trimming(self.survival)
+        self.totals = Totals()
+        self._is_divisible = divisible
+        self._gain_tokens = self._gain_time = 0.0
+        self._credit = 0.0
+        self._since_plain = 0
+        self._since_draft = 0
+        self._is_drafting = True
+        self._asked_depth = 0
+        self._lately = 0.0  # share of the last steps that verified a draft
+        self._last: tuple[int, NumNodes] | None = None
+
+    # -- before drafting -------------------------------------------------------------------------------------------
+
+    def budgets(self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes) -> list[Budget]:
+        """What may be drafted for every row: what was allowed, or less."""
+        cap = max(budgets, default=0)
+        depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
+        self._asked_depth = min(depth, cap)
+        return [Budget(min(budget, depth), budget.nodes, budget.chains_only) for budget in budgets]
+
+    def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, num_nodes: NumNodes) -> int:
+        num_rows = len(rows)
+        if self.totals.num_drafted + self.costs.times_drafted(num_rows) == 0:
+            return min(cap, FIRST_DEPTH)
+        if self._is_plain_due(num_rows, num_nodes):
+            return 0
+        price = self._price(num_rows, num_nodes)
+        cost = self.costs.draft(num_rows, cap)
+        if cost is not None and cost * price <= CHEAP * num_rows:
+            return cap
+        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
+        if depth:
+            return depth
+        return self._probe(num_rows, cap, num_nodes)
+
+    def _best_depth(
+        self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float, num_nodes: NumNodes
+    ) -> int:
+        """The depth of which most is to be expected, 0 where that is nothing."""
+        num_rows = len(rows)
+        chances = [0.0] * cap
+        for row, budget in zip(rows, budgets, strict=True):
+            for level, chance in enumerate(self.survival.by_depth(row.id, int(budget))):
+                chances[level] += chance
+        plain = self._plain(num_rows, num_nodes)
+        best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
+        for level, chance in enumerate(chances, 1):
+            gained += chance * self.trimming.coverage(level)
+            width += self.trimming.width(level)
+            size = num_nodes([round(width)] * num_rows, not self.trimming.has_cut_trees)
+            kept = max(kept, gained - price * (self.costs.verify(num_rows, size) - plain))
+            value = kept - price * (self.costs.draft(num_rows, level) or 0.0)
+            if value > best_value:
+                best_value, best_depth = value, level
+        margin = 0.0 if self._is_drafting else MARGIN * num_rows
+        self._is_drafting = best_value > margin
+        return best_depth if self._is_drafting else 0
+
+    def _probe(self, num_rows: int, cap: int, num_nodes: NumNodes) -> int:
+        """The depth of a draft that is not expected to pay; mostly 0."""
+        plain = self._plain(num_rows, num_nodes)
+        depth = min(cap, PROBE_DEPTH)
+        if (self.costs.draft(num_rows, depth) or 0.0) > DEAR * plain:
+            depth = 1
+        if self.costs.times_drafted(num_rows) < FEW_DRAFTS:
+            return depth if self._since_draft >= PROBE_INTERVAL else 0
+        return depth if self._has_credit((self.costs.draft(num_rows, depth) or 0.0) / plain) else 0
+
+    def _has_credit(self, cost: float) -> bool:
+        """Whether enough time has passed for a probe of this cost, in plain steps."""
+        self._credit += PROBE_SHARE
+        if self._credit < cost:
+            return False
+        self._credit = 0.0
+        return True
+
+    def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
+        """Whether a step should go without a draft, so that its cost stays known."""
+        seen = self.costs.times_seen(num_rows, num_nodes([1] * num_rows, True))
+        return self._since_plain >= (PLAIN_INTERVAL if seen >= FEW else FIRST_PLAIN_INTERVAL)
+
+    # -- before verifying ------------------------------------------------------------------------------------------
+
+    def trimmed(
+        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, is_padded: bool
+    ) -> list[DraftTree]:
+        """The parts of drafts that are worth verifying.
+
+        Args:
+          is_padded: whether chains are run as wide as the longest of them, so that a longer one makes all dearer.
+        """
+        for row, tree in zip(rows, trees, strict=True):
+            self.survival.proposed(row.id, tree)
+        if all(len(tree) == 1 for tree in trees):
+            return list(trees)
+        price, plain = self._price(len(rows), num_nodes), self._plain(len(rows), num_nodes)
+
+        def worth(sizes: Seq[int], are_chains: bool) -> float:
+            """Tokens that must be gained by verifying drafts of these sizes."""
+            return price * (self.costs.verify(len(sizes), num_nodes(sizes, are_chains)) - plain)
+
+        if not self._is_divisible:
+            return self.trimming.whole_or_none(rows, trees, worth)
+        return self.trimming.best(rows, trees, worth, is_padded=is_padded)
+
+    # -- after a step ----------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        trees: Seq[DraftTree],
+        outputs: Seq[RowOutput],
+        num_nodes: NumNodes,
+        *,
+        drafting_seconds: float,
+        other_seconds: float,
+    ) -> None:
+        """Take in what a step has brought and what it has cost."""
+        num_rows = len(outputs)
+        self._last = num_rows, num_nodes
+        plain = self._plain(num_rows, num_nodes)
+        size = num_nodes([len(tree) for tree in trees], all(tree.is_chain for tree in trees))
+        self.costs.verified(num_rows, size, other_seconds)
+        if self._asked_depth:
+            self.costs.drafted(num_rows, self._asked_depth, drafting_seconds)
+            self._since_draft = 0
+        else:
+            self._since_draft += 1
+        self.follow(outputs)
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        seconds = drafting_seconds + other_seconds
+        self._gain_tokens = GAIN_MEMORY * self._gain_tokens + num_tokens / num_rows
+        self._gain_time = GAIN_MEMORY * self._gain_time + seconds / plain
+        has_draft = any(len(tree) > 1 for tree in trees)
+        self._lately = RECENT * self._lately + (1.0 - RECENT) * has_draft
+        self._since_plain = self._since_plain + 1 if has_draft else 0
+        self._count(num_rows, num_tokens, size, seconds, plain, has_draft=has_draft)
+
+    def follow(self, outputs: Seq[RowOutput]) -> None:
+        """Hold drafts against the tokens that have come, whoever drafted them."""
+        for output in outputs:
+            self.survival.came(output.row.id, output.token_ids)
+            if output.row.is_finished:
+                self.survival.forget(output.row.id)
+
+    def _count(
+        self, num_rows: int, num_tokens: int, size: int, seconds: float, plain: float, *, has_draft: bool
+    ) -> None:
+        totals = self.totals
+        totals.num_steps += 1
+        totals.num_drafted += has_draft
+        totals.num_tokens += num_tokens
+        totals.num_rows += num_rows
+        totals.num_nodes += size
+        totals.seconds += seconds
+        totals.plain_seconds += plain * num_tokens / num_rows
+
+    def forget(self, row: Sequence) -> None:
+        """Drop what is known of a row that has ended."""
+        self.survival.forget(row.id)
+
+    # -- what it knows ---------------------------------------------------------------------------------------------
+
+    @property
+    def recent_gain(self) -> float:
+        """Speed of late by that of plain decoding, as far as is known."""
+        return self._gain_tokens / self._gain_time if self._gain_time > 0.0 else 1.0
+
+    @property
+    def gain(self) -> float:
+        """The same, never below 1: plain decoding is always at hand."""
+        return max(1.0, self.recent_gain)
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed of all steps so far by that of plain decoding; None before the first."""
+        return self.totals.plain_seconds / self.totals.seconds if self.totals.seconds else None
+
+    def describe(self) -> str | None:
+        """What is decided at present, and why; None before the first step."""
+        if self._last is None:
+            return None
+        num_rows, num_nodes = self._last
+        plain = self._plain(num_rows, num_nodes)
+        length = self._asked_depth if self._is_drafting and self._asked_depth else SHOWN_LENGTH
+        verify = self.costs.verify(num_rows, num_nodes([length + 1] * num_rows, True)) / plain
+        draft = self.costs.draft(num_rows, length)
+        reasons = [f"verify({length + 1})/verify(1) = {verify:.2f}"]
+        if draft is not None and draft * self._price(num_rows, num_nodes) > CHEAP * num_rows:
+            reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
+        reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
+        rows = "" if num_rows == 1 else f" with {num_rows} rows"
+        return f"{'drafting' if self._drafts_lately else 'not drafting'}{rows}: {', '.join(reasons)}"
+
+    @property
+    def _drafts_lately(self) -> bool:
+        return self._lately > 0.2
+
+    def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
+        """Seconds of a step without a draft."""
+        return self.costs.verify(num_rows, num_nodes([1] * num_rows, True))
+
+    def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
+        """Tokens that a second brings otherwise."""
+        return self.gain * num_rows / self._plain(num_rows, num_nodes)

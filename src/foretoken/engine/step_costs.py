@@ -1,0 +1,180 @@
+"""What the parts of a step cost, learned while steps run."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+
+FEW = 3  # times that something was seen, below which the least of them counts: the first ones warm up
+LARGEST_STEP = 0.3  # of a logarithm: how far one time can pull an estimate, so that a pause of the machine cannot
+SLOWEST_RATE = 0.05
+SCALE_RATE = 0.1
+EXACT_NODES = 32
+COARSENESS = 1.08
+"""Steps of more than `EXACT_NODES` nodes count as alike within 8 %."""
+
+
+def _place(count: int) -> int:
+    """The class of a number of nodes or rows: itself if it is small, else that of its logarithm."""
+    if count <= EXACT_NODES:
+        return count
+    return EXACT_NODES + round(math.log(count / EXACT_NODES) / math.log(COARSENESS))
+
+
+class Average:
+    """A running average of logarithms: of the first times the least, then all, the newest weighing most."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if self.count <= FEW:
+            self.value = value if self.count == 1 else min(self.value, value)
+            return
+        error = max(-LARGEST_STEP, min(LARGEST_STEP, value - self.value))
+        self.value += max(SLOWEST_RATE, 1.0 / self.count) * error
+
+
+class VerifyingCosts:
+    """Seconds of verifying so many nodes of so many rows.
+
+    Args:
+      curve: seconds of a forward by its number of nodes, at least for one node.
+    """
+
+    def __init__(self, curve: Mapping[int, float]) -> None:
+        self._nodes = sorted(curve)
+        self._seconds = [curve[count] for count in self._nodes]
+        self._num_steps = 0
+        self._ratios: dict[int, dict[int, Average]] = {}  # rows -> nodes -> logarithm of time by curve and scale
+        self._known: dict[tuple[int, int], float] = {}
+        self.scale = 0.0
+        """Logarithm of how much slower steps are at present than the curve says."""
+
+    def add(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """A step has verified these."""
+        if seconds <= 0.0:
+            return
+        ratio = math.log(seconds / self.curve(num_nodes))
+        if self._num_steps == 0:
+            self.scale = ratio
+        self._num_steps += 1
+        average = self._ratios.setdefault(_place(num_rows), {}).setdefault(_place(num_nodes), Average())
+        error = ratio - self.scale - average.value
+        self.scale += SCALE_RATE * max(-LARGEST_STEP, min(LARGEST_STEP, error))
+        average.add(ratio - self.scale)
+        self._known.clear()
+
+    def curve(self, num_nodes: int) -> float:
+        """Seconds as they were measured in the beginning: lines between what was, and on beyond it."""
+        nodes, seconds = self._nodes, self._seconds
+        if len(nodes) == 1:
+            return seconds[0]
+        right = min(max(bisect_left(nodes, num_nodes), 1), len(nodes) - 1)
+        low, high = nodes[right - 1], nodes[right]
+        slope = (seconds[right] - seconds[right - 1]) / (high - low)
+        return max(seconds[right - 1] + slope * (num_nodes - low), 0.5 * seconds[0])
+
+    def seconds(self, num_rows: int, num_nodes: int) -> float:
+        """What a step is expected to take."""
+        key = num_rows, num_nodes
+        known = self._known.get(key)
+        if known is None:
+            ratio = self._ratio(_place(num_rows), _place(num_nodes))
+            known = self._known[key] = self.curve(num_nodes) * math.exp(self.scale + ratio)
+        return known
+
+    def times_seen(self, num_rows: int, num_nodes: int) -> int:
+        """How many steps of this kind there were."""
+        average = self._ratios.get(_place(num_rows), {}).get(_place(num_nodes))
+        return 0 if average is None else average.count
+
+    def _ratio(self, rows: int, nodes: int) -> float:
+        """How much longer steps take than the curve and the scale say, from what was seen nearby."""
+        seen = self._ratios.get(rows) or _nearest(self._ratios, rows)
+        if not seen:
+            return 0.0
+        exact = seen.get(nodes)
+        if exact is not None and exact.count >= FEW:
+            return exact.value
+        places = sorted(seen)
+        right = bisect_left(places, nodes)
+        near = [places[i] for i in (right - 1, right) if 0 <= i < len(places)]
+        weights = [seen[place].count / (1.0 + abs(place - nodes)) for place in near]
+        values = [seen[place].value for place in near]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+
+class StepCosts:
+    """Seconds of verifying so many nodes of so many rows, and of drafting so many levels.
+
+    It begins with a curve that was measured and learns how steps differ from it: by the number of rows, by host time,
+    by the length of the context, which changes slowly enough to be learned in passing. How busy the machine is moves
+    all estimates together.
+
+    Args:
+      curve: seconds of a forward by its number of nodes, at least for one node; or what is known of it, to share it.
+    """
+
+    def __init__(self, curve: Mapping[int, float] | VerifyingCosts) -> None:
+        self._verifying = curve if isinstance(curve, VerifyingCosts) else VerifyingCosts(curve)
+        self._drafting: dict[int, dict[int, Average]] = {}  # rows -> levels -> logarithm of time by scale
+
+    def beside(self) -> StepCosts:
+        """Costs of another way of drafting: what verifying costs is learned together, what drafting costs is not."""
+        return StepCosts(self._verifying)
+
+    def verified(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+        """A step has verified these; all of its time but that of drafting."""
+        self._verifying.add(num_rows, num_nodes, seconds)
+
+    def drafted(self, num_rows: int, num_levels: int, seconds: float) -> None:
+        """Drafting so many levels for rows has taken so long."""
+        if seconds > 0.0:
+            of_rows = self._drafting.setdefault(_place(num_rows), {})
+            of_rows.setdefault(num_levels, Average()).add(math.log(seconds) - self._verifying.scale)
+
+    def curve(self, num_nodes: int) -> float:
+        """Seconds of verifying as they were measured in the beginning."""
+        return self._verifying.curve(num_nodes)
+
+    def verify(self, num_rows: int, num_nodes: int) -> float:
+        """Seconds that a step is expected to take which verifies these."""
+        return self._verifying.seconds(num_rows, num_nodes)
+
+    def times_seen(self, num_rows: int, num_nodes: int) -> int:
+        """How many steps there were which verified these."""
+        return self._verifying.times_seen(num_rows, num_nodes)
+
+    def draft(self, num_rows: int, num_levels: int) -> float | None:
+        """Seconds that drafting is expected to take; None where nothing like it was seen."""
+        if num_levels <= 0:
+            return 0.0
+        of_rows = _nearest(self._drafting, _place(num_rows))
+        if not of_rows:
+            return None
+        scale = self._verifying.scale
+        seen = {levels: math.exp(average.value + scale) for levels, average in of_rows.items()}
+        if num_levels in seen:
+            return seen[num_levels]
+        fewest, most = min(seen), max(seen)
+        if fewest == most:  # the dearest that it can be: all of it is by the level
+            return seen[most] * max(1.0, num_levels / most)
+        slope = max(0.0, (seen[most] - seen[fewest]) / (most - fewest))
+        return max(seen[fewest] + slope * (num_levels - fewest), 0.0)
+
+    def times_drafted(self, num_rows: int) -> int:
+        """How often drafts were made for so many rows, or the number of rows that is nearest to it."""
+        return sum(average.count for average in _nearest(self._drafting, _place(num_rows)).values())
+
+
+def _nearest(by_rows: Mapping[int, dict[int, Average]], rows: int) -> dict[int, Average]:
+    """What was seen with the number of rows that is nearest to this one."""
+    if not by_rows:
+        return {}
+    return by_rows[min(by_rows, key=lambda other: (abs(other - rows), other))]

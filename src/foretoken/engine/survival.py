@@ -1,0 +1,257 @@
+"""How likely the nodes of drafts are to be accepted, learned from the texts that came in their place."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from foretoken.tree import DraftTree
+
+DEEPEST = 12
+"""Depths from which on nodes count as alike."""
+
+MOST_SIBLINGS = 8
+NUM_BINS = 8
+MEMORY = 128.0
+"""Outcomes that a rate remembers: older ones fade."""
+
+HALF_LIFE = 96.0  # drafts, after which what was seen at a depth counts half if it was not seen again
+PRIOR_WEIGHT = 3.0
+FIRST_RATE = 0.6
+LATER_RATE = 0.1
+"""Rates of a first and of any other child until there is experience: high, so that drafts are tried at first."""
+
+ROW_MEMORY = 0.9
+ROW_WEIGHT = 5.0
+FADING = 0.97
+LEAST_RATE = 0.02
+MOST_CERTAIN = 0.99
+
+Kind = tuple[str, int, int]
+"""Nodes that count as alike: the drafter, the depth, and the rank among siblings or the drafter's own estimate."""
+
+
+class Rate:
+    """A share of outcomes, the newest `MEMORY` of which count.
+
+    Args:
+      prior: the rate before there is experience, which is worth `PRIOR_WEIGHT` outcomes.
+    """
+
+    __slots__ = ("hits", "last", "trials")
+
+    def __init__(self, prior: float) -> None:
+        self.trials = PRIOR_WEIGHT
+        self.hits = PRIOR_WEIGHT * prior
+        self.last = 0
+
+    def add(self, is_hit: bool, now: int) -> None:
+        """Count an outcome."""
+        self.last = now
+        self.trials += 1.0
+        self.hits += is_hit
+        if self.trials > MEMORY:
+            self.trials *= 0.5
+            self.hits *= 0.5
+
+    @property
+    def value(self) -> float:
+        """0..1."""
+        return self.hits / self.trials
+
+    def beside(self, above: float, now: int) -> float:
+        """The rate where the level above has another: what was seen long ago gives way to that.
+
+        So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
+        """
+        weight = 0.5 ** ((now - self.last) / HALF_LIFE)
+        return (weight * self.hits + PRIOR_WEIGHT * above) / (weight * self.trials + PRIOR_WEIGHT)
+
+
+@dataclass
+class Luck:
+    """How a row fares, by what the rates of all rows let expect: its own rate, which begins with theirs."""
+
+    trials: float = 0.0
+    hits: float = 0.0
+    expected: float = 0.0
+
+    def add(self, is_hit: bool, expected: float) -> None:
+        """Take in whether the next token was drafted."""
+        self.trials = ROW_MEMORY * self.trials + 1.0
+        self.hits = ROW_MEMORY * self.hits + is_hit
+        self.expected = ROW_MEMORY * self.expected + expected
+
+    def fade(self) -> None:
+        """Nothing was drafted: what was seen grows old."""
+        self.trials *= FADING
+        self.hits *= FADING
+        self.expected *= FADING
+
+    @property
+    def factor(self) -> float:
+        """By which rates are multiplied."""
+        if self.trials < 0.1:
+            return 1.0
+        expected = max(self.expected / self.trials, LEAST_RATE)
+        own = (self.hits + ROW_WEIGHT * expected) / (self.trials + ROW_WEIGHT)
+        return own / expected
+
+
+@dataclass
+class _Open:
+    """A draft whose fate is not known yet: the text has followed it so far.
+
+    Args:
+      node: that of the last token of the text.
+      luck: of the row, for the draft that was made last; None for older ones.
+    """
+
+    tree: DraftTree
+    node: int = 0
+    luck: Luck | None = None
+
+
+class Survival:
+    """Learns how often nodes are accepted once their parents were.
+
+    Whether a node would have been accepted does not depend on its having been verified: under "match" a draft is
+    accepted as far as it agrees with the text, and the text comes anyway. So drafts are held against the text that
+    comes, whatever was cut from them before they were verified.
+
+    Randomness: none.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[Kind, Rate] = {}
+        self._depth_rates: dict[int, Rate] = {}
+        self._open_of: dict[int, list[_Open]] = {}
+        self._luck_of: dict[int, Luck] = {}
+        self._now = 0  # drafts so far
+
+    # -- learning --------------------------------------------------------------------------------------------------
+
+    def proposed(self, row_id: int, tree: DraftTree) -> None:
+        """A draft was made for a row, whole: before anything is cut from it."""
+        if len(tree) > 1:
+            self._now += 1
+            found = self._open_of.setdefault(row_id, [])
+            for draft in found:
+                draft.luck = None
+            found.append(_Open(tree, luck=self._luck_of.setdefault(row_id, Luck())))
+
+    def came(self, row_id: int, tokens: Seq[int]) -> None:
+        """These tokens have followed in the text of a row."""
+        drafts = self._open_of.get(row_id)
+        if not drafts:
+            if row_id in self._luck_of:
+                self._luck_of[row_id].fade()
+            return
+        for token in tokens:
+            drafts = [draft for draft in drafts if self._follow(draft, token)]
+        self._open_of[row_id] = drafts
+
+    def _follow(self, draft: _Open, token: int) -> bool:
+        """Go one token on; whether there is more of the draft."""
+        tree, parent = draft.tree, draft.node
+        children = tree.children[parent]
+        if not children:
+            return False
+        depth = tree.depths[parent] + 1
+        hit = tree.child(parent, token)
+        missed = 1.0
+        for node in children:
+            rate = self._rate(tree, node, depth)
+            missed *= 1.0 - rate.value
+            rate.add(node == hit, self._now)
+        self._depth_rate(depth).add(hit is not None, self._now)
+        if draft.luck is not None:
+            draft.luck.add(hit is not None, 1.0 - missed)
+        if hit is None:
+            return False
+        draft.node = hit
+        return bool(tree.children[hit])
+
+    def forget(self, row_id: int) -> None:
+        """Drop what belongs to a row alone."""
+        self._open_of.pop(row_id, None)
+        self._luck_of.pop(row_id, None)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def factor(self, row_id: int) -> float:
+        """How much better or worse a row fares than others."""
+        luck = self._luck_of.get(row_id)
+        return 1.0 if luck is None else luck.factor
+
+    def by_depth(self, row_id: int, depth: int) -> list[float]:
+        """The chance that a draft is accepted to depth 1, 2, ... ``depth``, whatever its shape."""
+        factor, chance, chances = self.factor(row_id), 1.0, []
+        rate = self._depth_rate(1).value
+        for level in range(1, depth + 1):
+            if level > 1:
+                rate = self._depth_rate(level).beside(rate, self._now)
+            chance *= min(rate * factor, MOST_CERTAIN)
+            chances.append(chance)
+        return chances
+
+    def at_depth(self, depth: int) -> float:
+        """How often a draft that was right so far is right at this depth, too; over all rows."""
+        return self._depth_rate(depth).value
+
+    def best_nodes(self, row_id: int, tree: DraftTree, least: float) -> Iterator[tuple[float, int]]:
+        """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
+        factor = self.factor(row_id)
+        heap: list[tuple[float, int]] = []
+        found, chance = 0, 1.0
+        while True:
+            depth = tree.depths[found] + 1
+            for node in tree.children[found]:
+                below = chance * min(self._rate(tree, node, depth).value * factor, MOST_CERTAIN)
+                if below > least:
+                    heapq.heappush(heap, (-below, node))
+            if not heap:
+                return
+            negative, found = heapq.heappop(heap)
+            chance = -negative
+            yield chance, found
+
+    # -- rates -----------------------------------------------------------------------------------------------------
+
+    def _rate(self, tree: DraftTree, node: int, depth: int) -> Rate:
+        kind = (tree.source_of(node), min(depth, DEEPEST), _likeness(tree, node))
+        rate = self._rates.get(kind)
+        if rate is None:
+            above = self._rates.get((kind[0], kind[1] - 1, kind[2]))
+            rate = self._rates[kind] = Rate(_prior(tree, node, kind[2]) if above is None else above.value)
+        return rate
+
+    def _depth_rate(self, depth: int) -> Rate:
+        depth = min(depth, DEEPEST)
+        rate = self._depth_rates.get(depth)
+        if rate is None:
+            above = self._depth_rates.get(depth - 1)
+            rate = self._depth_rates[depth] = Rate(FIRST_RATE if above is None else above.value)
+        return rate
+
+
+def _likeness(tree: DraftTree, node: int) -> int:
+    """The drafter's own estimate in eighths, as a negative number; without one the rank among siblings."""
+    if tree.scores is None:
+        return min(tree.children[tree.parents[node]].index(node), MOST_SIBLINGS)
+    return -1 - min(int(_stated(tree, node) * NUM_BINS), NUM_BINS - 1)
+
+
+def _prior(tree: DraftTree, node: int, likeness: int) -> float:
+    if tree.scores is not None:
+        return max(_stated(tree, node), LATER_RATE)
+    return FIRST_RATE if likeness == 0 else LATER_RATE
+
+
+def _stated(tree: DraftTree, node: int) -> float:
+    """The drafter's own estimate for a node, given its parent."""
+    assert tree.scores is not None
+    above = tree.scores[tree.parents[node]]
+    return min(1.0, max(0.0, tree.scores[node] / above)) if above > 0.0 else 0.0

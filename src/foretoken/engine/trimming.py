@@ -1,0 +1,131 @@
+"""Which nodes of drafts are worth verifying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, TypeAlias
+
+from foretoken.tree import DraftTree
+
+if TYPE_CHECKING:
+    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.survival import Survival
+
+NumNodes: TypeAlias = Callable[[Seq[int], bool], int]
+"""The number of nodes that a forward runs, padding included, by the sizes of its drafts and whether all are chains."""
+
+Worth: TypeAlias = Callable[[Seq[int], bool], float]
+"""The tokens that the time of verifying drafts of these sizes would make otherwise, by the same arguments."""
+
+Chances: TypeAlias = list[tuple[float, int]]
+"""Nodes of a draft with their chances to be accepted, the likeliest first."""
+
+LEAST_CHANCE = 0.01
+MEMORY = 0.9
+
+
+class Trimming:
+    """Cuts the drafts of a step to the nodes whose chance is larger than the tokens that their time is worth.
+
+    Args:
+      survival: knows the chances of nodes.
+
+    Source: for rates that fall with the rank, the n nodes with the largest products along their path are the best tree
+    of n nodes (Sequoia, Chen et al. 2024, arXiv:2402.12374, finds the same one by dynamic programming).
+    Exactness: for the rule "match". Randomness: none.
+    """
+
+    def __init__(self, survival: Survival) -> None:
+        self._survival = survival
+        self._widths: dict[int, float] = {}  # nodes per row that are kept at a depth
+        self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
+
+    @property
+    def has_cut_trees(self) -> bool:
+        """Whether there were drafts that branched."""
+        return bool(self._widths)
+
+    def width(self, level: int) -> float:
+        """How many nodes per row are verified at a depth."""
+        return self._widths.get(level, 1.0)
+
+    def coverage(self, level: int) -> float:
+        """How much of the chance that some node of a depth is right belongs to those that are verified."""
+        return self._coverage.get(level, 1.0)
+
+    def whole_or_none(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
+        """All drafts as they are where that pays, else none."""
+        gained = sum(sum(self._survival.by_depth(row.id, tree.depth)) for row, tree in zip(rows, trees, strict=True))
+        if gained > worth([len(tree) for tree in trees], False):
+            return list(trees)
+        return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
+
+    def best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth, *, is_padded: bool) -> list[DraftTree]:
+        """The best part of every draft.
+
+        Args:
+          is_padded: whether chains are run as wide as the longest of them.
+        """
+        found = [
+            list(self._survival.best_nodes(row.id, tree, LEAST_CHANCE)) for row, tree in zip(rows, trees, strict=True)
+        ]
+        are_chains = all(tree.is_chain for tree in trees)
+        if are_chains and is_padded:
+            length = best_length(found, worth)
+            return [tree if len(tree) <= length + 1 else tree.cut(length) for tree in trees]
+        kept = [nodes[:count] for nodes, count in zip(found, best_counts(found, worth), strict=True)]
+        if not are_chains:
+            self._note_shape(rows, trees, kept)
+        return [
+            tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
+            for tree, nodes in zip(trees, kept, strict=True)
+        ]
+
+    def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
+        """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
+        widths: dict[int, float] = {}
+        covered: dict[int, float] = {}
+        whole: dict[int, float] = {}
+        for row, tree, nodes in zip(rows, trees, kept, strict=True):
+            for level, chance in enumerate(self._survival.by_depth(row.id, tree.depth), 1):
+                whole[level] = whole.get(level, 0.0) + chance
+            for chance, node in nodes:
+                level = tree.depths[node]
+                widths[level] = widths.get(level, 0.0) + 1.0 / len(rows)
+                covered[level] = covered.get(level, 0.0) + chance
+        for level, width in widths.items():
+            share = min(covered[level] / whole[level], 1.0) if whole[level] else 1.0
+            self._widths[level] = _moved(self._widths.get(level, width), max(width, 1.0))
+            self._coverage[level] = _moved(self._coverage.get(level, share), share)
+
+
+def best_length(found: Seq[Chances], worth: Worth) -> int:
+    """The length to which all chains are cut where all are run as wide as the longest."""
+    best_value, best, gained = 0.0, 0, 0.0
+    for length in range(1, max(map(len, found), default=0) + 1):
+        gained += sum(nodes[length - 1][0] for nodes in found if len(nodes) >= length)
+        value = gained - worth([length + 1] * len(found), True)
+        if value > best_value:
+            best_value, best = value, length
+    return best
+
+
+def best_counts(found: Seq[Chances], worth: Worth) -> list[int]:
+    """How many of the likeliest nodes of every row pay, the root not counted."""
+    ranked = sorted(((chance, row) for row, nodes in enumerate(found) for chance, _ in nodes), key=lambda one: -one[0])
+    best_value, best, gained = 0.0, 0, 0.0
+    others = [1] * (len(found) - 1)
+    for count, (chance, _) in enumerate(ranked, 1):
+        gained += chance
+        value = gained - worth([count + 1, *others], False)
+        if value > best_value:
+            best_value, best = value, count
+    counts = [0] * len(found)
+    for _, row in ranked[:best]:
+        counts[row] += 1
+    return counts
+
+
+def _moved(average: float, value: float) -> float:
+    return MEMORY * average + (1.0 - MEMORY) * value

@@ -1,0 +1,110 @@
+"""Method auto: what it chooses from, what it asks, and what it makes of the answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.compose.auto import AutoDrafter
+from foretoken.engine.arms import ArmsGovernor
+from foretoken.engine.drafter import Budget, ContextDrafter
+from foretoken.engine.step_costs import StepCosts
+from foretoken.errors import ConfigError
+from foretoken.tree import DraftTree
+
+
+class Says(ContextDrafter):
+    """Proposes the same tokens always."""
+
+    def __init__(self, name: str, *tokens: int) -> None:
+        self.name = name
+        self.tokens = tokens
+        self.num_asked = 0
+
+    def propose_row(self, row: Any, budget: Budget) -> DraftTree:
+        self.num_asked += 1
+        return DraftTree.chain(row.token_ids[-1], self.tokens[:budget], source=self.name)
+
+
+def drafter(*parts: Says, free: int) -> AutoDrafter:
+    return AutoDrafter(parts, [place < free for place in range(len(parts))])
+
+
+def test_a_free_arm_and_one_for_every_other_part() -> None:
+    assert drafter(Says("a", 1), Says("b", 2), Says("c", 3), Says("d", 4), free=2).arms == ("a+b", "a+b+c", "a+b+d")
+    assert drafter(Says("a", 1), Says("b", 2), free=2).arms == ("a+b",)
+    assert drafter(Says("c", 1), Says("d", 2), free=0).arms == ("c", "d")
+
+
+def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
+    parts = Says("a", 1, 2), Says("b", 1, 3), Says("c", 4)
+    one = drafter(*parts, free=2)
+    row = SimpleNamespace(id=0, token_ids=[9])
+    (tree,) = one.propose([row], [Budget(5)])
+    assert parts[2].num_asked == 0
+    assert {tree.path_tokens(node) for node in range(len(tree))} == {(), (1,), (1, 2), (1, 3)}
+    one.choose_arm(1)
+    (tree,) = one.propose([row], [Budget(5)])
+    assert parts[2].num_asked == 1
+    assert tree.child(0, 4) is not None
+
+
+def run(governor: ArmsGovernor, one: AutoDrafter, arm_of_text: list[int], costs: dict[str, float]) -> list[int]:
+    """Decode a text of which the token at place p is that of part ``arm_of_text[p]``; the arm of every step."""
+    row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
+    arms = []
+    for wanted in arm_of_text:
+        budgets = governor.budgets([row], [Budget(1)], lambda sizes, _: sum(sizes))
+        trees = one.propose([row], budgets)
+        trees = governor.trimmed([row], trees, lambda sizes, _: sum(sizes), is_padded=False)
+        arms.append(one._arm)
+        token = one.parts[wanted].tokens[0]
+        hit = trees[0].child(0, token) is not None
+        tokens = (token, 0) if hit else (token,)
+        output = SimpleNamespace(row=row, token_ids=tokens, num_accepted=int(hit))
+        drafting = costs[one.arms[one._arm]] if budgets[0] else 0.0
+        governor.learn(
+            trees,
+            [output],
+            lambda sizes, _: sum(sizes),
+            drafting_seconds=drafting,
+            other_seconds=0.02 + 0.001 * (len(trees[0]) - 1),
+        )
+    return arms
+
+
+def test_the_arm_whose_tokens_take_the_least_time_runs() -> None:
+    one = drafter(Says("a", 1), Says("b", 2), Says("c", 3), free=0)
+    governor = ArmsGovernor(one, StepCosts({1: 0.02, 8: 0.027}))
+    costs = {"a": 0.004, "b": 0.004, "c": 0.03}
+    arms = run(governor, one, [1] * 300 + [0] * 400, costs)
+    assert sum(arm == 1 for arm in arms[100:300]) > 170
+    assert sum(arm == 0 for arm in arms[500:]) > 150  # the text has changed, and so has the choice
+    assert sum(arm == 2 for arm in arms[100:]) < 60  # right or not, it takes too long
+    said = governor.describe()
+    assert said is not None
+    assert "speeds of late by plain decoding: a " in said
+    assert governor.totals.num_steps == 700
+
+
+def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
+    one = drafter(Says("a", 1), Says("c", 3), free=0)
+    governor = ArmsGovernor(one, StepCosts({1: 0.02, 8: 0.027}))
+    run(governor, one, [1] * 400, {"a": 0.0001, "c": 0.05})
+    assert governor.speedup == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_model_that_is_given_is_one_more_to_choose_from() -> None:
+    assert [part.method for part in SpeculativeConfig("auto").parts] == ["ngram", "suffix"]
+    config = SpeculativeConfig("auto", model="zoo:tiny")
+    assert [part.method for part in config.parts] == ["ngram", "suffix", "draft_model"]
+    assert config.parts[-1].model == "zoo:tiny"
+    assert config.title == "auto"
+
+
+def test_it_refuses_a_length_policy_that_keeps_it_from_choosing() -> None:
+    with pytest.raises(ConfigError, match=r"auto.*measured time.*fixed"):
+        SpeculativeConfig("auto", length_policy="fixed")

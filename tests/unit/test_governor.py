@@ -1,0 +1,266 @@
+"""The governor: drafts sized by what they cost and bring, on texts and costs that are made up; no clock is read."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from foretoken.engine.budget import Budget
+from foretoken.engine.governor import Governor
+from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.survival import Survival
+from foretoken.engine.trimming import best_counts, best_length
+from foretoken.tree import DraftTree
+
+FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
+STEEP = {1: 20.0, 2: 28.0, 4: 38.0, 8: 60.0, 16: 110.0, 32: 210.0, 64: 400.0}
+"""Milliseconds by nodes: a model that reads more than it computes, and one that does not."""
+
+LENGTH = 220
+
+
+def num_nodes(sizes: Any, are_chains: bool) -> int:
+    return sum(sizes)
+
+
+@dataclass
+class Guesser:
+    """Drafts that are right with a chance that depends on the place in the text."""
+
+    rate: Callable[[int], float]
+    depth: int = 8
+
+    def draft(self, text: list[int], place: int, row: int, length: int) -> DraftTree:
+        tokens = []
+        is_right = True
+        for position in range(place, place + min(length, self.depth)):
+            is_right = is_right and random.Random(f"{row}/{place}/{position}").random() < self.rate(position)
+            tokens.append(text[position] if is_right and position < len(text) else 10_000 + position)
+        return DraftTree.chain(text[place - 1], tokens, source="guesser")
+
+
+@dataclass
+class World:
+    """Decodes made-up texts under made-up costs.
+
+    Args:
+      level_cost: milliseconds that a drafted level takes.
+    """
+
+    guesser: Guesser
+    curve: dict[int, float]
+    level_cost: float
+    num_rows: int = 1
+    num_texts: int = 8
+    noise: float = 0.05
+    plain: float = 0.0
+    spent: float = 0.0
+    sizes: list[int] = field(default_factory=list)
+
+    def run(self, governor: Governor | None, length: int = 0) -> float:
+        """Speed by that of plain decoding; without a governor with drafts of this length."""
+        costs = StepCosts(self.curve)
+        noise = random.Random(0)
+        waiting = [[random.Random(row).randrange(1000) for _ in range(LENGTH)] for row in range(self.num_texts)]
+        rows: list[Any] = []
+        number = 0
+        while waiting or rows:
+            while waiting and len(rows) < self.num_rows:
+                rows.append(SimpleNamespace(id=number, text=waiting.pop(0), place=20, is_finished=False))
+                number += 1
+            budgets = [Budget(LENGTH - row.place - 1) for row in rows]
+            if governor is None:
+                budgets = [Budget(min(budget, length)) for budget in budgets]
+            else:
+                budgets = governor.budgets(rows, budgets, num_nodes)
+            asked = max(budgets)
+            trees = [
+                self.guesser.draft(row.text, row.place, row.id, budget)
+                for row, budget in zip(rows, budgets, strict=True)
+            ]
+            if governor is not None:
+                trees = governor.trimmed(rows, trees, num_nodes, is_padded=False)
+            outputs = [self._accept(row, tree) for row, tree in zip(rows, trees, strict=True)]
+            size = sum(map(len, trees))
+            self.sizes.append(size)
+            drafting, verifying = self.level_cost * asked, costs.curve(size)
+            self.spent += drafting + verifying
+            self.plain += costs.curve(len(rows)) / len(rows) * sum(len(output.token_ids) for output in outputs)
+            factor = math.exp(noise.gauss(0.0, self.noise)) * (3.0 if noise.random() < 0.01 else 1.0)
+            if governor is not None:
+                seconds = {"drafting_seconds": drafting * factor / 1e3, "other_seconds": verifying * factor / 1e3}
+                governor.learn(trees, outputs, num_nodes, **seconds)
+            rows = [row for row in rows if not row.is_finished]
+        return self.plain / self.spent
+
+    def _accept(self, row: Any, tree: DraftTree) -> Any:
+        node: int | None = 0
+        emitted = []
+        while node is not None and row.place < LENGTH:
+            emitted.append(row.text[row.place])
+            row.place += 1
+            node = tree.child(node, emitted[-1])
+        row.is_finished = row.place >= LENGTH
+        return SimpleNamespace(row=row, token_ids=tuple(emitted), num_accepted=len(emitted) - 1)
+
+
+def governor(curve: dict[int, float], **options: Any) -> Governor:
+    return Governor(StepCosts({nodes: ms / 1e3 for nodes, ms in curve.items()}), **options)
+
+
+def best_fixed(guesser: Guesser, curve: dict[int, float], level_cost: float, num_rows: int) -> float:
+    return max(World(guesser, curve, level_cost, num_rows).run(None, length) for length in (0, 1, 2, 3, 4, 6, 8))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    ("rate", "curve", "level_cost"),
+    [
+        (0.8, FLAT, 2.2),
+        (0.8, STEEP, 2.2),
+        (0.5, FLAT, 6.6),
+        (0.2, FLAT, 2.2),
+        (0.0, FLAT, 2.2),
+        (0.0, STEEP, 26.0),
+        (0.8, FLAT, 26.0),
+    ],
+)
+def test_no_fixed_length_is_much_better_in_hindsight(
+    rate: float, curve: dict[int, float], level_cost: float, num_rows: int
+) -> None:
+    guesser = Guesser(lambda place: rate)
+    speed = World(guesser, curve, level_cost, num_rows).run(governor(curve))
+    assert speed > 0.97
+    assert speed > 0.93 * best_fixed(guesser, curve, level_cost, num_rows)  # learning from nothing included
+
+
+def test_a_text_that_changes_its_nature_is_followed() -> None:
+    guesser = Guesser(lambda place: 0.9 if place < LENGTH // 2 else 0.1)
+    speed = World(guesser, FLAT, 2.2).run(governor(FLAT))
+    assert speed > 1.05 * best_fixed(guesser, FLAT, 2.2, 1)
+
+
+def test_a_drafter_that_turns_good_is_found_again() -> None:
+    one = governor(FLAT)
+    World(Guesser(lambda place: 0.0), FLAT, 4.4, num_texts=6).run(one)
+    world = World(Guesser(lambda place: 0.9), FLAT, 4.4, num_texts=10)
+    speed = world.run(one)
+    assert speed > 0.8 * World(Guesser(lambda place: 0.9), FLAT, 4.4).run(None, 4)  # what it takes to notice included
+
+
+def test_decisions_repeat_where_the_clock_does() -> None:
+    sizes = []
+    for _ in range(2):
+        world = World(Guesser(lambda place: 0.6), FLAT, 4.4, num_rows=3)
+        world.run(governor(FLAT))
+        sizes.append(world.sizes)
+    assert sizes[0] == sizes[1]
+    assert len(set(sizes[0])) > 2
+
+
+def test_costs_that_differ_from_the_curve_are_learned() -> None:
+    """The curve says that nodes are free, and they are not."""
+    one = governor({1: 20.0, 64: 20.5})
+    guesser = Guesser(lambda place: 0.3)
+    assert World(guesser, STEEP, 0.2, num_texts=10).run(one) > 0.95
+    verify = one.costs.verify(1, 8) / one.costs.verify(1, 1)
+    assert verify == pytest.approx(3.0, rel=0.35)
+
+
+def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
+    world = World(Guesser(lambda place: 0.95), FLAT, 0.5)
+    world.run(governor(FLAT, divisible=False))
+    later = world.sizes[30:]
+    assert set(later) <= {1, 3, *range(1, 10)}
+    assert sum(size == 9 for size in later) > 0.7 * len(later)
+
+
+def test_it_says_what_it_does_and_why() -> None:
+    one = governor(STEEP)
+    assert one.describe() is None
+    World(Guesser(lambda place: 0.1), STEEP, 8.0).run(one)
+    said = one.describe()
+    assert said is not None
+    assert said.startswith("not drafting: verify(5)/verify(1) = ")
+    assert "at depth 1" in said
+    assert one.speedup == pytest.approx(1.0, abs=0.06)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_survival_is_learned_from_nodes_that_were_never_verified() -> None:
+    survival = Survival()
+    for number in range(60):
+        survival.proposed(0, DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"))
+        survival.came(0, [2, 3, 4])
+    chances = {node: chance for chance, node in survival.best_nodes(0, DraftTree.chain(1, [2, 3, 4]), 0.0)}
+    assert chances[1] > 0.5  # of another drafter, of which nothing is known
+    known = [chance for chance, _ in survival.best_nodes(0, DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
+    assert known[0] > 0.9
+    assert known[2] / known[1] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_row_that_fares_badly_expects_less_than_another() -> None:
+    survival = Survival()
+    for number in range(40):
+        survival.proposed(number % 2, DraftTree.chain(1, [2], source="x"))
+        survival.came(number % 2, [2 if number % 2 else 3])
+    bad, good = survival.by_depth(0, 1)[0], survival.by_depth(1, 1)[0]
+    assert bad < 0.35 < 0.6 < good
+    survival.forget(0)
+    assert survival.by_depth(0, 1)[0] > bad
+
+
+def test_a_step_that_was_slow_for_once_moves_little() -> None:
+    costs = StepCosts({1: 0.02, 16: 0.03})
+    for _ in range(20):
+        costs.verified(1, 1, 0.02)
+        costs.verified(1, 8, 0.04)
+    before = costs.verify(1, 8)
+    costs.verified(1, 8, 4.0)
+    assert costs.verify(1, 8) == pytest.approx(before, rel=0.1)
+    assert before == pytest.approx(0.04, rel=0.05)
+
+
+def test_the_first_draft_may_be_slow() -> None:
+    costs = StepCosts({1: 0.02})
+    for seconds in (5.0, 0.01, 0.01):
+        costs.drafted(1, 2, seconds)
+    assert costs.draft(1, 2) == pytest.approx(0.01)
+    assert costs.draft(1, 0) == 0.0
+
+
+def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        found = [
+            sorted(((rng.random(), node) for node in range(1, 1 + rng.randrange(5))), reverse=True) for _ in range(3)
+        ]
+        price = rng.random() * 0.5
+
+        def worth(sizes: Any, are_chains: bool, price: float = price) -> float:
+            return price * (sum(sizes) - 3) ** 0.8
+
+        counts = best_counts(found, worth)
+        value = sum(chance for nodes, n in zip(found, counts, strict=True) for chance, _ in nodes[:n])
+        value -= worth([1 + n for n in counts], False)
+        for first in range(len(found[0]) + 1):
+            for second in range(len(found[1]) + 1):
+                for third in range(len(found[2]) + 1):
+                    some = (first, second, third)
+                    other = sum(chance for nodes, n in zip(found, some, strict=True) for chance, _ in nodes[:n])
+                    assert value >= other - worth([1 + n for n in some], False) - 1e-9
+
+
+def test_chains_that_are_padded_are_cut_to_one_length() -> None:
+    found = [[(0.9, 1), (0.8, 2), (0.1, 3)], [(0.5, 1)]]
+    assert best_length(found, lambda sizes, _: 0.2 * (sum(sizes) - 2)) == 2
+    assert best_length(found, lambda sizes, _: 2.0 * (sum(sizes) - 2)) == 0
+    assert best_length([[], []], lambda sizes, _: 0.0) == 0
