@@ -123,10 +123,10 @@ class Drafter(ABC):
     """Whether parts of a draft may be left out before it is verified without harm to later ones."""
 
     arms: tuple[str, ...] = ()
-    """Titles of the ways in which it can draft, where it has several among which measured time is to choose."""
+    """Titles of the ways in which it can draft, where measured time is to choose among several."""
 
     def choose_arm(self, arm: int) -> None:
-        """Draft in the way of this index from now on."""
+        """Draft in this way from now on."""
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         """Called once, by the engine that will run this drafter, for those that draft with the target itself.

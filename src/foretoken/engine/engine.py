@@ -18,7 +18,7 @@ from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.emitting import emit
 from foretoken.engine.features import ForwardFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
-from foretoken.engine.governing import AnyGovernor, Ungoverned
+from foretoken.engine.governing import AnyGovernor, Governing
 from foretoken.engine.guarding import GuardedDrafter
 from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
@@ -95,7 +95,8 @@ class Engine:
         self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self.governor = governor if self.config.rule.keeps_tokens else None
-        self._proposing = Proposing(drafter, target, self._forwards, self.config, self.governor or Ungoverned())
+        self._governing = Governing(self.governor, self._forwards)
+        self._proposing = Proposing(drafter, target, self._forwards, self.config, self._governing)
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._is_broken = False
         self._entered = threading.Lock()
@@ -255,7 +256,7 @@ class Engine:
                 self._scheduler.retire(member)
         clock.lap("observe_seconds")
         self.profile.num_steps += 1
-        self._proposing.learn(trees, outputs, clock)
+        self._governing.learn(trees, outputs, clock)
         return outputs
 
     def _observe(

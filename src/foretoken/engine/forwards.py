@@ -108,6 +108,10 @@ class Forwards:
             return sum(sizes)
         return len(sizes) * bucket.width(len(sizes), max(sizes))
 
+    def fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
+        """Drafts cut to the longest chain that keeps bits, where all are chains."""
+        return [tree.cut(self.longest_chain) for tree in trees] if all(tree.is_chain for tree in trees) else trees
+
     @property
     def pads_chains(self) -> bool:
         """Whether chains are run as wide as the longest of them."""

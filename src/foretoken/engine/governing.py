@@ -1,4 +1,4 @@
-"""A governor for a drafter over a target."""
+"""Between an engine and its governor, if it has one."""
 
 from __future__ import annotations
 
@@ -14,38 +14,48 @@ if TYPE_CHECKING:
 
     from foretoken.engine.budget import Budget
     from foretoken.engine.drafter import Drafter
+    from foretoken.engine.forwards import Forwards
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence
-    from foretoken.engine.trimming import NumNodes
+    from foretoken.engine.stats import Clock
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
 
 AnyGovernor: TypeAlias = Governor | ArmsGovernor
 
 
-class Ungoverned:
-    """As much is drafted and verified as the drafter and the rows allow."""
+class Governing:
+    """Asks a governor and tells it of steps; without one, as much is drafted and verified as is allowed.
 
-    def budgets(self, rows: Seq[Sequence], budgets: list[Budget], num_nodes: NumNodes) -> list[Budget]:
-        """All that is allowed."""
-        return budgets
+    Args:
+      forwards: of the engine; they know how many nodes a step runs.
+    """
 
-    def trimmed(
-        self, rows: Seq[Sequence], trees: list[DraftTree], num_nodes: NumNodes, *, is_padded: bool
-    ) -> list[DraftTree]:
-        """All that was drafted."""
-        return trees
+    def __init__(self, governor: AnyGovernor | None, forwards: Forwards) -> None:
+        self._governor = governor
+        self._forwards = forwards
 
-    def learn(
-        self,
-        trees: Seq[DraftTree],
-        outputs: Seq[RowOutput],
-        num_nodes: NumNodes,
-        *,
-        drafting_seconds: float,
-        other_seconds: float,
-    ) -> None:
-        """Nothing to learn."""
+    def budgets(self, rows: Seq[Sequence], budgets: list[Budget]) -> list[Budget]:
+        """What may be drafted for every row."""
+        if self._governor is None:
+            return budgets
+        return self._governor.budgets(rows, budgets, self._forwards.num_nodes)
+
+    def trimmed(self, rows: Seq[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
+        """What is to be verified of drafts, at shapes that forwards can run."""
+        trees = self._forwards.fitted(trees)
+        if self._governor is None:
+            return trees
+        num_nodes, is_padded = self._forwards.num_nodes, self._forwards.pads_chains
+        return self._forwards.fitted(self._governor.trimmed(rows, trees, num_nodes, is_padded=is_padded))
+
+    def learn(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], clock: Clock) -> None:
+        """Take in what a step has brought, and what it has cost."""
+        if self._governor is not None:
+            drafting = clock.laps["propose_seconds"]
+            other = sum(clock.laps.values()) - drafting
+            num_nodes = self._forwards.num_nodes
+            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=other)
 
 
 def new_governor(target: CausalLM, drafter: Drafter) -> AnyGovernor:

@@ -123,6 +123,8 @@ class Governor:
         plain = self._plain(num_rows, num_nodes)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
         for level, chance in enumerate(chances, 1):
+            if not chance:
+                break
             gained += chance * self.trimming.coverage(level)
             width += self.trimming.width(level)
             size = num_nodes([round(width)] * num_rows, not self.trimming.has_cut_trees)
@@ -260,9 +262,10 @@ class Governor:
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
         length = self._asked_depth if self._is_drafting and self._asked_depth else SHOWN_LENGTH
-        verify = self.costs.verify(num_rows, num_nodes([length + 1] * num_rows, True)) / plain
+        size, least = num_nodes([length + 1] * num_rows, True), num_nodes([1] * num_rows, True)
+        verify = self.costs.verify(num_rows, size) / plain
         draft = self.costs.draft(num_rows, length)
-        reasons = [f"verify({length + 1})/verify(1) = {verify:.2f}"]
+        reasons = [f"verify({size})/verify({least}) = {verify:.2f}"]
         if draft is not None and draft * self._price(num_rows, num_nodes) > CHEAP * num_rows:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")

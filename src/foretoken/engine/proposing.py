@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
     from foretoken.engine.batch import Member
     from foretoken.engine.forwards import Forwards
-    from foretoken.engine.governing import AnyGovernor, Ungoverned
-    from foretoken.engine.outputs import RowOutput
-    from foretoken.engine.stats import Clock
+    from foretoken.engine.governing import Governing
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
 
@@ -28,7 +26,7 @@ class Proposing:
       target: verifies, trees or chains only.
       forwards: knows the longest chain that one of them may hold.
       config: of the engine.
-      governor: decides how much is drafted and verified of what may be.
+      governing: decides how much is drafted and verified of what may be.
     """
 
     def __init__(
@@ -37,13 +35,13 @@ class Proposing:
         target: CausalLM,
         forwards: Forwards,
         config: EngineConfig,
-        governor: AnyGovernor | Ungoverned,
+        governing: Governing,
     ) -> None:
         self._drafter = drafter
         self._target = target
         self._forwards = forwards
         self._config = config
-        self._governor = governor
+        self._governing = governing
 
     def step(self, members: Seq[Member]) -> list[DraftTree]:
         """One draft per member, cut to what its row may still emit.
@@ -53,7 +51,7 @@ class Proposing:
         longest = self._forwards.longest_chain
         budgets = self._budgets(members, longest if self._config.is_strict else NO_LIMIT)
         rows = [member.row for member in members]
-        budgets = self._governor.budgets(rows, budgets, self._forwards.num_nodes)
+        budgets = self._governing.budgets(rows, budgets)
         trees = []
         for row, tree, budget in zip(rows, self._drafter.propose(rows, budgets), budgets, strict=True):
             if tree.tokens[0] != row.pending:
@@ -61,21 +59,7 @@ class Proposing:
             if min(tree.tokens) < 0 or max(tree.tokens) >= self._target.vocab_size:
                 raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self._target.vocab_size - 1}")
             trees.append(budget.cut(tree))
-        trees = self._within(trees, longest)
-        is_padded = self._forwards.pads_chains
-        return self._within(self._governor.trimmed(rows, trees, self._forwards.num_nodes, is_padded=is_padded), longest)
-
-    def learn(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], clock: Clock) -> None:
-        """Take in what a step has brought, and what it has cost."""
-        drafting = clock.laps["propose_seconds"]
-        other = sum(clock.laps.values()) - drafting
-        num_nodes = self._forwards.num_nodes
-        self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=other)
-
-    @staticmethod
-    def _within(trees: list[DraftTree], longest: int) -> list[DraftTree]:
-        """Chains of no more than this length; trees stay."""
-        return [tree.cut(longest) for tree in trees] if all(tree.is_chain for tree in trees) else trees
+        return self._governing.trimmed(rows, trees)
 
     def _budgets(self, members: Seq[Member], limit: int) -> list[Budget]:
         """Accepted tokens and the bonus together fit what is left of a row; a row in doubt runs without a draft."""

@@ -52,9 +52,12 @@ class VerifyingCosts:
         self._seconds = [curve[count] for count in self._nodes]
         self._num_steps = 0
         self._ratios: dict[int, dict[int, Average]] = {}  # rows -> nodes -> logarithm of time by curve and scale
+        self._places: dict[int, list[int]] = {}  # rows -> nodes that were seen, ascending
         self._known: dict[tuple[int, int], float] = {}
         self.scale = 0.0
         """Logarithm of how much slower steps are at present than the curve says."""
+        self.factor = 1.0
+        """The same, not as a logarithm."""
 
     def add(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """A step has verified these."""
@@ -64,11 +67,19 @@ class VerifyingCosts:
         if self._num_steps == 0:
             self.scale = ratio
         self._num_steps += 1
-        average = self._ratios.setdefault(_place(num_rows), {}).setdefault(_place(num_nodes), Average())
+        average = self._average(_place(num_rows), _place(num_nodes))
         error = ratio - self.scale - average.value
         self.scale += SCALE_RATE * max(-LARGEST_STEP, min(LARGEST_STEP, error))
         average.add(ratio - self.scale)
+        self.factor = math.exp(self.scale)
         self._known.clear()
+
+    def _average(self, rows: int, nodes: int) -> Average:
+        of_rows = self._ratios.setdefault(rows, {})
+        if nodes not in of_rows:
+            of_rows[nodes] = Average()
+            self._places[rows] = sorted(of_rows)
+        return of_rows[nodes]
 
     def curve(self, num_nodes: int) -> float:
         """Seconds as they were measured in the beginning: lines between what was, and on beyond it."""
@@ -86,8 +97,8 @@ class VerifyingCosts:
         known = self._known.get(key)
         if known is None:
             ratio = self._ratio(_place(num_rows), _place(num_nodes))
-            known = self._known[key] = self.curve(num_nodes) * math.exp(self.scale + ratio)
-        return known
+            known = self._known[key] = self.curve(num_nodes) * math.exp(ratio)
+        return known * self.factor
 
     def times_seen(self, num_rows: int, num_nodes: int) -> int:
         """How many steps of this kind there were."""
@@ -96,13 +107,15 @@ class VerifyingCosts:
 
     def _ratio(self, rows: int, nodes: int) -> float:
         """How much longer steps take than the curve and the scale say, from what was seen nearby."""
-        seen = self._ratios.get(rows) or _nearest(self._ratios, rows)
-        if not seen:
+        if not self._ratios:
             return 0.0
+        if rows not in self._ratios:
+            rows = min(self._ratios, key=lambda other: (abs(other - rows), other))
+        seen = self._ratios[rows]
         exact = seen.get(nodes)
         if exact is not None and exact.count >= FEW:
             return exact.value
-        places = sorted(seen)
+        places = self._places[rows]
         right = bisect_left(places, nodes)
         near = [places[i] for i in (right - 1, right) if 0 <= i < len(places)]
         weights = [seen[place].count / (1.0 + abs(place - nodes)) for place in near]
@@ -124,6 +137,7 @@ class StepCosts:
     def __init__(self, curve: Mapping[int, float] | VerifyingCosts) -> None:
         self._verifying = curve if isinstance(curve, VerifyingCosts) else VerifyingCosts(curve)
         self._drafting: dict[int, dict[int, Average]] = {}  # rows -> levels -> logarithm of time by scale
+        self._known: dict[tuple[int, int], float] = {}
 
     def beside(self) -> StepCosts:
         """Costs of another way of drafting: what verifying costs is learned together, what drafting costs is not."""
@@ -138,6 +152,7 @@ class StepCosts:
         if seconds > 0.0:
             of_rows = self._drafting.setdefault(_place(num_rows), {})
             of_rows.setdefault(num_levels, Average()).add(math.log(seconds) - self._verifying.scale)
+            self._known.clear()
 
     def curve(self, num_nodes: int) -> float:
         """Seconds of verifying as they were measured in the beginning."""
@@ -155,22 +170,29 @@ class StepCosts:
         """Seconds that drafting is expected to take; None where nothing like it was seen."""
         if num_levels <= 0:
             return 0.0
-        of_rows = _nearest(self._drafting, _place(num_rows))
-        if not of_rows:
-            return None
-        scale = self._verifying.scale
-        seen = {levels: math.exp(average.value + scale) for levels, average in of_rows.items()}
-        if num_levels in seen:
-            return seen[num_levels]
-        fewest, most = min(seen), max(seen)
-        if fewest == most:  # the dearest that it can be: all of it is by the level
-            return seen[most] * max(1.0, num_levels / most)
-        slope = max(0.0, (seen[most] - seen[fewest]) / (most - fewest))
-        return max(seen[fewest] + slope * (num_levels - fewest), 0.0)
+        known = self._known.get((num_rows, num_levels))
+        if known is None:
+            of_rows = _nearest(self._drafting, _place(num_rows))
+            if not of_rows:
+                return None
+            known = self._known[num_rows, num_levels] = _by_level(of_rows, num_levels)
+        return known * self._verifying.factor
 
     def times_drafted(self, num_rows: int) -> int:
         """How often drafts were made for so many rows, or the number of rows that is nearest to it."""
         return sum(average.count for average in _nearest(self._drafting, _place(num_rows)).values())
+
+
+def _by_level(of_rows: Mapping[int, Average], num_levels: int) -> float:
+    """Seconds of so many levels, from those that were seen: on a line through the fewest and the most."""
+    seen = {levels: math.exp(average.value) for levels, average in of_rows.items()}
+    if num_levels in seen:
+        return seen[num_levels]
+    fewest, most = min(seen), max(seen)
+    if fewest == most:  # the dearest that it can be: all of it is by the level
+        return seen[most] * max(1.0, num_levels / most)
+    slope = max(0.0, (seen[most] - seen[fewest]) / (most - fewest))
+    return max(seen[fewest] + slope * (num_levels - fewest), 0.0)
 
 
 def _nearest(by_rows: Mapping[int, dict[int, Average]], rows: int) -> dict[int, Average]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from foretoken.tree import DraftTree
 DEEPEST = 12
 """Depths from which on nodes count as alike."""
 
+FARTHEST = 128
 MOST_SIBLINGS = 8
 NUM_BINS = 8
 MEMORY = 128.0
@@ -27,6 +29,7 @@ ROW_MEMORY = 0.9
 ROW_WEIGHT = 5.0
 FADING = 0.97
 LEAST_RATE = 0.02
+LEAST_CHANCE = 0.02
 MOST_CERTAIN = 0.99
 
 Kind = tuple[str, int, int]
@@ -66,7 +69,7 @@ class Rate:
 
         So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
         """
-        weight = 0.5 ** ((now - self.last) / HALF_LIFE)
+        weight = math.exp2((self.last - now) / HALF_LIFE)
         return (weight * self.hits + PRIOR_WEIGHT * above) / (weight * self.trials + PRIOR_WEIGHT)
 
 
@@ -125,11 +128,14 @@ class Survival:
     """
 
     def __init__(self) -> None:
-        self._rates: dict[Kind, Rate] = {}
+        self._known: dict[Kind, Rate] = {}
         self._depth_rates: dict[int, Rate] = {}
         self._open_of: dict[int, list[_Open]] = {}
         self._luck_of: dict[int, Luck] = {}
         self._now = 0  # drafts so far
+        self._num_outcomes = 0
+        self._rates_at = -1
+        self._rates_now: list[float] = []
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -162,11 +168,11 @@ class Survival:
         depth = tree.depths[parent] + 1
         hit = tree.child(parent, token)
         missed = 1.0
-        for node in children:
-            rate = self._rate(tree, node, depth)
+        for node, rate in self._rates(tree, parent, depth):
             missed *= 1.0 - rate.value
             rate.add(node == hit, self._now)
         self._depth_rate(depth).add(hit is not None, self._now)
+        self._num_outcomes += 1
         if draft.luck is not None:
             draft.luck.add(hit is not None, 1.0 - missed)
         if hit is None:
@@ -187,15 +193,26 @@ class Survival:
         return 1.0 if luck is None else luck.factor
 
     def by_depth(self, row_id: int, depth: int) -> list[float]:
-        """The chance that a draft is accepted to depth 1, 2, ... ``depth``, whatever its shape."""
+        """The chance that a draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
         factor, chance, chances = self.factor(row_id), 1.0, []
-        rate = self._depth_rate(1).value
-        for level in range(1, depth + 1):
-            if level > 1:
-                rate = self._depth_rate(level).beside(rate, self._now)
+        for rate in self._depth_rates_now()[:depth]:
             chance *= min(rate * factor, MOST_CERTAIN)
+            if chance < LEAST_CHANCE:
+                break
             chances.append(chance)
         return chances
+
+    def _depth_rates_now(self) -> list[float]:
+        """The rate of every depth up to `FARTHEST`, what is old given way; the same for all rows of a step."""
+        if self._rates_at != self._num_outcomes:
+            self._rates_at = self._num_outcomes
+            rate = self._depth_rate(1).value
+            self._rates_now = [rate]
+            for level in range(2, DEEPEST + 1):
+                rate = self._depth_rate(level).beside(rate, self._now)
+                self._rates_now.append(rate)
+            self._rates_now += [rate] * (FARTHEST - DEEPEST)
+        return self._rates_now
 
     def at_depth(self, depth: int) -> float:
         """How often a draft that was right so far is right at this depth, too; over all rows."""
@@ -208,8 +225,8 @@ class Survival:
         found, chance = 0, 1.0
         while True:
             depth = tree.depths[found] + 1
-            for node in tree.children[found]:
-                below = chance * min(self._rate(tree, node, depth).value * factor, MOST_CERTAIN)
+            for node, rate in self._rates(tree, found, depth):
+                below = chance * min(rate.hits / rate.trials * factor, MOST_CERTAIN)
                 if below > least:
                     heapq.heappush(heap, (-below, node))
             if not heap:
@@ -220,13 +237,18 @@ class Survival:
 
     # -- rates -----------------------------------------------------------------------------------------------------
 
-    def _rate(self, tree: DraftTree, node: int, depth: int) -> Rate:
-        kind = (tree.source_of(node), min(depth, DEEPEST), _likeness(tree, node))
-        rate = self._rates.get(kind)
-        if rate is None:
-            above = self._rates.get((kind[0], kind[1] - 1, kind[2]))
-            rate = self._rates[kind] = Rate(_prior(tree, node, kind[2]) if above is None else above.value)
-        return rate
+    def _rates(self, tree: DraftTree, parent: int, depth: int) -> Iterator[tuple[int, Rate]]:
+        """The children of a node, each with the rate of its kind."""
+        level = min(depth, DEEPEST)
+        has_scores = tree.scores is not None
+        for rank, node in enumerate(tree.children[parent]):
+            likeness = _eighth(tree, node) if has_scores else min(rank, MOST_SIBLINGS)
+            kind = (tree.source_of(node), level, likeness)
+            rate = self._known.get(kind)
+            if rate is None:
+                above = self._known.get((kind[0], level - 1, likeness))
+                rate = self._known[kind] = Rate(_prior(tree, node, likeness) if above is None else above.value)
+            yield node, rate
 
     def _depth_rate(self, depth: int) -> Rate:
         depth = min(depth, DEEPEST)
@@ -237,10 +259,8 @@ class Survival:
         return rate
 
 
-def _likeness(tree: DraftTree, node: int) -> int:
-    """The drafter's own estimate in eighths, as a negative number; without one the rank among siblings."""
-    if tree.scores is None:
-        return min(tree.children[tree.parents[node]].index(node), MOST_SIBLINGS)
+def _eighth(tree: DraftTree, node: int) -> int:
+    """The drafter's own estimate in eighths, as a negative number."""
     return -1 - min(int(_stated(tree, node) * NUM_BINS), NUM_BINS - 1)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeAlias
 
+from foretoken.engine.survival import LEAST_CHANCE
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ Worth: TypeAlias = Callable[[Seq[int], bool], float]
 Chances: TypeAlias = list[tuple[float, int]]
 """Nodes of a draft with their chances to be accepted, the likeliest first."""
 
-LEAST_CHANCE = 0.01
 MEMORY = 0.9
 
 
@@ -95,7 +95,7 @@ class Trimming:
                 widths[level] = widths.get(level, 0.0) + 1.0 / len(rows)
                 covered[level] = covered.get(level, 0.0) + chance
         for level, width in widths.items():
-            share = min(covered[level] / whole[level], 1.0) if whole[level] else 1.0
+            share = min(covered[level] / whole[level], 1.0) if whole.get(level) else 1.0
             self._widths[level] = _moved(self._widths.get(level, width), max(width, 1.0))
             self._coverage[level] = _moved(self._coverage.get(level, share), share)
 

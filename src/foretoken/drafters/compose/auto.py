@@ -34,15 +34,16 @@ class AutoOptions(CompositeOptions):
 
     method: ClassVar[str] = "auto"
     drafters: Any = option(
-        anything("list of names, mappings or configs"), FREE, "what is chosen from; a model that is given comes on top"
+        anything("list of names, mappings or configs"),
+        help="what is chosen from; ngram, suffix and the model that is given, if any, by default",
     )
     max_draft_nodes: int = node_limit(32)
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """A model or a head that is given is one more drafter."""
-        if given.get("model") is None or given.get("drafters") is not None:
-            return {}
+        if given.get("model") is None:
+            return {"drafters": FREE}
         found = recognized(given["model"])
         return {"drafters": (*FREE, "draft_model" if found is None else found.name)}
 
