@@ -28,6 +28,7 @@ PLAIN_INTERVAL = 128  # steps after which one goes without a draft, to keep its 
 FIRST_PLAIN_INTERVAL = 24
 MARGIN = 0.02  # tokens per row that drafting must promise to begin again
 SHOWN_LENGTH = 4
+MOST_OTHER_ROWS = 16
 GAIN_MEMORY = 0.97
 RECENT = 0.9
 
@@ -91,6 +92,8 @@ class Governor:
 
     def budgets(self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes) -> list[Budget]:
         """What may be drafted for every row: what was allowed, or less."""
+        if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
+            self.survival.keep_only(row.id for row in rows)
         cap = max(budgets, default=0)
         depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
         self._asked_depth = min(depth, cap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -179,6 +179,16 @@ class Survival:
             return False
         draft.node = hit
         return bool(tree.children[hit])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of which something is kept."""
+        return len(self._luck_of)
+
+    def keep_only(self, row_ids: Iterable[int]) -> None:
+        """Drop what belongs to other rows."""
+        for row_id in self._luck_of.keys() - set(row_ids):
+            self.forget(row_id)
 
     def forget(self, row_id: int) -> None:
         """Drop what belongs to a row alone."""

@@ -1,0 +1,212 @@
+"""Governed engines: no token changes, whatever is decided; LLMs are governed by default; curves are measured once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams, speculate
+from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine import cost_curves
+from foretoken.engine.arms import ArmsGovernor
+from foretoken.engine.engine import Engine
+from foretoken.engine.governor import Governor
+from foretoken.engine.step_costs import StepCosts
+from foretoken.model.lm import CausalLM
+from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+FREE = {1: 0.001, 512: 0.00101}
+DEAR = {1: 0.001, 512: 0.512}
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(64), execution="eager")
+
+
+@cache
+def draft_model() -> CausalLM:
+    return CausalLM(perturbed(toy_model(64), 0.1, seed=2), execution="eager")
+
+
+def engine(method: str, curve: Mapping[int, float], num_rows: int, exactness: str = "default") -> Engine:
+    keys: dict[str, dict[str, Any]] = {
+        "auto": {"drafters": ["ngram", "suffix", "draft_model"]},
+        "layer_skip": {"exit_layer": 1},
+    }
+    config = SpeculativeConfig(method, **keys.get(method, {}))
+    drafter = make_drafter(config, Materials(target(), draft_model()))
+    costs = StepCosts(curve)
+    governor = ArmsGovernor(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
+    return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows, exactness=exactness), governor=governor)
+
+
+def texts(one: Engine, params: SamplingParams) -> list[list[int]]:
+    rows = [one.add_request(prompt, params)[0] for prompt in PROMPTS]
+    while one.has_unfinished:
+        one.step()
+    return [row.output_ids for row in rows]
+
+
+@cache
+def plain(params: str) -> list[list[int]]:
+    return texts(Engine(target(), EmptyDrafter(), EngineConfig(max_num_seqs=1)), PARAMS[params])
+
+
+PARAMS = {
+    "greedy": SamplingParams(**{**vars(GREEDY), "max_tokens": 40}),
+    "sampled": SamplingParams(**{**vars(SAMPLED), "max_tokens": 40}),
+}
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize(
+    ("method", "num_rows", "curve"),
+    [
+        ("ngram", 5, FREE),
+        ("ngram", 1, DEAR),
+        ("suffix", 3, FREE),
+        ("draft_model", 5, FREE),
+        ("draft_model", 1, DEAR),
+        ("token_recycling", 5, FREE),
+        ("token_recycling", 2, DEAR),
+        ("lookahead", 3, FREE),
+        ("jacobi", 5, FREE),
+        ("layer_skip", 5, FREE),
+        ("ngram+draft_model", 5, FREE),
+        ("ngram>draft_model", 2, FREE),
+        ("auto", 5, FREE),
+        ("auto", 1, DEAR),
+    ],
+)
+def test_no_token_changes(method: str, num_rows: int, curve: dict[int, float], params: str) -> None:
+    one = engine(method, curve, num_rows)
+    assert texts(one, PARAMS[params]) == plain(params)
+    assert texts(one, PARAMS[params]) == plain(params)  # with what the governor has learned
+    assert one.governor is not None
+    assert one.governor.totals.num_tokens > 0
+
+
+def test_no_token_changes_in_strict_mode() -> None:
+    assert texts(engine("draft_model", FREE, 5, "strict"), PARAMS["sampled"]) == plain("sampled")
+
+
+def test_other_rules_are_not_governed() -> None:
+    drafter = make_drafter(SpeculativeConfig("ngram"), Materials(target()))
+    one = Engine(target(), drafter, EngineConfig(acceptance="standard"), governor=Governor(StepCosts(FREE)))
+    assert one.governor is None
+
+
+def test_rows_that_were_aborted_do_not_add_up() -> None:
+    one = engine("ngram", FREE, 1)
+    assert isinstance(one.governor, Governor)
+    for number in range(40):
+        one.add_request([1, 2, 3] * 4, PARAMS["greedy"], str(number))
+        one.step()
+        one.step()
+        one.abort(str(number))
+    assert 0 < one.governor.survival.num_rows < 20
+
+
+# -- doors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_llm_is_governed_unless_it_is_told_a_length() -> None:
+    base = LLM(toy_model(64))
+    prompt = {"prompt_token_ids": [1, 2, 3] * 6}
+    params = SamplingParams(temperature=0, max_tokens=24)
+    outputs: dict[str, Any] = {
+        str(config): base.with_speculative_config(config).generate(prompt, params)[0]
+        for config in (
+            "ngram",
+            {"method": "ngram", "length_policy": "fixed"},
+            {"method": "ngram", "rejection_sample_method": "standard"},
+            "none",
+        )
+    }
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs.values()}) == 1
+    governed, *others = outputs.values()
+    assert governed.metrics.governor["decision"].startswith(("drafting", "not drafting"))
+    assert governed.metrics.governor["estimated_speedup"] > 0
+    assert [other.metrics.governor for other in others] == [None] * 3
+
+
+def test_what_an_llm_has_learned_is_there_in_its_next_call() -> None:
+    llm = LLM(toy_model(64), "ngram")
+    params = SamplingParams(temperature=0, max_tokens=16)
+    for calls in (1, 2):
+        llm.generate({"prompt_token_ids": [1, 2, 3] * 6}, params)
+        governor = llm.drafting.governor(llm.target, make_drafter(llm.speculative_config, Materials(llm.target)))
+        assert governor.totals.num_tokens == 16 * calls
+
+
+def test_the_hook_keeps_its_governor_between_calls() -> None:
+    import torch
+
+    model = toy_model(64)
+    hook = speculate("ngram")
+    ids = torch.tensor([[1, 2, 3] * 6])
+    want = model.generate(ids, max_new_tokens=16, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, custom_generate=hook), want)
+    adapter, drafting = hook._prepared(model)
+    governor = drafting.governor(adapter.target, drafting.new_drafter())
+    assert governor.totals.num_tokens == 32
+
+
+# -- curves --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    return tmp_path / "costs"
+
+
+def test_a_curve_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+    assert {1, 4, 16} <= first.keys()
+    assert all(seconds > 0 for seconds in first.values())
+    (file,) = folder.iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["facts"]["dtype"] == "torch.float64"
+    monkeypatch.setattr(cost_curves, "measure_curve", lambda target: pytest.fail("measured again"))
+    assert cost_curves.cost_curve(CausalLM(toy_model(64, seed=1), execution="eager")) == first  # of the same shapes
+
+
+def test_another_dtype_is_another_curve(folder: Path) -> None:
+    import torch
+
+    for dtype in (torch.float64, torch.float32):
+        cost_curves.cost_curve(CausalLM(toy_model(64, dtype=dtype), execution="eager"))
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"seconds": {}}', '{"seconds": {"1": -1}}', '{"seconds": [1]}', "[]"])
+def test_a_file_that_says_nothing_is_measured_again(folder: Path, content: str) -> None:
+    cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+    (file,) = folder.iterdir()
+    file.write_text(content)
+    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+    assert "facts" in json.loads(file.read_text())
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "costs").write_text("in the way")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+
+
+def test_a_short_context_and_no_time_are_enough(folder: Path) -> None:
+    short = CausalLM(toy_model(64, max_position_embeddings=12), execution="eager")
+    assert max(cost_curves.measure_curve(short)) < 12
+    assert set(cost_curves.measure_curve(target(), seconds=0.0)) <= {1, 4, 16, 64}
