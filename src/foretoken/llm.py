@@ -156,8 +156,7 @@ class LLM:
             ),
         )
         if is_zoo(model):
-            methods = [part.method for part in config.parts]
-            for note in zoo.manifest(str(model)).notes_about(methods):
+            for note in zoo.manifest(str(model)).notes_about([part.method for part in config.parts]):
                 logger.info("%s: %s", model, note)
 
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
@@ -294,7 +293,7 @@ class LLM:
             eos_token_ids=self._eos_token_ids,
             tokenizer=self.tokenizer,
             prefixes=self._prefixes,
-            governor=self.drafting.governor(self.target, drafter) if self.speculative_config.is_governed else None,
+            governor=self.drafting.governor(self.target, drafter),
         )
 
 

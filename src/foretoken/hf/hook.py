@@ -195,7 +195,7 @@ class Speculation:
         eos = sorted(endings.eos_token_ids)
         with adapter.lock:
             drafter = drafting.new_drafter()
-            governor = drafting.governor(adapter.target, drafter) if self.config.is_governed else None
+            governor = drafting.governor(adapter.target, drafter)
             engine = Engine(adapter.target, drafter, engine_config, eos_token_ids=eos, governor=governor)
         seed = int(torch.randint(0, 2**63 - 1, ())) if config.do_sample else None
         wishes = Wishes(rows, processors, seed, endings, input_ids.device)

@@ -37,16 +37,20 @@ class Drafting:
       new_drafter: makes a drafter without state, as often as one is needed.
       model, info: of the method ``draft_model``.
       heads: names of the heads that draft, of methods that have one.
+      is_governed: whether measured costs decide how much is drafted.
     """
 
     new_drafter: DrafterFactory
     model: CausalLM | None = None
     info: ModelInfo | None = None
     heads: tuple[str, ...] = ()
+    is_governed: bool = False
     _governor_of: WeakKeyDictionary[Execution, AnyGovernor] = field(default_factory=WeakKeyDictionary, repr=False)
 
-    def governor(self, target: CausalLM, drafter: Drafter) -> AnyGovernor:
-        """The governor of all engines in which this drafts, as long as the target runs as it does."""
+    def governor(self, target: CausalLM, drafter: Drafter) -> AnyGovernor | None:
+        """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
+        if not self.is_governed:
+            return None
         governor = self._governor_of.get(target.execution)
         if governor is None:
             governor = self._governor_of[target.execution] = new_governor(target, drafter)
@@ -90,13 +94,14 @@ class Pairing:
         name = None if part is None else part.model if part.model is not None else self._own_drafter
         heads = head_names(config, self.zoo_name)
         if part is None or name is None:
-            return Drafting(drafter_factory(config, materials), heads=heads)
+            return Drafting(drafter_factory(config, materials), heads=heads, is_governed=config.is_governed)
         check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
-        return Drafting(drafter_factory(nameless, replace(materials, draft_model=lm)), lm, describe(draft, lm), heads)
+        make = drafter_factory(nameless, replace(materials, draft_model=lm))
+        return Drafting(make, lm, describe(draft, lm), heads, config.is_governed)
 
     def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """What method auto chooses from where nothing is named: what a target of the zoo brings, too."""

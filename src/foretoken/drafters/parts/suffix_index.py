@@ -1,0 +1,73 @@
+"""Where the suffixes of a growing text have occurred before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import islice
+
+_MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
+
+
+class SuffixIndex:
+    """Where every n-gram of a growing text ends, newest first, for n in ``orders``.
+
+    An n-gram counts from the moment its next token is known, so the end of the text never matches itself.
+    """
+
+    def __init__(self, orders: Seq[int]) -> None:
+        self._ends = {order: _Ends() for order in orders}
+        self._num_tokens = 0
+
+    def extend(self, tokens: Seq[int]) -> None:
+        """Take in the tokens of the text that are new since the last call."""
+        for end in range(max(self._num_tokens, 1), len(tokens)):
+            for order, ends in self._ends.items():
+                if order <= end:
+                    ends.add(tuple(tokens[end - order : end]), end)
+        self._num_tokens = len(tokens)
+
+    def continuations(self, tokens: Seq[int], length: int, limit: int) -> list[tuple[int, ...]]:
+        """At most ``limit`` distinct continuations of the text, each of ``length`` tokens, best first."""
+        found: dict[tuple[int, ...], None] = {}
+        for end in self._occurrences(tokens):
+            found[continuation(tokens, end, length)] = None
+            if len(found) == limit:
+                break
+        return list(found)
+
+    def _occurrences(self, tokens: Seq[int]) -> Iterator[int]:
+        """Ends of earlier occurrences of the text's suffixes: longest suffix first, then most recent."""
+        for order in sorted(self._ends, reverse=True):
+            if order < len(tokens):
+                yield from islice(self._ends[order].of(tuple(tokens[-order:])), _MAX_OCCURRENCES)
+
+
+class _Ends:
+    """End positions of the n-grams of one order, as chains from each to the one before."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._older: dict[int, int] = {}
+
+    def add(self, ngram: tuple[int, ...], end: int) -> None:
+        older = self._newest.get(ngram)
+        if older is not None:
+            self._older[end] = older
+        self._newest[ngram] = end
+
+    def of(self, ngram: tuple[int, ...]) -> Iterator[int]:
+        end = self._newest.get(ngram)
+        while end is not None:
+            yield end
+            end = self._older.get(end)
+
+
+def continuation(tokens: Seq[int], start: int, length: int) -> tuple[int, ...]:
+    """``length`` tokens of the text from ``start`` on; past its end the copy goes on with itself.
+
+    (1, 2, 3) from 1 for 5 tokens: 2 3 2 3 2.
+    """
+    copy = tokens[start : start + length]
+    repeats = -(-length // len(copy))
+    return (tuple(copy) * repeats)[:length]
