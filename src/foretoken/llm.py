@@ -202,9 +202,8 @@ class LLM:
         acceptance, limits = config.rejection_sample_method, config.typical_limits
         self.engine_config = replace(self.engine_config, acceptance=acceptance, typical=limits)
         self.drafting = self._pairing.drafting(config)
-        longest = config.num_speculative_tokens
-        payoff = PayoffWatch(config.title, longest, self._model_argument)
-        self._runner = Runner(self._new_engine, self.tokenizer, longest, self._lock, payoff)
+        payoff = PayoffWatch(config.title, config.num_speculative_tokens, self._model_argument)
+        self._runner = Runner(self._new_engine, self.tokenizer, config.num_speculative_tokens, self._lock, payoff)
 
     # -- generation --------------------------------------------------------------------------------------------
 

@@ -109,12 +109,14 @@ def test_other_rules_are_not_governed() -> None:
 def test_rows_that_were_aborted_do_not_add_up() -> None:
     one = engine("ngram", FREE, 1)
     assert isinstance(one.governor, Governor)
+    num_rows = []
     for number in range(40):
         one.add_request([1, 2, 3] * 4, PARAMS["greedy"], str(number))
         one.step()
         one.step()
         one.abort(str(number))
-    assert 0 < one.governor.survival.num_rows < 20
+        num_rows.append(one.governor.survival.num_rows)
+    assert 5 < max(num_rows) < 20
 
 
 # -- doors ---------------------------------------------------------------------------------------------------------

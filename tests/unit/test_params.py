@@ -290,7 +290,6 @@ class TestSpeculativeConfig:
     @pytest.mark.parametrize(
         "name",
         [
-            "auto",
             "mtp",
             "deepseek_mtp",
             "NEXTN",
