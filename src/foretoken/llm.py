@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import shlex
 import threading
@@ -17,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken import zoo
 from foretoken.config.acceptance import MATCH
 from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
@@ -25,9 +23,11 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile
+from foretoken.loading.announcing import announce, announce_notes
 from foretoken.loading.applicability import applicable
-from foretoken.loading.info import describe, eos_token_ids, load_line
+from foretoken.loading.info import describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.pairing import Pairing
 from foretoken.model.cache.prefixes import PrefixStore
@@ -38,8 +38,6 @@ from foretoken.serving.outputs import RequestOutput
 from foretoken.serving.payoff import PayoffWatch
 from foretoken.serving.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
 from foretoken.serving.runner import Runner, Stream
-
-logger = logging.getLogger("foretoken")
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
@@ -69,6 +67,7 @@ class LLM:
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
+      profile_file: that ``foretoken tune profile`` wrote; the governor begins with what it holds.
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
     Raises:
@@ -103,6 +102,7 @@ class LLM:
         prefill_chunk_size: int = EngineConfig.prefill_chunk_size,
         exactness: str = EngineConfig.exactness,
         strict_width: int = EngineConfig.strict_width,
+        profile_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.engine_config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -138,26 +138,17 @@ class LLM:
             execution=execution,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
+            profile=None if profile_file is None else Profile.load(profile_file),
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)
         self._seed = seed
         self._lock = threading.RLock()
         self._speculate(config)
-        logger.info(
-            "%s",
-            load_line(
-                self.model_info,
-                None if speculative_config is None else config.title,
-                stored_dtype=loaded.stored_dtype,
-                is_dtype_chosen=dtype != "auto",
-                drafter=self.drafting.info,
-                heads=self.drafting.heads,
-            ),
-        )
+        title = None if speculative_config is None else config.title
+        announce(self.model_info, title, loaded, self.drafting, is_dtype_chosen=dtype != "auto")
         if is_zoo(model):
-            for note in zoo.manifest(str(model)).notes_about([part.method for part in config.parts]):
-                logger.info("%s: %s", model, note)
+            announce_notes(str(model), [part.method for part in config.parts])
 
     def with_speculative_config(self, speculative_config: SpeculativeLike) -> LLM:
         """The same target in memory with another way of drafting; this LLM stays as it is.

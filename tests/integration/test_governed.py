@@ -15,7 +15,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, make_drafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine import cost_curves
+from foretoken.engine import cost_curves, governing
 from foretoken.engine.arms import ArmsGovernor
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
@@ -122,6 +122,17 @@ def test_rows_that_were_aborted_do_not_add_up() -> None:
 # -- doors ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def _toys_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
+
+
+def test_steps_too_short_to_govern_are_as_long_as_they_may_be() -> None:
+    output = LLM(toy_model(64), "ngram").generate({"prompt_token_ids": [1, 2, 3] * 6}, SamplingParams(max_tokens=4))[0]
+    assert output.metrics.governor is None
+
+
+@pytest.mark.usefixtures("_toys_too")
 def test_an_llm_is_governed_unless_it_is_told_a_length() -> None:
     base = LLM(toy_model(64))
     prompt = {"prompt_token_ids": [1, 2, 3] * 6}
@@ -142,15 +153,18 @@ def test_an_llm_is_governed_unless_it_is_told_a_length() -> None:
     assert [other.metrics.governor for other in others] == [None] * 3
 
 
+@pytest.mark.usefixtures("_toys_too")
 def test_what_an_llm_has_learned_is_there_in_its_next_call() -> None:
     llm = LLM(toy_model(64), "ngram")
     params = SamplingParams(temperature=0, max_tokens=16)
     for calls in (1, 2):
         llm.generate({"prompt_token_ids": [1, 2, 3] * 6}, params)
         governor = llm.drafting.governor(llm.target, make_drafter(llm.speculative_config, Materials(llm.target)))
+        assert governor is not None
         assert governor.totals.num_tokens == 16 * calls
 
 
+@pytest.mark.usefixtures("_toys_too")
 def test_the_hook_keeps_its_governor_between_calls() -> None:
     import torch
 
@@ -162,6 +176,7 @@ def test_the_hook_keeps_its_governor_between_calls() -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, custom_generate=hook), want)
     adapter, drafting = hook._prepared(model)
     governor = drafting.governor(adapter.target, drafting.new_drafter())
+    assert governor is not None
     assert governor.totals.num_tokens == 32
 
 

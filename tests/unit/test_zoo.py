@@ -491,7 +491,8 @@ def test_smollm2_splits_numbers_as_it_was_trained() -> None:
 @pytest.mark.smollm2
 def test_smollm2_brings_a_head_of_eagle3() -> None:
     """Texts are those of plain decoding; the bound is far below what was measured, and above what another head has."""
-    llm = LLM("zoo:smollm2", "eagle3", dtype="float32", execution="packed")
+    config = {"method": "eagle3", "length_policy": "fixed"}
+    llm = LLM("zoo:smollm2", config, dtype="float32", execution="packed")
     assert llm.drafting.heads == ("zoo:smollm2, eagle3 (on board)",)
     messages = [{"role": "user", "content": "Write a short story about a dog."}]
     params = SamplingParams(temperature=0, max_tokens=32)

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.model.lm import CausalLM
 
+LENGTHS = {
+    "governed": "drafts are sized by measured cost, step by step",
+    "fixed": "drafts are as long as they may be",
+}
+TIMING = (
+    "near-ties of trees in half precision may fall differently between runs, as sizes follow measured time; "
+    "length_policy='fixed' or exactness='strict' keeps them"
+)
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
@@ -94,6 +102,8 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "probe_report": None if target.probe is None else target.probe.as_dict(),
         "kernels": llm.kernel_facts.as_dict(),
         "method": llm.speculative_config.method,
+        "length_policy": llm.speculative_config.length_policy,
+        "varies_with_time": varies_with_time(llm),
         "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
         "context_tokens": length,
         "step_seconds": {str(width): seconds[width] for width in seconds},
@@ -115,6 +125,15 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
             "cost": step / seconds[1],
         }
     return report
+
+
+def varies_with_time(llm: LLM) -> bool:
+    """Whether measured times may decide near-ties: drafts are sized by them, and trees have no promise of bits."""
+    config, dtype = llm.speculative_config, llm.target.dtype
+    has_trees = any(
+        part.definition.drafts_trees or getattr(part.options, "num_branches", 1) > 1 for part in config.parts
+    )
+    return config.is_governed and dtype.itemsize < 4 and has_trees and llm.engine_config.exactness != "strict"
 
 
 def peak_memory(lm: CausalLM) -> int:
@@ -140,6 +159,10 @@ def show(report: dict[str, Any]) -> None:
     facts.add_row("probe", f"verifies {report['probe']} exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")
     facts.add_row("method", f"{report['method']}, K = {report['num_speculative_tokens']}")
+    if report["length_policy"] is not None:
+        facts.add_row("", LENGTHS.get(report["length_policy"], report["length_policy"]))
+    if report["varies_with_time"]:
+        facts.add_row("", TIMING)
     if drafter is not None:
         facts.add_row("drafter", f"{drafter['name']}, {drafter['num_parameters'] / 1e6:.2f} M parameters")
         facts.add_row("", f"tokenizer: {drafter['tokenizer']}; one step costs {drafter['cost']:.3f} of the target's")

@@ -99,6 +99,10 @@ class LoadingOptions:
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"
+    profile_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.json", help="From foretoken tune profile: costs and acceptance to begin with."),
+    ] = None
 
 
 @dataclass(frozen=True)

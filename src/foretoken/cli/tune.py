@@ -1,4 +1,4 @@
-"""``foretoken tune``: searches for the settings with which a drafter is fast: ``layer-skip`` and ``tree``."""
+"""``foretoken tune``: searches for the settings with which a drafter is fast: ``layer-skip``, ``tree``, ``profile``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foretoken.cli.layer_search import Job, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
+from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 
@@ -95,6 +96,40 @@ def tree(
             sys.stdout.write(json.dumps({"out": str(out), "paths": paths, **details}) + "\n")
         else:
             show_tree(found, details, out)
+
+
+@app.command("profile")
+@takes_groups
+def profile(
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.json", help="The profile to write.")],
+    options: ProfileOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what drafting costs and brings here, and the length of draft that is best by batch and context.
+
+    The target continues the prompts with drafts of one token and with the longest; steps of every number of nodes are
+    timed, interleaved. generate, chat and others begin with what the file holds (--profile-file).
+    """
+    with exit_codes():
+        _check_place(out)
+
+        def say(words: str) -> None:
+            if sys.stderr.isatty():
+                typer.echo(f"foretoken: {words}", err=True)
+
+        found, details = find_profile(options, say)
+        report = {**found.as_dict(), **details}
+        try:
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            from foretoken.errors import ConfigError
+
+            raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+        if as_json:
+            sys.stdout.write(json.dumps({"out": str(out), **report}) + "\n")
+        else:
+            show_profile(found, details, out)
 
 
 def _journal(out: Path) -> Path:

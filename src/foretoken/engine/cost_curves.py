@@ -49,7 +49,7 @@ def cost_curve(target: CausalLM) -> Curve:
     It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
     execution, number of threads and versions; else it is measured, in about two seconds, and kept there.
     """
-    facts = _facts(target)
+    facts = facts_of(target)
     known = _known.get(target)
     if known is not None and known[0] == facts:
         return known[1]
@@ -91,7 +91,7 @@ def _has_room(target: CausalLM, count: int) -> bool:
     return context is None or count < context
 
 
-def _facts(target: CausalLM) -> dict[str, Any]:
+def facts_of(target: CausalLM) -> dict[str, Any]:
     """Everything that the time of a forward depends on, but how busy the machine is."""
     model = target.shadow
     shapes = sorted({(tuple(parameter.shape), str(parameter.dtype)) for parameter in model.parameters()})

@@ -17,18 +17,22 @@ from foretoken.model.lm import CausalLM, Nodes
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over some nodes after the committed tokens of one cache row.
+    """A forward over some nodes after the committed tokens of cache rows.
 
     Args:
-      width: number of nodes, a chain.
+      width: number of nodes per row, a chain.
+      num_rows: the first ones of the cache.
     """
 
     model: CausalLM
     cache: KVCache
     width: int = 1
+    num_rows: int = 1
 
     def __call__(self) -> torch.Tensor:
-        return self.model.forward(Nodes.from_chains([[1 % self.model.vocab_size] * self.width]), self.cache)
+        return self.model.forward(
+            Nodes.from_chains([[1 % self.model.vocab_size] * self.width] * self.num_rows), self.cache
+        )
 
 
 def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> float:
@@ -58,18 +62,19 @@ def median_times(forwards: Seq[Forward], repeats: int) -> list[float]:
 
 
 @torch.inference_mode()
-def filled_cache(model: CausalLM, context: int, room: int) -> tuple[KVCache, int]:
-    """A cache whose one row holds ``context`` tokens, fewer where the model has no room for more, and how many.
+def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) -> tuple[KVCache, int]:
+    """A cache whose rows each hold ``context`` tokens, fewer where the model has no room for more, and how many.
 
     Args:
       room: tokens that must fit after them.
     """
     if model.context_length is not None:
         context = max(1, min(context, model.context_length - room))
-    cache = model.new_cache(1, capacity=context + room)
+    cache = model.new_cache(num_rows, capacity=context + room)
     text = [token % model.vocab_size for token in range(context)]
-    model.forward(Nodes.from_chains([text]), cache, keep=slice(0, 0))
-    cache.commit([range(context)])
+    for row in range(num_rows):
+        model.forward(Nodes.from_chains([text]), cache, first_row=row, keep=slice(0, 0))
+        cache.commit([range(context)], row)
     return cache, context
 
 

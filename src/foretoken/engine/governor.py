@@ -30,7 +30,8 @@ MARGIN = 0.02  # tokens per row that drafting must promise to begin again
 SHOWN_LENGTH = 4
 MOST_OTHER_ROWS = 16
 GAIN_MEMORY = 0.97
-RECENT = 0.9
+RECENT = 0.97
+LEAST_SHARE = 0.03  # of steps that draft, below which it is said that none do
 
 
 @dataclass
@@ -85,7 +86,8 @@ class Governor:
         self._since_draft = 0
         self._is_drafting = True
         self._asked_depth = 0
-        self._lately = 0.0  # share of the last steps that verified a draft
+        self._lately = 0.0  # share of the last steps that verified a draft, and
+        self._length = 0.0  # how many nodes per row that had
         self._last: tuple[int, NumNodes] | None = None
 
     # -- before drafting -------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class Governor:
         """What may be drafted for every row: what was allowed, or less."""
         if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
             self.survival.keep_only(row.id for row in rows)
-        cap = max(budgets, default=0)
+        cap = int(max(budgets, default=0))
         depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
         self._asked_depth = min(depth, cap)
         return [Budget(min(budget, depth), budget.nodes, budget.chains_only) for budget in budgets]
@@ -214,7 +216,12 @@ class Governor:
         self._gain_tokens = GAIN_MEMORY * self._gain_tokens + num_tokens / num_rows
         self._gain_time = GAIN_MEMORY * self._gain_time + seconds / plain
         has_draft = any(len(tree) > 1 for tree in trees)
-        self._lately = RECENT * self._lately + (1.0 - RECENT) * has_draft
+        weight = max(1.0 - RECENT, 1.0 / (self.totals.num_steps + 1))
+        self._lately += weight * (has_draft - self._lately)
+        if has_draft:
+            self._length += max(1.0 - RECENT, 1.0 / (self.totals.num_drafted + 1)) * (
+                size / num_rows - 1.0 - self._length
+            )
         self._since_plain = self._since_plain + 1 if has_draft else 0
         self._count(num_rows, num_tokens, size, seconds, plain, has_draft=has_draft)
 
@@ -264,20 +271,17 @@ class Governor:
             return None
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
-        length = self._asked_depth if self._is_drafting and self._asked_depth else SHOWN_LENGTH
+        drafts = self._lately >= LEAST_SHARE
+        length = max(1, round(self._length)) if drafts else SHOWN_LENGTH
         size, least = num_nodes([length + 1] * num_rows, True), num_nodes([1] * num_rows, True)
-        verify = self.costs.verify(num_rows, size) / plain
+        reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
-        reasons = [f"verify({size})/verify({least}) = {verify:.2f}"]
         if draft is not None and draft * self._price(num_rows, num_nodes) > CHEAP * num_rows:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
         rows = "" if num_rows == 1 else f" with {num_rows} rows"
-        return f"{'drafting' if self._drafts_lately else 'not drafting'}{rows}: {', '.join(reasons)}"
-
-    @property
-    def _drafts_lately(self) -> bool:
-        return self._lately > 0.2
+        what = f"drafting in {self._lately:.0%} of the steps" if drafts else "not drafting"
+        return f"{what}{rows}: {', '.join(reasons)}"
 
     def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
         """Seconds of a step without a draft."""

@@ -180,6 +180,13 @@ class Survival:
         draft.node = hit
         return bool(tree.children[hit])
 
+    def expect(self, source: str, depth: int, rate: float, num_trials: int) -> None:
+        """Begin with a rate that was measured elsewhere, of first children of a drafter."""
+        level = min(depth, DEEPEST)
+        kind = (source, level, 0)
+        for known in (self._known.setdefault(kind, Rate(rate)), self._depth_rate(level)):
+            known.trials, known.hits = float(num_trials), rate * num_trials
+
     @property
     def num_rows(self) -> int:
         """Rows of which something is kept."""

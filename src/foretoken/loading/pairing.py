@@ -16,6 +16,7 @@ from foretoken.drafters.compose.auto import FREE
 from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.governing import AnyGovernor, new_governor
+from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
 from foretoken.loading.models import load_model, tokenizer_beside
@@ -38,6 +39,7 @@ class Drafting:
       model, info: of the method ``draft_model``.
       heads: names of the heads that draft, of methods that have one.
       is_governed: whether measured costs decide how much is drafted.
+      profile: with which they begin.
     """
 
     new_drafter: DrafterFactory
@@ -45,16 +47,18 @@ class Drafting:
     info: ModelInfo | None = None
     heads: tuple[str, ...] = ()
     is_governed: bool = False
-    _governor_of: WeakKeyDictionary[Execution, AnyGovernor] = field(default_factory=WeakKeyDictionary, repr=False)
+    profile: Profile | None = None
+    _governor_of: WeakKeyDictionary[Execution, AnyGovernor | None] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
 
     def governor(self, target: CausalLM, drafter: Drafter) -> AnyGovernor | None:
         """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
         if not self.is_governed:
             return None
-        governor = self._governor_of.get(target.execution)
-        if governor is None:
-            governor = self._governor_of[target.execution] = new_governor(target, drafter)
-        return governor
+        if target.execution not in self._governor_of:
+            self._governor_of[target.execution] = new_governor(target, drafter, self.profile)
+        return self._governor_of[target.execution]
 
     def refresh(self) -> None:
         """Follow a drafter that its owner has changed; see `CausalLM.refresh`."""
@@ -73,6 +77,7 @@ class Pairing:
       execution, trust_remote_code: for a drafter that is a model.
       dtype: that the user chose for all that is loaded; "auto" takes the drafter's own, and nothing wider than the
         target's.
+      profile: of costs and acceptance, measured before.
     """
 
     loaded: Loaded
@@ -82,6 +87,7 @@ class Pairing:
     execution: str = "auto"
     trust_remote_code: bool = False
     dtype: str | torch.dtype = "auto"
+    profile: Profile | None = None
 
     def drafting(self, config: SpeculativeConfig) -> Drafting:
         """Load what the config asks for and check that it fits.
@@ -94,14 +100,16 @@ class Pairing:
         name = None if part is None else part.model if part.model is not None else self._own_drafter
         heads = head_names(config, self.zoo_name)
         if part is None or name is None:
-            return Drafting(drafter_factory(config, materials), heads=heads, is_governed=config.is_governed)
+            return Drafting(
+                drafter_factory(config, materials), heads=heads, is_governed=config.is_governed, profile=self.profile
+            )
         check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
         make = drafter_factory(nameless, replace(materials, draft_model=lm))
-        return Drafting(make, lm, describe(draft, lm), heads, config.is_governed)
+        return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
     def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """What method auto chooses from where nothing is named: what a target of the zoo brings, too."""

@@ -1,0 +1,165 @@
+"""The measurement behind ``foretoken tune profile``: its options, and what it found, as data and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foretoken.cli.layer_search import BUILT_IN, prompts_of
+from foretoken.cli.options import Dtype, Execution
+from foretoken.cli.prompts import Raw
+from foretoken.cli.running import choose_model, load_llm
+
+if TYPE_CHECKING:
+    from foretoken.config.speculative import SpeculativeConfig
+    from foretoken.engine.drafter import Drafter
+    from foretoken.engine.profiles import Profile
+    from foretoken.llm import LLM
+
+_LONGEST = 15
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is measured, and how."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH|HUB_ID|zoo:NAME", help="The target; zoo:smollm2 where it is installed, else zoo:tiny."
+        ),
+    ] = None
+    method: Annotated[
+        str, typer.Option(help="One that drafts chains of a length to choose: ngram, draft_model, ...")
+    ] = "ngram"
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON|@FILE", help="Keys of the method, instead of --method.")
+    ] = None
+    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
+        BUILT_IN
+    )
+    raw: Raw = False
+    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 12
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+    batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, by comma.")] = "1,8"
+    contexts: Annotated[str, typer.Option(help="Tokens before the draft, by comma.")] = "256,1024"
+    repeats: Annotated[int, typer.Option(help="Timings of every step; the shortest counts.", min=1)] = 5
+    check: Annotated[
+        bool, typer.Option("--check", help="Decode the prompts with the best length of one row, and compare.")
+    ] = False
+    dtype: Dtype = "auto"
+    execution: Execution = "auto"
+
+
+def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[Profile, dict[str, Any]]:
+    """Measure; the profile, and what is to be known about it.
+
+    Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
+    """
+    from foretoken.bench.provenance import provenance
+    from foretoken.config.speculative import SpeculativeConfig
+    from foretoken.errors import ConfigError
+    from foretoken.tune import profile as profiles
+
+    model = choose_model(options.model)
+    config = SpeculativeConfig.parse(options.speculative_config or options.method)
+    if "num_speculative_tokens" not in config.definition.keys or config.definition.combines:
+        raise ConfigError(f"method {config.title!r} has no length to choose; name one that has, such as ngram")
+    batch_sizes, contexts = (
+        whole_numbers(name, text, 1)
+        for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
+    )
+    llm = load_llm(model, _with_length(config, None), dtype=options.dtype, execution=options.execution)
+    prompts = prompts_of(model, options, llm.tokenizer)
+    longest = max(1, min(config.num_speculative_tokens, _LONGEST))
+
+    def new_drafter(length: int) -> Drafter:
+        return _drafter(llm, _with_length(config, length))
+
+    found, observed = profiles.measure(
+        llm.target,
+        config.method,
+        new_drafter,
+        longest,
+        prompts,
+        max_new_tokens=options.max_new_tokens,
+        batch_sizes=batch_sizes,
+        contexts=contexts,
+        repeats=options.repeats,
+        say=say,
+    )
+    details: dict[str, Any] = {"found_by": "foretoken tune profile", "share_of_steps": observed.share}
+    if options.check:
+        best = next((one for one in found.settings if one.num_rows == 1), None)
+        if best is None or best.num_speculative_tokens == 0:
+            raise ConfigError("there is nothing to check: plain decoding is expected to be best at one row")
+        say("checking by decoding")
+        trial = profiles.replayed(
+            llm.target, new_drafter(best.num_speculative_tokens), prompts, options.max_new_tokens, 1
+        )
+        speed, low, high = profiles.measured_speed(trial)
+        details["check"] = {"expected": best.speedup, "measured": speed, "low": low, "high": high}
+    conditions = provenance()
+    details["measured"] = {name: conditions[name] for name in ("time", "commit") if name in conditions}
+    return found, details
+
+
+def whole_numbers(name: str, text: str, least: int) -> list[int]:
+    """``1,8`` -> 1 and 8.
+
+    Raises: ConfigError, naming the option.
+    """
+    from foretoken.errors import ConfigError
+
+    try:
+        numbers = sorted({int(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < least:
+        raise ConfigError(f"{name} is {text!r}; give whole numbers of {least} or more by comma, such as 1,8")
+    return numbers
+
+
+def _with_length(config: SpeculativeConfig, length: int | None) -> SpeculativeConfig:
+    """The config with drafts of so many tokens, which nothing but the method itself cuts."""
+    from foretoken.config.speculative import SpeculativeConfig
+
+    given = {"length_policy": "fixed", **({} if length is None else {"num_speculative_tokens": length})}
+    return SpeculativeConfig(**{**config.as_dict(), **given})
+
+
+def _drafter(llm: LLM, config: SpeculativeConfig) -> Drafter:
+    """A drafter over what the LLM has loaded."""
+    return llm.with_speculative_config(config).drafting.new_drafter()
+
+
+def show_profile(found: Profile, details: dict[str, Any], out: object) -> None:
+    """The profile for people."""
+    console = Console(highlight=False)
+    rates = ", ".join(f"{rate:.2f}" for rate in found.acceptance[:8])
+    console.print(f"{found.method}: {details['share_of_steps']:.0%} of the steps had a draft")
+    console.print(f"chance of the next drafted token, by depth: {rates}")
+    table = Table()
+    for column in ("rows", "context", "T(5)/T(1)", "best length", "expected speed by plain"):
+        table.add_column(column, justify="right")
+    for curve, setting in zip(found.curves, found.settings, strict=True):
+        table.add_row(
+            str(curve.num_rows),
+            str(curve.context),
+            f"{curve.seconds[5] / curve.seconds[1]:.2f}",
+            str(setting.num_speculative_tokens),
+            f"{setting.speedup:.2f} ({setting.low:.2f}-{setting.high:.2f})",
+        )
+    console.print(table)
+    if "check" in details:
+        check = details["check"]
+        console.print(
+            f"one row, decoded: {check['measured']:.2f} ({check['low']:.2f}-{check['high']:.2f}) times plain decoding; "
+            f"{check['expected']:.2f} were expected"
+        )
+    console.print(f"written to {out}; --profile-file {out} begins with it", soft_wrap=True)

@@ -1,0 +1,164 @@
+"""What a machine and a method were measured to do, from a file that ``foretoken tune profile`` wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from foretoken.engine.step_costs import FEW
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.engine.governor import Governor
+
+KNOWN_TRIALS = 64
+"""Outcomes that an acceptance rate of a profile is worth."""
+
+REMEDY = "make one with foretoken tune profile"
+
+SAME_MODEL = ("model", "layers", "shapes")
+"""Facts that must agree; where others differ, the costs of a profile do not hold and are left out."""
+
+
+@dataclass(frozen=True)
+class StepCurve:
+    """Seconds of steps.
+
+    Args:
+      num_rows, context: rows of the batch, and tokens before the draft in each.
+      seconds: by nodes per row, chains.
+    """
+
+    num_rows: int
+    context: int
+    seconds: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The length of draft that is best at one batch and context.
+
+    Args:
+      num_speculative_tokens: 0 where plain decoding is best.
+      speedup, low, high: expected speed by plain decoding, with its 95 % interval over prompts.
+    """
+
+    num_rows: int
+    context: int
+    num_speculative_tokens: int
+    speedup: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs and acceptance of one method over one target.
+
+    Args:
+      method: whose drafts were measured.
+      facts: of the target and the machine, see `foretoken.engine.cost_curves`.
+      curves: of verification.
+      drafting: seconds of drafting by levels, one row.
+      acceptance: chance that a draft which was right so far is right at depth 1, 2, ...
+      settings: what follows.
+      details: conditions, for people.
+    """
+
+    method: str
+    facts: Mapping[str, Any]
+    curves: tuple[StepCurve, ...]
+    drafting: Mapping[int, float]
+    acceptance: tuple[float, ...]
+    settings: tuple[Setting, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "method": self.method,
+            "facts": dict(self.facts),
+            "costs": [{**vars(curve), "seconds": dict(curve.seconds)} for curve in self.curves],
+            "drafting_seconds": dict(self.drafting),
+            "acceptance": list(self.acceptance),
+            "settings": [vars(setting) for setting in self.settings],
+            **self.details,
+        }
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Self:
+        """Read what `as_dict` made.
+
+        Raises: ConfigError for a file that cannot be read or holds something else.
+        """
+        path = Path(file).expanduser()
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"profile {path} cannot be read: {error.strerror}; make it with foretoken tune profile"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"profile {path} is not valid JSON: {error}; make it with foretoken tune profile"
+            ) from None
+        try:
+            return cls(
+                str(data["method"]),
+                dict(data["facts"]),
+                tuple(
+                    StepCurve(int(one["num_rows"]), int(one["context"]), _seconds(one["seconds"]))
+                    for one in data["costs"]
+                ),
+                _seconds(data["drafting_seconds"]),
+                tuple(float(rate) for rate in data["acceptance"]),
+                tuple(Setting(**one) for one in data["settings"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"profile {path} lacks what a profile holds ({type(error).__name__}: {error}); {REMEDY}"
+            ) from None
+
+    def difference(self, facts: Mapping[str, Any]) -> str | None:
+        """What was otherwise when this was measured; None where nothing was.
+
+        Raises: ConfigError for another model.
+        """
+        differing = [name for name in facts if self.facts.get(name) != facts[name]]
+        other = [name for name in differing if name in SAME_MODEL]
+        if other:
+            theirs = ", ".join(f"{name} {self.facts.get(name)}" for name in other)
+            ours = ", ".join(f"{name} {facts[name]}" for name in other)
+            raise ConfigError(f"the profile is of another model ({theirs}; here {ours}); {REMEDY}")
+        return ", ".join(f"{name} {self.facts.get(name)}, here {facts[name]}" for name in differing) or None
+
+    def curve(self) -> dict[int, float] | None:
+        """Seconds by nodes of one row, at the shortest context; None where one row was not measured."""
+        single = [curve for curve in self.curves if curve.num_rows == 1]
+        return dict(min(single, key=lambda curve: curve.context).seconds) if single else None
+
+    def teach(self, governor: Governor, *, has_costs: bool) -> None:
+        """Give a governor the experience that was measured.
+
+        Args:
+          has_costs: whether they hold on this machine.
+        """
+        for depth, rate in enumerate(self.acceptance, 1):
+            governor.survival.expect(self.method, depth, rate, KNOWN_TRIALS)
+        for _ in range(FEW if has_costs else 0):
+            for curve in self.curves:
+                for nodes, seconds in curve.seconds.items():
+                    governor.costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
+            for levels, seconds in self.drafting.items():
+                governor.costs.drafted(1, levels, seconds)
+
+
+def _seconds(given: Mapping[str, Any]) -> dict[int, float]:
+    seconds = {int(count): float(value) for count, value in given.items()}
+    if not all(value > 0.0 for value in seconds.values()):
+        raise ValueError("seconds must be above 0")
+    return seconds

@@ -1,0 +1,154 @@
+"""foretoken tune profile: what it measures, what follows from it, what a governor takes from it, and bad files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken import LLM, SamplingParams
+from foretoken.bench.workload import Prompt
+from foretoken.cli import app
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.engine import governing
+from foretoken.engine.governing import new_governor
+from foretoken.engine.governor import Governor
+from foretoken.engine.profiles import Profile, StepCurve
+from foretoken.errors import ConfigError
+from foretoken.model.lm import CausalLM
+from foretoken.testing import toy_model
+from foretoken.tune.profile import Observed, expected_speed, measure, seconds_at, settings
+
+CURVE = StepCurve(1, 256, {1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030})
+PROMPTS = [Prompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return CausalLM(toy_model(64), execution="eager")
+
+
+@pytest.fixture(scope="module")
+def found(target: CausalLM) -> Profile:
+    profile, _ = measure(
+        target, "ngram", NGramDrafter, 6, PROMPTS, max_new_tokens=24, batch_sizes=[1, 2], contexts=[32], repeats=1
+    )
+    return profile
+
+
+def test_rates_are_those_of_what_was_tried() -> None:
+    observed = Observed([[(3, 3), (3, 1)], [(2, 0), (1, 1)]], 0.5, {1: 0.001, 3: 0.003})
+    assert observed.rates() == (3 / 4, 1 / 2, 1.0)
+    assert observed.draft_seconds(2) == pytest.approx(0.002)
+    assert observed.draft_seconds(5) == pytest.approx(0.005)
+
+
+def test_expected_speed_is_tokens_by_time() -> None:
+    observed = Observed([[(2, 1)]], 0.5, {1: 0.0, 2: 0.0})
+    # half of the steps draft two tokens: 1 + 0.5 (0.8 + 0.4) tokens in half 20 and half 22 ms
+    assert seconds_at(CURVE.seconds, 3) == pytest.approx(0.022)
+    assert expected_speed(observed, (0.8, 0.5), CURVE, 2) == pytest.approx(1.6 * 20 / 21)
+
+
+def test_the_best_length_follows_from_costs() -> None:
+    steps = [[(4, 4), (4, 2), (4, 4)], [(4, 0), (4, 4)]]
+    dear = StepCurve(8, 256, {1: 0.02, 5: 0.2})
+    cheap, none = settings(Observed(steps, 1.0, {1: 1e-6}), [CURVE, dear])
+    assert cheap.num_speculative_tokens == 4
+    assert cheap.low <= cheap.speedup <= cheap.high
+    assert (none.num_speculative_tokens, none.speedup) == (0, 1.0)
+
+
+def test_a_profile_holds_what_was_measured_and_survives_its_file(found: Profile, tmp_path: Path) -> None:
+    assert [curve.num_rows for curve in found.curves] == [1, 2]
+    assert set(found.drafting) == {1, 6}
+    assert 0 < len(found.acceptance) <= 6
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(found.as_dict()))
+    assert Profile.load(file).as_dict() == found.as_dict()
+
+
+def test_a_governor_begins_with_it(found: Profile, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
+    governor = new_governor(target, NGramDrafter(6), found)
+    assert isinstance(governor, Governor)
+    assert governor.survival.at_depth(1) == pytest.approx(found.acceptance[0])
+    assert governor.costs.draft(1, 6) == pytest.approx(found.drafting[6], rel=0.5)
+    assert governor.costs.times_seen(2, 2) > 0
+
+
+def test_costs_of_another_machine_are_left_out(
+    found: Profile, target: CausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
+    elsewhere = Profile(
+        "ngram", {**found.facts, "device": "abacus"}, found.curves, found.drafting, found.acceptance, found.settings
+    )
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        governor = new_governor(target, NGramDrafter(6), elsewhere)
+    assert "device abacus, here" in caplog.text
+    assert isinstance(governor, Governor)
+    assert governor.costs.draft(1, 6) is None
+    assert governor.survival.at_depth(1) == pytest.approx(found.acceptance[0])
+
+
+def test_another_model_is_refused(found: Profile) -> None:
+    with pytest.raises(ConfigError, match=r"another model \(layers 2; here layers 3\); make one with foretoken tune"):
+        found.difference({**found.facts, "layers": 3})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not valid JSON"),
+        ("{}", "lacks what a profile holds"),
+        ('{"method": "ngram", "facts": {}, "costs": [{"num_rows": 1}]}', "lacks what a profile holds"),
+        ("[]", "lacks what a profile holds"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "p.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        LLM(toy_model(64), "ngram", profile_file=file)
+
+
+def test_times_that_are_none_are_refused(found: Profile, tmp_path: Path) -> None:
+    data: dict[str, Any] = found.as_dict()
+    data["drafting_seconds"] = {"1": 0.0}
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="seconds must be above 0"):
+        Profile.load(file)
+
+
+def test_the_verb_measures_checks_and_is_taken_by_an_llm(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    arguments = ["tune", "profile", "zoo:tiny", "--dtype", "float32", "--num-prompts", "3", "--max-new-tokens", "24"]
+    arguments += ["--batch-sizes", "1", "--contexts", "64", "--repeats", "1", "--json", "-o", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["settings"][0]["num_rows"] == 1
+    llm = LLM("zoo:tiny", "ngram", dtype="float32", profile_file=file)
+    assert llm.generate("Once", SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "ngram+suffix"], "has no length to choose"),
+        (["--batch-sizes", "0"], "batch-sizes is '0'"),
+        (["--contexts", "x"], "contexts is 'x'"),
+        (["--method", "nonsense"], "is not known"),
+    ],
+)
+def test_bad_options_are_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["tune", "profile", "zoo:tiny", *arguments, "-o", str(tmp_path / "p.json")])
+    assert result.exit_code == 2
+    assert message in result.output
