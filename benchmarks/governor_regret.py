@@ -1,0 +1,214 @@
+"""How far the governor stays behind the best fixed setting in hindsight, on recorded texts and measured costs.
+
+    python benchmarks/governor_regret.py --texts answers.jsonl [--model zoo:smollm2] [--dtype bfloat16]
+        [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--out regret.json]
+
+Under the rule "match" texts do not depend on drafts, so the texts that a model once gave are all that is needed: the
+drafters run along them, and every step costs what the cost curve of the model on this machine says, with 5 % of noise
+and one step in a hundred three times as slow. So every other setting can be had exactly: drafts of 0 to 16 tokens,
+and those of trees cut to so many nodes. Texts are JSON lines with ``kind``, ``prompt`` and ``answer``. One workload
+changes its nature midway, one its number of rows. Regret is 1 - speed by that of the best setting for the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from foretoken.bench.models import load_pair
+from foretoken.bench.provenance import provenance
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.engine.budget import Budget
+from foretoken.engine.cost_curves import cost_curve
+from foretoken.engine.drafter import Drafter, StepResult
+from foretoken.engine.governor import Governor
+from foretoken.engine.step_costs import StepCosts
+from foretoken.model.lm import CausalLM
+from foretoken.tree import DraftTree
+
+Text = tuple[list[int], list[int]]
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
+NODES = (2, 3, 4, 6, 8, 12, 16, 24)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": lambda: NGramDrafter(10), "suffix": lambda: SuffixDrafter(24)}
+DRAFTING_SECONDS = {"ngram": 0.00005, "suffix": 0.0001}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Texts of these kinds, one after the other; batches of these sizes, the first half of the texts by the first."""
+
+    name: str
+    drafter: str
+    kinds: tuple[str, ...]
+    batches: tuple[int, ...] = (1,)
+
+
+WORKLOADS = (
+    Workload("chat", "ngram", ("self",)),
+    Workload("maths", "suffix", ("maths",)),
+    Workload("commands", "suffix", ("command",)),
+    Workload("passages", "ngram", ("passage",)),
+    Workload("passages, 8 rows", "ngram", ("passage",), (8,)),
+    Workload("chat, 8 rows", "suffix", ("self",), (8,)),
+    Workload("chat, then passages", "suffix", ("self", "passage")),
+    Workload("commands, 1 row, then 8", "suffix", ("command",), (1, 8)),
+)
+
+
+@dataclass
+class Walk:
+    """Decodes recorded texts at the costs of a curve."""
+
+    curve: StepCosts
+    workload: Workload
+    texts: Sequence[Text]
+    seed: int = 0
+    spent: float = 0.0
+    plain: float = 0.0
+    active: list[Any] = field(default_factory=list)
+
+    def speed(self, *, governor: Governor | None = None, length: int = 0, max_nodes: int | None = None) -> float:
+        """Speed by plain decoding, governed or at a fixed setting."""
+        drafter = DRAFTERS[self.workload.drafter]()
+        noise = random.Random(self.seed)
+        waiting = list(enumerate(self.texts))
+        while waiting or self.active:
+            batches = self.workload.batches
+            is_late = len(batches) > 1 and len(waiting) < len(self.texts) // 2
+            while waiting and len(self.active) < batches[-1 if is_late else 0]:
+                self._enter(drafter, *waiting.pop(0))
+            self._step(drafter, noise, governor, length, max_nodes)
+        return self.plain / self.spent
+
+    def _enter(self, drafter: Drafter, number: int, text: Text) -> None:
+        prompt, answer = text
+        row = SimpleNamespace(
+            id=number, request_id=str(number), index=0, token_ids=[*prompt, answer[0]], pending=answer[0],
+            num_prompt_tokens=len(prompt), output_ids=[answer[0]], text=[*prompt, *answer], is_finished=False,
+        )  # fmt: skip
+        drafter.start([row])  # type: ignore[list-item]
+        self.active.append(row)
+
+    def _step(
+        self, drafter: Drafter, noise: random.Random, governor: Governor | None, length: int, max_nodes: int | None
+    ) -> None:
+        rows = self.active
+        budgets = [Budget(len(row.text) - len(row.token_ids) - 1) for row in rows]
+        if governor is None:
+            budgets = [Budget(min(budget, length)) for budget in budgets]
+        else:
+            budgets = governor.budgets(rows, budgets, num_nodes)
+        proposed = drafter.propose(rows, budgets)
+        trees = [budget.cut(tree) for tree, budget in zip(proposed, budgets, strict=True)]
+        if governor is not None:
+            trees = governor.trimmed(rows, trees, num_nodes, is_padded=False)
+        elif max_nodes is not None:
+            trees = [tree.restricted(range(min(len(tree), max_nodes))) for tree in trees]
+        drafting = DRAFTING_SECONDS[self.workload.drafter] * len(rows) * bool(max(budgets))
+        verifying = self.curve.curve(sum(map(len, trees)))
+        self.spent += drafting + verifying
+        found = [accept(row, tree) for row, tree in zip(rows, trees, strict=True)]
+        self.plain += self.curve.curve(len(rows)) / len(rows) * sum(len(result.emitted) for result in found)
+        factor = math.exp(noise.gauss(0.0, 0.05)) * (3.0 if noise.random() < 0.01 else 1.0)
+        if governor is not None:
+            outputs: list[Any] = [
+                SimpleNamespace(row=row, token_ids=result.emitted, num_accepted=result.num_accepted)
+                for row, result in zip(rows, found, strict=True)
+            ]
+            seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
+            governor.learn(trees, outputs, num_nodes, **seconds)
+        going_on = [i for i, row in enumerate(rows) if not row.is_finished]
+        drafter.observe([rows[i] for i in going_on], [found[i] for i in going_on])
+        drafter.forget([row for row in rows if row.is_finished])
+        self.active = [row for row in rows if not row.is_finished]
+
+
+def accept(row: Any, tree: DraftTree) -> StepResult:
+    """Follow the text as far as the draft does, and one token on."""
+    path, emitted = [0], []
+    place = len(row.token_ids)
+    while True:
+        emitted.append(row.text[place])
+        place += 1
+        child = tree.child(path[-1], emitted[-1])
+        if place == len(row.text) or child is None:
+            break
+        path.append(child)
+    row.token_ids += emitted
+    row.output_ids += emitted
+    row.pending = emitted[-1]
+    row.is_finished = place == len(row.text)
+    return StepResult(tree, tuple(path), tuple(emitted))
+
+
+def num_nodes(sizes: Sequence[int], are_chains: bool) -> int:
+    return sum(sizes)
+
+
+def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[Text]]:
+    """Texts by kind; answers of 50 tokens and more."""
+    found: dict[str, list[Text]] = {}
+    with lzma.open(file, "rt", encoding="utf8") if file.suffix == ".xz" else file.open(encoding="utf8") as lines:
+        for line in lines:
+            one = json.loads(line)
+            texts = found.setdefault(one.get("kind", "self"), [])
+            if len(texts) >= options.num_texts or one.get("temperature", 0):
+                continue
+            messages = [{"role": "user", "content": one["prompt"]}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            answer = tokenizer(one["answer"], add_special_tokens=False)["input_ids"][: options.max_new_tokens]
+            if len(answer) >= 50:
+                texts.append((tokenizer(prompt, add_special_tokens=False)["input_ids"], answer))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--model", default="zoo:smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--num-texts", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    pair = load_pair(options.model, None, options.dtype)
+    seconds = cost_curve(CausalLM(pair.target))
+    print("ms by nodes:", {nodes: round(1e3 * taken, 1) for nodes, taken in seconds.items()})
+    texts = read(options.texts, pair.tokenizer, options)
+    results = []
+    print("\n| workload | drafter | best setting | speed | governed | regret | default setting |\n|" + "---|" * 7)
+    for workload in WORKLOADS:
+        chosen = [text for kind in workload.kinds for text in texts[kind]]
+
+        def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Walk:
+            return Walk(StepCosts(seconds), workload, chosen, seed)
+
+        fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}
+        if workload.drafter == "suffix":
+            fixed |= {f"{nodes} nodes": walk().speed(length=24, max_nodes=nodes) for nodes in NODES}
+        best = max(fixed, key=fixed.__getitem__)
+        governed = [walk(seed).speed(governor=Governor(StepCosts(seconds))) for seed in range(options.seeds)]
+        default = walk().speed(length={"ngram": 10, "suffix": 24}[workload.drafter])
+        mean = sum(governed) / len(governed)
+        results.append({**vars(workload), "best": best, "fixed": fixed, "governed": governed, "default": default})
+        print(
+            f"| {workload.name} | {workload.drafter} | {best} | {fixed[best]:.3f} | {mean:.3f} "
+            f"({min(governed):.3f}-{max(governed):.3f}) | {1 - mean / fixed[best]:+.3f} | {default:.3f} |"
+        )
+    if options.out is not None:
+        record = {"provenance": provenance(), "curve": seconds, "workloads": results}
+        options.out.write_text(json.dumps(record, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
