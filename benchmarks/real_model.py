@@ -286,8 +286,8 @@ class Study:
         return str(self.folder / "store")
 
     def config(self, method: str) -> dict[str, Any]:
-        """The configuration of a method, with what it needs of this target."""
-        return self._filled(METHODS[method])
+        """The configuration of a method, with what it needs of this target; it drafts as much as it can."""
+        return {"length_policy": "fixed", **self._filled(METHODS[method])}
 
     def _filled(self, value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -107,7 +107,7 @@ def test_merged_adapters_are_followed(face: str) -> None:
     assert speak() == plain(model) == before
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("face", [face for face in FACES if face != "classic"])  # which then runs the model as it is
 def test_adapters_merged_and_disabled_are_refused(face: str) -> None:
     """Their forward takes them out of the weights. In a shadow, the owner's layers would not know of it."""
     model = lora.lora_model()

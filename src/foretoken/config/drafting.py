@@ -22,6 +22,16 @@ GOVERNED = "governed"
 FIXED = "fixed"
 
 
+class governed_or_fixed:
+    """The policies of methods whose drafts have no length to choose; others are refused where the method is known."""
+
+    def __call__(self, name: str, value: Any) -> str:
+        return {"constant": FIXED}.get(str(value).lower(), str(value).lower())
+
+    def __str__(self) -> str:
+        return f"{GOVERNED}, {FIXED}"
+
+
 def policy_choice(names: tuple[str, ...], aliases: Mapping[str, str]) -> Any:
     """The field ``length_policy`` of methods whose lengths these policies can decide."""
     help = "who decides how much is drafted: governed, by measured cost (under match), or a policy that is then kept to"
@@ -49,16 +59,22 @@ class DraftOptions(Options):
 
     Attributes:
       drafts_trees: whether its drafts are trees whatever its keys say.
+      has_lengths: whether its drafts have a length that a policy can choose.
     """
 
     drafts_trees: ClassVar[bool] = False
+    has_lengths: ClassVar[bool] = False
 
     num_speculative_tokens: int = draft_length(0)
     rejection_sample_method: str = acceptance(
         [rule for rule in RULES.values() if rule.is_lossless],
         "how drafts are accepted: match (equal tokens for any draft), standard (rejection) or block",
     )
-    length_policy: str = policy_choice((GOVERNED, FIXED), {"constant": FIXED})
+    length_policy: str = option(
+        governed_or_fixed(),
+        GOVERNED,
+        "who decides how much is drafted: governed, by measured cost (under match), or fixed",
+    )
 
     @property
     def num_branches(self) -> int:
@@ -77,6 +93,11 @@ class DraftOptions(Options):
 
     def check(self) -> None:
         super().check()
+        if not self.has_lengths and self.length_policy not in (GOVERNED, FIXED):
+            raise ConfigError(
+                f"length_policy {self.length_policy!r} has no meaning for method {self.method!r}, whose drafts have no "
+                f"length to choose; choose one of {GOVERNED}, {FIXED}"
+            )
         if self.drafts_trees and not self.rule.takes_trees:
             raise ConfigError(
                 f"rejection_sample_method={self.rule.name!r} takes chains, and method {self.method!r} drafts trees; "
