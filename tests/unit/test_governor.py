@@ -15,7 +15,7 @@ from foretoken.engine.budget import Budget
 from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
 from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import best_counts, best_length
+from foretoken.engine.trimming import Trimming, best_counts, best_length, weights_of
 from foretoken.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
@@ -248,7 +248,7 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
         def worth(sizes: Any, are_chains: bool, price: float = price) -> float:
             return price * (sum(sizes) - 3) ** 0.8
 
-        counts = best_counts(found, worth)
+        counts, _ = best_counts(found, worth)
         value = sum(chance for nodes, n in zip(found, counts, strict=True) for chance, _ in nodes[:n])
         value -= worth([1 + n for n in counts], False)
         for first in range(len(found[0]) + 1):
@@ -261,6 +261,40 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
 
 def test_chains_that_are_padded_are_cut_to_one_length() -> None:
     found = [[(0.9, 1), (0.8, 2), (0.1, 3)], [(0.5, 1)]]
-    assert best_length(found, lambda sizes, _: 0.2 * (sum(sizes) - 2)) == 2
-    assert best_length(found, lambda sizes, _: 2.0 * (sum(sizes) - 2)) == 0
-    assert best_length([[], []], lambda sizes, _: 0.0) == 0
+    assert best_length(found, lambda sizes, _: 0.2 * (sum(sizes) - 2))[0] == 2
+    assert best_length(found, lambda sizes, _: 2.0 * (sum(sizes) - 2)) == (0, 0.0)
+    assert best_length([[], []], lambda sizes, _: 0.0) == (0, 0.0)
+
+
+def test_a_batch_ends_with_its_last_row() -> None:
+    """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take."""
+    assert weights_of([40, 39, 20, 36], 0.9) == [1.0, 1.0, pytest.approx(0.4), 1.0]
+    assert weights_of([40, 10], 1.1) == [1.0, 0.0]
+    assert weights_of([5, 5], 0.0) == [1.0, 1.0]
+
+
+def test_trees_and_chains_have_costs_of_their_own() -> None:
+    costs = StepCosts({1: 0.02, 16: 0.03})
+    for _ in range(10):
+        costs.verified(4, 4, 0.02)
+        costs.verified(4, 16, 0.03)
+        costs.verified(4, 16, 0.06, are_chains=False)
+    assert costs.verify(4, 16) == pytest.approx(0.03, rel=0.1)
+    assert costs.verify(4, 16, are_chains=False) == pytest.approx(0.06, rel=0.1)
+
+
+def test_trees_of_which_chains_are_left_count_as_padded() -> None:
+    """Two rows, one with a good chain: padded to it, both rows pay."""
+    trimming = Trimming(Survival())
+    rows: list[Any] = [SimpleNamespace(id=0), SimpleNamespace(id=1)]
+    trees = [DraftTree.from_paths(1, [[2, 3]]), DraftTree.from_paths(1, [[2], [3]])]
+
+    def worth(sizes: Any, are_chains: bool) -> float:
+        nodes = len(sizes) * max(sizes) if are_chains else sum(sizes)
+        return 0.35 * (nodes - 2)
+
+    flat = trimming.best(rows, trees, worth, [1.0, 1.0], is_padded=False)
+    assert sum(map(len, flat)) == 5  # 0.6, 0.6 and 0.36 are more than 0.35 each
+    padded = trimming.best(rows, trees, worth, [1.0, 1.0], is_padded=True)
+    assert [len(tree) for tree in padded] == [2, 2]
+    assert all(tree.is_chain for tree in padded)

@@ -95,7 +95,7 @@ class Engine:
         self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self.governor = governor if self.config.rule.keeps_tokens else None
-        self._governing = Governing(self.governor, self._forwards)
+        self._governing = Governing(self.governor, self._forwards, self._batch)
         self._proposing = Proposing(drafter, target, self._forwards, self.config, self._governing)
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._is_broken = False

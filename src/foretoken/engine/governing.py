@@ -13,6 +13,7 @@ from foretoken.engine.step_costs import StepCosts
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from foretoken.engine.batch import Batch
     from foretoken.engine.budget import Budget
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.forwards import Forwards
@@ -37,10 +38,12 @@ class Governing:
 
     Args:
       forwards: of the engine; they know how many nodes a step runs.
+      batch: of the engine; it knows whether requests wait.
     """
 
-    def __init__(self, governor: AnyGovernor | None, forwards: Forwards) -> None:
+    def __init__(self, governor: AnyGovernor | None, forwards: Forwards, batch: Batch) -> None:
         self._governor = governor
+        self._batch = batch
         self._forwards = forwards
         self._allowed: list[Budget] = []
 
@@ -48,7 +51,9 @@ class Governing:
         """What may be drafted for every row."""
         if self._governor is None:
             return budgets
-        self._allowed = self._governor.budgets(rows, budgets, self._forwards.num_nodes)
+        self._allowed = self._governor.budgets(
+            rows, budgets, self._forwards.num_nodes, is_closed=not self._batch.waiting and not self._batch.prefilling
+        )
         return self._allowed
 
     def trimmed(self, rows: Seq[Sequence], trees: list[DraftTree]) -> list[DraftTree]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foretoken.engine.budget import Budget
 from foretoken.engine.step_costs import FEW
 from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import NumNodes, Trimming
+from foretoken.engine.trimming import NumNodes, Trimming, weights_of
 
 if TYPE_CHECKING:
     from foretoken.engine.outputs import RowOutput
@@ -86,14 +86,25 @@ class Governor:
         self._since_draft = 0
         self._is_drafting = True
         self._asked_depth = 0
+        self._weights: list[float] = []
         self._lately = 0.0  # share of the last steps that verified a draft, and
         self._length = 0.0  # how many nodes per row that had
         self._last: tuple[int, NumNodes] | None = None
 
     # -- before drafting -------------------------------------------------------------------------------------------
 
-    def budgets(self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes) -> list[Budget]:
-        """What may be drafted for every row: what was allowed, or less."""
+    def budgets(
+        self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes, *, is_closed: bool = False
+    ) -> list[Budget]:
+        """What may be drafted for every row: what was allowed, or less.
+
+        Args:
+          is_closed: whether no request waits for the place of a row that ends.
+        """
+        self._weights = [1.0] * len(rows)
+        if is_closed and len(rows) > 1:
+            share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
+            self._weights = weights_of([row.num_remaining_tokens for row in rows], share)
         if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
             self.survival.keep_only(row.id for row in rows)
         cap = int(max(budgets, default=0))
@@ -122,9 +133,9 @@ class Governor:
         """The depth of which most is to be expected, 0 where that is nothing."""
         num_rows = len(rows)
         chances = [0.0] * cap
-        for row, budget in zip(rows, budgets, strict=True):
+        for row, budget, weight in zip(rows, budgets, self._weights, strict=True):
             for level, chance in enumerate(self.survival.by_depth(row.id, int(budget))):
-                chances[level] += chance
+                chances[level] += weight * chance
         plain = self._plain(num_rows, num_nodes)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
         for level, chance in enumerate(chances, 1):
@@ -182,11 +193,12 @@ class Governor:
 
         def worth(sizes: Seq[int], are_chains: bool) -> float:
             """Tokens that must be gained by verifying drafts of these sizes."""
-            return price * (self.costs.verify(len(sizes), num_nodes(sizes, are_chains)) - plain)
+            size = num_nodes(sizes, are_chains)
+            return price * (self.costs.verify(len(sizes), size, are_chains=are_chains) - plain)
 
         if not self._is_divisible:
             return self.trimming.whole_or_none(rows, trees, worth)
-        return self.trimming.best(rows, trees, worth, is_padded=is_padded)
+        return self.trimming.best(rows, trees, worth, self._weights, is_padded=is_padded)
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
@@ -203,8 +215,9 @@ class Governor:
         num_rows = len(outputs)
         self._last = num_rows, num_nodes
         plain = self._plain(num_rows, num_nodes)
-        size = num_nodes([len(tree) for tree in trees], all(tree.is_chain for tree in trees))
-        self.costs.verified(num_rows, size, other_seconds)
+        are_chains = all(tree.is_chain for tree in trees)
+        size = num_nodes([len(tree) for tree in trees], are_chains)
+        self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
             self.costs.drafted(num_rows, self._asked_depth, drafting_seconds)
             self._since_draft = 0

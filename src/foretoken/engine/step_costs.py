@@ -15,6 +15,15 @@ COARSENESS = 1.08
 """Steps of more than `EXACT_NODES` nodes count as alike within 8 %."""
 
 
+TREES = 1000
+"""Added to the class of a number of rows where they verify trees: these run otherwise than chains."""
+
+
+def _rows(num_rows: int, are_chains: bool) -> int:
+    """The class of a number of rows."""
+    return _place(num_rows) + (0 if are_chains else TREES)
+
+
 def _place(count: int) -> int:
     """The class of a number of nodes or rows: itself if it is small, else that of its logarithm."""
     if count <= EXACT_NODES:
@@ -53,13 +62,13 @@ class VerifyingCosts:
         self._num_steps = 0
         self._ratios: dict[int, dict[int, Average]] = {}  # rows -> nodes -> logarithm of time by curve and scale
         self._places: dict[int, list[int]] = {}  # rows -> nodes that were seen, ascending
-        self._known: dict[tuple[int, int], float] = {}
+        self._known: dict[tuple[int, int, bool], float] = {}
         self.scale = 0.0
         """Logarithm of how much slower steps are at present than the curve says."""
         self.factor = 1.0
         """The same, not as a logarithm."""
 
-    def add(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+    def add(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
         """A step has verified these."""
         if seconds <= 0.0:
             return
@@ -67,7 +76,7 @@ class VerifyingCosts:
         if self._num_steps == 0:
             self.scale = ratio
         self._num_steps += 1
-        average = self._average(_place(num_rows), _place(num_nodes))
+        average = self._average(_rows(num_rows, are_chains), _place(num_nodes))
         error = ratio - self.scale - average.value
         self.scale += SCALE_RATE * max(-LARGEST_STEP, min(LARGEST_STEP, error))
         average.add(ratio - self.scale)
@@ -91,12 +100,12 @@ class VerifyingCosts:
         slope = (seconds[right] - seconds[right - 1]) / (high - low)
         return max(seconds[right - 1] + slope * (num_nodes - low), 0.5 * seconds[0])
 
-    def seconds(self, num_rows: int, num_nodes: int) -> float:
+    def seconds(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
         """What a step is expected to take."""
-        key = num_rows, num_nodes
+        key = num_rows, num_nodes, are_chains
         known = self._known.get(key)
         if known is None:
-            ratio = self._ratio(_place(num_rows), _place(num_nodes))
+            ratio = self._ratio(_rows(num_rows, are_chains), _place(num_nodes))
             known = self._known[key] = self.curve(num_nodes) * math.exp(ratio)
         return known * self.factor
 
@@ -143,9 +152,9 @@ class StepCosts:
         """Costs of another way of drafting: what verifying costs is learned together, what drafting costs is not."""
         return StepCosts(self._verifying)
 
-    def verified(self, num_rows: int, num_nodes: int, seconds: float) -> None:
+    def verified(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
         """A step has verified these; all of its time but that of drafting."""
-        self._verifying.add(num_rows, num_nodes, seconds)
+        self._verifying.add(num_rows, num_nodes, seconds, are_chains=are_chains)
 
     def drafted(self, num_rows: int, num_levels: int, seconds: float) -> None:
         """Drafting so many levels for rows has taken so long."""
@@ -158,9 +167,9 @@ class StepCosts:
         """Seconds of verifying as they were measured in the beginning."""
         return self._verifying.curve(num_nodes)
 
-    def verify(self, num_rows: int, num_nodes: int) -> float:
+    def verify(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
         """Seconds that a step is expected to take which verifies these."""
-        return self._verifying.seconds(num_rows, num_nodes)
+        return self._verifying.seconds(num_rows, num_nodes, are_chains=are_chains)
 
     def times_seen(self, num_rows: int, num_nodes: int) -> int:
         """How many steps there were which verified these."""

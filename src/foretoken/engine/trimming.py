@@ -23,6 +23,7 @@ Chances: TypeAlias = list[tuple[float, int]]
 """Nodes of a draft with their chances to be accepted, the likeliest first."""
 
 MEMORY = 0.9
+LATE = 0.9  # of the most tokens that a row has left: who has fewer is ahead
 
 
 class Trimming:
@@ -61,25 +62,41 @@ class Trimming:
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
-    def best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth, *, is_padded: bool) -> list[DraftTree]:
+    def best(
+        self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth, weights: Seq[float], *, is_padded: bool
+    ) -> list[DraftTree]:
         """The best part of every draft.
 
         Args:
-          is_padded: whether chains are run as wide as the longest of them.
+          weights: how much a token of each row counts.
+          is_padded: whether chains are run as wide as the longest of them; trees are not.
         """
-        found = [
-            list(self._survival.best_nodes(row.id, tree, LEAST_CHANCE)) for row, tree in zip(rows, trees, strict=True)
-        ]
         are_chains = all(tree.is_chain for tree in trees)
-        if are_chains and is_padded:
-            length = best_length(found, worth)
-            return [tree if len(tree) <= length + 1 else tree.cut(length) for tree in trees]
-        kept = [nodes[:count] for nodes, count in zip(found, best_counts(found, worth), strict=True)]
-        if not are_chains:
-            self._note_shape(rows, trees, kept)
-        return [
+        chains, chain_value = list(trees), 0.0
+        if is_padded:
+            chains = [tree.main_chain() for tree in trees]
+            length, chain_value = best_length(self._found(rows, chains, weights), worth)
+            chains = [tree if len(tree) <= length + 1 else tree.cut(length) for tree in chains]
+            if are_chains:
+                return chains
+        found = self._found(rows, trees, weights)
+        counts, value = best_counts(found, worth, are_chains=are_chains)
+        kept = [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
+        cut = [
             tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
             for tree, nodes in zip(trees, kept, strict=True)
+        ]
+        if is_padded and (chain_value >= value or all(tree.is_chain for tree in cut)):
+            return chains
+        if not are_chains:
+            self._note_shape(rows, trees, kept)
+        return cut
+
+    def _found(self, rows: Seq[Sequence], trees: Seq[DraftTree], weights: Seq[float]) -> list[Chances]:
+        """The nodes of every draft that are worth a thought, with what they are likely to bring."""
+        return [
+            [(weight * chance, node) for chance, node in self._survival.best_nodes(row.id, tree, LEAST_CHANCE)]
+            for row, tree, weight in zip(rows, trees, weights, strict=True)
         ]
 
     def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
@@ -100,31 +117,46 @@ class Trimming:
             self._coverage[level] = _moved(self._coverage.get(level, share), share)
 
 
-def best_length(found: Seq[Chances], worth: Worth) -> int:
-    """The length to which all chains are cut where all are run as wide as the longest."""
+def weights_of(num_left: Seq[int], share: float) -> list[float]:
+    """How much a token of every row counts where no request waits for the place of a row that ends.
+
+    The batch takes as long as the row that ends last. One that is ahead of it ends sooner by its tokens, which makes
+    later steps cheaper only by what a row costs in them.
+
+    Args:
+      num_left: tokens that every row has left, at most.
+      share: of the time of a step that a step with one row fewer takes.
+    """
+    ahead = min(max(len(num_left) * (1.0 - share), 0.0), 1.0)
+    late = LATE * max(num_left)
+    return [1.0 if count >= late else ahead for count in num_left]
+
+
+def best_length(found: Seq[Chances], worth: Worth) -> tuple[int, float]:
+    """The length to which all chains are cut where all are run as wide as the longest, and the tokens it gains."""
     best_value, best, gained = 0.0, 0, 0.0
     for length in range(1, max(map(len, found), default=0) + 1):
         gained += sum(nodes[length - 1][0] for nodes in found if len(nodes) >= length)
         value = gained - worth([length + 1] * len(found), True)
         if value > best_value:
             best_value, best = value, length
-    return best
+    return best, best_value
 
 
-def best_counts(found: Seq[Chances], worth: Worth) -> list[int]:
-    """How many of the likeliest nodes of every row pay, the root not counted."""
+def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
+    """How many of the likeliest nodes of every row pay, the root not counted, and the tokens they gain."""
     ranked = sorted(((chance, row) for row, nodes in enumerate(found) for chance, _ in nodes), key=lambda one: -one[0])
     best_value, best, gained = 0.0, 0, 0.0
     others = [1] * (len(found) - 1)
     for count, (chance, _) in enumerate(ranked, 1):
         gained += chance
-        value = gained - worth([count + 1, *others], False)
+        value = gained - worth([count + 1, *others], are_chains)
         if value > best_value:
             best_value, best = value, count
     counts = [0] * len(found)
     for _, row in ranked[:best]:
         counts[row] += 1
-    return counts
+    return counts, best_value
 
 
 def _moved(average: float, value: float) -> float:
