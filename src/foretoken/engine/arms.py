@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from foretoken.engine.governor import Governor, Totals
+from foretoken.engine.governor import Governor
+from foretoken.engine.stats import Totals
 
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget

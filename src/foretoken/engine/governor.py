@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.engine.budget import Budget
+from foretoken.engine.stats import Totals
 from foretoken.engine.step_costs import FEW
 from foretoken.engine.survival import Survival
 from foretoken.engine.trimming import NumNodes, Trimming, weights_of
@@ -32,24 +32,6 @@ MOST_OTHER_ROWS = 16
 GAIN_MEMORY = 0.97
 RECENT = 0.97
 LEAST_SHARE = 0.03  # of steps that draft, below which it is said that none do
-
-
-@dataclass
-class Totals:
-    """Counts since the governor was made.
-
-    Args:
-      num_drafted: steps that verified a draft.
-      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
-    """
-
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_tokens: int = 0
-    num_rows: int = 0
-    num_nodes: int = 0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
 
 
 class Governor:
@@ -120,7 +102,7 @@ class Governor:
             return 0
         price = self._price(num_rows, num_nodes)
         cost = self.costs.draft(num_rows, cap)
-        if cost is not None and cost * price <= CHEAP * num_rows:
+        if cost is not None and cost * price <= CHEAP * sum(self._weights):
             return cap
         depth = self._best_depth(rows, budgets, cap, price, num_nodes)
         if depth:

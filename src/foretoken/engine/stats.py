@@ -137,6 +137,24 @@ class StepProfile:
         return self.accept_seconds + self.commit_seconds + self.observe_seconds + self.emit_seconds
 
 
+@dataclass
+class Totals:
+    """Counts of the steps that a governor has seen.
+
+    Args:
+      num_drafted: steps that verified a draft.
+      plain_seconds: the time that plain decoding would have taken for the same tokens, as far as is known.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_nodes: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+
 class Clock:
     """Adds the time since the last lap to a field of a profile; ``laps`` has those of this clock alone."""
 
