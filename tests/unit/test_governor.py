@@ -271,6 +271,8 @@ def test_a_batch_ends_with_its_last_row() -> None:
     assert weights_of([40, 39, 20, 36], 0.9) == [1.0, 1.0, pytest.approx(0.4), 1.0]
     assert weights_of([40, 10], 1.1) == [1.0, 0.0]
     assert weights_of([5, 5], 0.0) == [1.0, 1.0]
+    assert weights_of([40, 40], 0.95, [1.1, 1.5]) == [pytest.approx(1 / 3)] * 2  # 0.1 of the 0.3 gained on average
+    assert weights_of([40, 40], 0.95, [1.0, 1.01]) == [1.0, 1.0]
 
 
 def test_trees_and_chains_have_costs_of_their_own() -> None:

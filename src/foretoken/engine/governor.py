@@ -31,6 +31,7 @@ SHOWN_LENGTH = 4
 MOST_OTHER_ROWS = 16
 GAIN_MEMORY = 0.97
 RECENT = 0.97
+FEW_STEPS = 8  # of a row, before its pace counts
 LEAST_SHARE = 0.03  # of steps that draft, below which it is said that none do
 
 
@@ -86,7 +87,8 @@ class Governor:
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
             share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
-            self._weights = weights_of([row.num_remaining_tokens for row in rows], share)
+            paces = [row.num_output_tokens / max(row.num_steps, 1) for row in rows if row.num_steps >= FEW_STEPS]
+            self._weights = weights_of([row.num_remaining_tokens for row in rows], share, paces)
         if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
             self.survival.keep_only(row.id for row in rows)
         cap = int(max(budgets, default=0))

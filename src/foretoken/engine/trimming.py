@@ -23,6 +23,7 @@ Chances: TypeAlias = list[tuple[float, int]]
 """Nodes of a draft with their chances to be accepted, the likeliest first."""
 
 MEMORY = 0.9
+LEAST_GAIN = 0.02  # tokens per step, below which it is not asked who has gained them
 LATE = 0.9  # of the most tokens that a row has left: who has fewer is ahead
 
 
@@ -117,7 +118,7 @@ class Trimming:
             self._coverage[level] = _moved(self._coverage.get(level, share), share)
 
 
-def weights_of(num_left: Seq[int], share: float) -> list[float]:
+def weights_of(num_left: Seq[int], share: float, paces: Seq[float] = ()) -> list[float]:
     """How much a token of every row counts where no request waits for the place of a row that ends.
 
     The batch takes as long as the row that ends last. One that is ahead of it ends sooner by its tokens, which makes
@@ -126,10 +127,13 @@ def weights_of(num_left: Seq[int], share: float) -> list[float]:
     Args:
       num_left: tokens that every row has left, at most.
       share: of the time of a step that a step with one row fewer takes.
+      paces: tokens per step of rows so far: what the slowest has not gained, the batch has not gained.
     """
     ahead = min(max(len(num_left) * (1.0 - share), 0.0), 1.0)
     late = LATE * max(num_left)
-    return [1.0 if count >= late else ahead for count in num_left]
+    gained = sum(paces) / len(paces) - 1.0 if paces else 0.0
+    common = min((min(paces) - 1.0) / gained, 1.0) if gained > LEAST_GAIN else 1.0
+    return [max(common, ahead) if count >= late else ahead for count in num_left]
 
 
 def best_length(found: Seq[Chances], worth: Worth) -> tuple[int, float]:
