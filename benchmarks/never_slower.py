@@ -17,12 +17,12 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from foretoken.bench.arms import EngineArm, Sampling
-from foretoken.bench.measure import no_garbage_collection
+from foretoken.bench.measure import bootstrap_median, no_garbage_collection
 from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import load_prompts, read_questions
@@ -129,7 +129,7 @@ class Cells:
         governor = arms[1].engine.governor
         return {
             "cell": cell, "speed": statistics.median(ratios), "low": min(ratios), "high": max(ratios),
-            "interval": interval(ratios), "same": f"{num_same}/{num_texts}", "num_ratios": len(ratios),
+            "interval": bootstrap_median(ratios), "same": f"{num_same}/{num_texts}", "num_ratios": len(ratios),
             "estimate": None if governor is None else governor.speedup,
             "decision": None if governor is None else governor.describe(), "must_win": cell in MUST_WIN,
         }  # fmt: skip
@@ -139,14 +139,6 @@ class Cells:
             sampling = Sampling(ignore_eos=True)
             rows, _, seconds = arm.decode_batch(texts, self.options.max_new_tokens, sampling)
         return seconds, [row.output_ids for row in rows], arm.engine.profile.num_steps
-
-
-def interval(ratios: Iterable[float]) -> tuple[float, float]:
-    """95 % of the median, by resampling."""
-    values = list(ratios)
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.parts.layer_set import LayerSet
     from foretoken.tune.layer_sets import SearchResult
 
 app = typer.Typer(name="tune", help="Search for the settings with which a drafter is fast.", no_args_is_help=True)
@@ -59,7 +58,8 @@ def layer_skip(
             raise typer.Exit(EXIT_INTERRUPTED)
         report = job.finish(result)
         report["out"] = str(out)
-        _write(job.layer_set(report), out)
+        with _writing(out):
+            job.layer_set(report).save(out)
         if plot is not None:
             from foretoken.tune.picture import plot_search
 
@@ -85,12 +85,8 @@ def tree(
     with exit_codes():
         _check_place(out)
         found, details = find_tree(options)
-        try:
+        with _writing(out):
             found.chosen.save(out, **details)
-        except OSError as error:
-            from foretoken.errors import ConfigError
-
-            raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
         if as_json:
             paths = [list(path) for path in found.chosen.paths]
             sys.stdout.write(json.dumps({"out": str(out), "paths": paths, **details}) + "\n")
@@ -120,12 +116,8 @@ def profile(
 
         found, details = find_profile(options, say)
         report = {**found.as_dict(), **details}
-        try:
+        with _writing(out):
             out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            from foretoken.errors import ConfigError
-
-            raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
         if as_json:
             sys.stdout.write(json.dumps({"out": str(out), **report}) + "\n")
         else:
@@ -146,11 +138,13 @@ def _check_place(out: Path) -> None:
         raise ConfigError(f"{out} cannot be written: it needs to be a file in a folder that exists")
 
 
-def _write(layer_set: LayerSet, out: Path) -> None:
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raises: ConfigError where writing inside of it fails."""
     from foretoken.errors import ConfigError
 
     try:
-        layer_set.save(out)
+        yield
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
 

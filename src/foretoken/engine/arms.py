@@ -97,11 +97,6 @@ class ArmsGovernor:
         self._steps[self._active] += 1
         self._left -= 1
 
-    def forget(self, row: Sequence) -> None:
-        """Drop what is known of a row that has ended."""
-        for governor in self._arms:
-            governor.forget(row)
-
     @property
     def totals(self) -> Totals:
         """Counts of all arms together."""
@@ -110,8 +105,7 @@ class ArmsGovernor:
     @property
     def speedup(self) -> float | None:
         """Estimated speed of all steps so far by that of plain decoding; None before the first."""
-        totals = self.totals
-        return totals.plain_seconds / totals.seconds if totals.seconds else None
+        return self.totals.speedup
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""

@@ -220,7 +220,7 @@ class Governor:
                 size / num_rows - 1.0 - self._length
             )
         self._since_plain = self._since_plain + 1 if has_draft else 0
-        self._count(num_rows, num_tokens, size, seconds, plain, has_draft=has_draft)
+        self._count(num_rows, num_tokens, seconds, plain, has_draft=has_draft)
 
     def follow(self, outputs: Seq[RowOutput]) -> None:
         """Hold drafts against the tokens that have come, whoever drafted them."""
@@ -229,21 +229,13 @@ class Governor:
             if output.row.is_finished:
                 self.survival.forget(output.row.id)
 
-    def _count(
-        self, num_rows: int, num_tokens: int, size: int, seconds: float, plain: float, *, has_draft: bool
-    ) -> None:
+    def _count(self, num_rows: int, num_tokens: int, seconds: float, plain: float, *, has_draft: bool) -> None:
         totals = self.totals
         totals.num_steps += 1
         totals.num_drafted += has_draft
         totals.num_tokens += num_tokens
-        totals.num_rows += num_rows
-        totals.num_nodes += size
         totals.seconds += seconds
         totals.plain_seconds += plain * num_tokens / num_rows
-
-    def forget(self, row: Sequence) -> None:
-        """Drop what is known of a row that has ended."""
-        self.survival.forget(row.id)
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
@@ -260,7 +252,7 @@ class Governor:
     @property
     def speedup(self) -> float | None:
         """Estimated speed of all steps so far by that of plain decoding; None before the first."""
-        return self.totals.plain_seconds / self.totals.seconds if self.totals.seconds else None
+        return self.totals.speedup
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""

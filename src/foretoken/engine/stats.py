@@ -149,10 +149,13 @@ class Totals:
     num_steps: int = 0
     num_drafted: int = 0
     num_tokens: int = 0
-    num_rows: int = 0
-    num_nodes: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Estimated speed of these steps by that of plain decoding; None where there are none."""
+        return self.plain_seconds / self.seconds if self.seconds else None
 
 
 class Clock:

@@ -52,6 +52,21 @@ class LayerShape:
     has_bias: bool = False
     has_head_norms: bool = False
 
+    @classmethod
+    def of(cls, config: Any) -> LayerShape:
+        """That of the decoder layers of a target, by its config."""
+        num_heads = config.num_attention_heads
+        rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
+        )
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, in float32 or wider."""

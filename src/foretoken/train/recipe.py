@@ -146,21 +146,6 @@ class Laws:
         return self.vocabulary.rows_of(place.token_ids[place.first + 2 + rows])
 
 
-def layer_shape(config: Any) -> LayerShape:
-    """Sizes of the decoder layers of a target."""
-    num_heads = config.num_attention_heads
-    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
-    return LayerShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
-    )
-
-
 def halved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as they are shipped: floating-point numbers in bfloat16."""
     return {

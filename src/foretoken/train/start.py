@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.hydra import HydraHeads, HydraShape
+from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.linears import replacement
@@ -22,7 +23,7 @@ from foretoken.model.lm import CausalLM
 from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
 from foretoken.train.examples import Example
 from foretoken.train.medusa import HydraRecipe, MedusaRecipe
-from foretoken.train.recipe import Recipe, TargetParts, layer_shape
+from foretoken.train.recipe import Recipe, TargetParts
 
 METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3")
 """Methods whose heads can be trained; "eagle2" makes the heads of "eagle"."""
@@ -63,7 +64,7 @@ def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
         output=_weight(output),
         norm=None if norm is None else norm.detach(),
         num_layers=target.num_layers,
-        layer=layer_shape(config),
+        layer=LayerShape.of(config),
         eos_token_ids=tuple(eos_token_ids),
         last_layer=_last_layer(target),
     )

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     import foretoken.heads.hydra as hydra
     import foretoken.heads.hydra_layout as layout
+    import foretoken.heads.layers as layers
     from foretoken.config.contents import Contents
     from foretoken.drafters.materials import Materials
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.hydra import HydraHeads
-    from foretoken.heads.layers import LayerShape
     from foretoken.heads.medusa import OutputLayer
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.cache.ragged import KVCache
@@ -39,6 +39,7 @@ else:
     torch = Lazy("torch")
     hydra = Lazy("foretoken.heads.hydra")
     layout = Lazy("foretoken.heads.hydra_layout")
+    layers = Lazy("foretoken.heads.layers")
 
 USUAL_ACCURACIES = [
     [share * scale for share in (0.62, 0.12, 0.06, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008)]
@@ -145,29 +146,11 @@ def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tenso
     return features.layer_input(layer, nodes)
 
 
-def _layer_of(target: CausalLM) -> LayerShape:
-    """Sizes of the target's decoder layers, which published prefix layers have."""
-    from foretoken.heads.layers import LayerShape
-
-    config = target.config
-    num_heads = config.num_attention_heads
-    rope = dict(getattr(config, "rope_parameters", None) or {"rope_theta": 10000.0})
-    return LayerShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        rope=rope if "rope_theta" in rope else {"rope_theta": 10000.0},
-    )
-
-
 def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
     """Drafts with the heads that the config names; whether they have a prefix layer (Hydra++) is seen from them."""
     target = materials.target
     materials.check_trees(options.method)
-    size, layer = int(target.config.hidden_size), _layer_of(target)
+    size, layer = int(target.config.hidden_size), layers.LayerShape.of(target.config)
 
     def read(found: Checkpoint) -> tuple[HydraHeads, Seq[str]]:
         return layout.read_hydra(found, size, target.vocab_size, layer)
