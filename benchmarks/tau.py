@@ -1,140 +1,313 @@
-"""Acceptance of methods that are forced on: tau, nodes per step and shares, by kind of prompt.
+"""Acceptance of methods that are forced on: tau with intervals over prompts, by position, and what a draft costs.
 
-    python benchmarks/tau.py --method lookahead --method '{"method": "jacobi", "num_speculative_tokens": 8}' \
-        [--model zoo:tiny] [--prompts question.jsonl] [--per-category 6] [--max-new-tokens 96] [--temperature 0]
+    python benchmarks/tau.py --model zoo:smollm2 --prompts question.jsonl --per-kind 4 --max-new-tokens 48 \
+        --nodes chain 8 16 60 --bigram answers.jsonl --method ngram --method token_recycling --method eagle3 \
+        --method suffix+eagle3 --out tau.jsonl
 
-The baseline is "bigram": one token after another, each the target's own argmax behind nothing but the token before
-it. It knows the target, and nothing of the text: a method that looks at the text has to do better.
+Every method drafts in every step, and as much as it is allowed: no governor runs, and lengths that a method would
+choose by itself are fixed. "chain" is a chain of five; a number is that of nodes, root included, of trees whose shape
+the method chooses; without --nodes a method drafts what its config says. Prompts of Spec-Bench's parts of chat count as
+one kind. Intervals are bootstraps over prompts.
+
+Two baselines are no methods of the library. "bigram", with --bigram, drafts what followed a token most often in answers
+of the target: the whole text before the pending token does not matter to it. "argmax" chains the target's own argmax
+behind nothing but the token before. A method that looks at the text has to do better.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+import random
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.bench.provenance import provenance
+from foretoken.bench.workload import read_questions
 from foretoken.config.engine import EngineConfig
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import ContextDrafter, Drafter
+from foretoken.engine.drafter import Budget, ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.train.examples import read_prompts
 from foretoken.tree import DraftTree
 
-BASELINE = "bigram"
+ARGMAX, BIGRAM, CHAIN = "argmax", "bigram", "chain"
+CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+CHAIN_LENGTH, NUM_BRANCHES, NUM_POSITIONS, NUM_RESAMPLES = 5, 4, 5, 2000
 
 
-class Bigrams:
+class Argmax:
     """The target's argmax behind every token alone, asked for once per token that occurs."""
 
     def __init__(self, target: CausalLM) -> None:
         self._target = target
-        self._known: dict[int, int] = {}
+        self._known: dict[int, list[tuple[int, float]]] = {}
 
     @torch.inference_mode()
-    def __getitem__(self, token: int) -> int:
+    def after(self, token: int) -> list[tuple[int, float]]:
         if token not in self._known:
             logits = self._target.forward(Nodes.from_chains([[token]]), self._target.new_cache(1, capacity=1))
-            self._known[token] = int(logits[0, 0].argmax())
+            self._known[token] = [(int(logits[0, 0].argmax()), 1.0)]
         return self._known[token]
 
 
-class BigramDrafter(ContextDrafter):
-    """Drafts what follows a token alone and looks at nothing else."""
+class Bigrams:
+    """What has followed a token in answers, likeliest first, with its share."""
 
-    name = BASELINE
+    def __init__(self, llm: LLM, answers: Path) -> None:
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
+        for asked in read_prompts(answers):
+            ids = [*llm.tokenizer(asked.answer or "", add_special_tokens=False)["input_ids"]]
+            ids += [llm.tokenizer.eos_token_id] if asked.ended else []
+            for first, second in pairwise(ids):
+                counts[first][second] += 1
+        self._ranked = {
+            token: [(successor, count / found.total()) for successor, count in found.most_common(10)]
+            for token, found in counts.items()
+        }
 
-    def __init__(self, bigrams: Bigrams, depth: int) -> None:
-        self._bigrams = bigrams
-        self._depth = depth
+    def after(self, token: int) -> list[tuple[int, float]]:
+        return self._ranked.get(token, [])
 
-    def propose_row(self, row: Sequence, budget: int) -> DraftTree:
-        tokens = [row.pending]
-        for _ in range(min(budget, self._depth)):
-            tokens.append(self._bigrams[tokens[-1]])
-        return DraftTree.chain(row.pending, tokens[1:], source=self.name)
+
+class SuccessorDrafter(ContextDrafter):
+    """The likeliest nodes of the tree that successors of single tokens span."""
+
+    def __init__(self, name: str, successors: Argmax | Bigrams, num_nodes: int | None) -> None:
+        self.name = name
+        self._successors, self._num_nodes = successors, num_nodes
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        tokens, parents, depths = [row.pending], [-1], [0]
+        is_chain = self._num_nodes is None
+        size, depth = (CHAIN_LENGTH + 1 if self._num_nodes is None else self._num_nodes), int(budget)
+        heap: list[tuple[float, int, int, int]] = []  # minus the chance of the path, order, parent, token
+
+        def open_(node: int, chance: float) -> None:
+            for token, share in self._successors.after(tokens[node])[: 1 if is_chain else None]:
+                heappush(heap, (-chance * share, len(heap) + len(tokens), node, token))
+
+        open_(0, 1.0)
+        while heap and len(tokens) < min(size, budget.max_nodes()):
+            negative, _, parent, token = heappop(heap)
+            if depths[parent] + 1 > depth:
+                continue
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            open_(len(tokens) - 1, -negative)
+        return DraftTree(tuple(tokens), tuple(parents), source=self.name)
 
 
 @dataclass(frozen=True)
 class Question:
-    category: str
-    token_ids: list[int]
+    kind: str
+    token_ids: tuple[int, ...]
 
 
-def questions(llm: LLM, path: Path | None, per_category: int, categories: set[str]) -> list[Question]:
-    """The first few prompts of every kind, as chats; those that leave no room for an answer are passed over."""
-    from foretoken.bench.workload import read_questions
+@dataclass
+class Found:
+    """Counters of one method, by question, and the processor time of its drafts."""
 
-    found: dict[str, list[Question]] = defaultdict(list)
-    for question in read_questions(path):
-        if (categories and question.category not in categories) or len(found[question.category]) >= per_category:
+    questions: Seq[Question]
+    stats: list[SequenceStats] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    num_proposals: int = 0
+
+    def tau(self, places: Iterable[int]) -> float:
+        several = [self.stats[place] for place in places]
+        return sum(one.num_emitted_tokens for one in several) / max(1, sum(one.num_steps for one in several))
+
+    def interval(self) -> tuple[float, float]:
+        """Of tau over all prompts, 95 %, by bootstrap over them."""
+        drawn, places = random.Random(0), range(len(self.stats))
+        taus = sorted(self.tau(drawn.choices(places, k=len(places))) for _ in range(NUM_RESAMPLES))
+        return taus[round(0.025 * NUM_RESAMPLES)], taus[-1 - round(0.025 * NUM_RESAMPLES)]
+
+    def gain_over(self, other: Found) -> tuple[float, float, float]:
+        """Difference of tau, with its interval by bootstrap over prompts, the same ones on both sides."""
+        drawn, places = random.Random(0), range(len(self.stats))
+        samples = [drawn.choices(places, k=len(places)) for _ in range(NUM_RESAMPLES)]
+        gains = sorted(self.tau(sample) - other.tau(sample) for sample in samples)
+        return self.tau(places) - other.tau(places), gains[round(0.025 * NUM_RESAMPLES)], gains[-1 - 50]
+
+    def by_position(self) -> list[float]:
+        """Share of steps in which at least 1, 2, .. drafted tokens were accepted."""
+        histogram: Counter[int] = Counter()
+        for one in self.stats:
+            histogram.update(one.acceptance_histogram)
+        steps = max(1, sum(one.num_steps for one in self.stats))
+        deeper = (sum(n for length, n in histogram.items() if length >= k) for k in range(1, NUM_POSITIONS + 1))
+        return [round(count / steps, 3) for count in deeper]
+
+
+def questions(llm: LLM, options: argparse.Namespace) -> list[Question]:
+    """Prompts of every kind as chats, evenly spread over those of the file that are short enough."""
+    fitting: dict[str, list[Question]] = defaultdict(list)
+    for question in read_questions(options.prompts):
+        kind = "chat" if question.category in CHAT else question.category
+        if options.kind and kind not in options.kind:
             continue
-        ids = llm.chat_prompt([{"role": "user", "content": question.text}])["prompt_token_ids"]
-        if len(ids) + 256 <= (llm.target.context_length or 1 << 20):
-            found[question.category].append(Question(question.category, ids))
-    return [question for several in found.values() for question in several]
+        ids = tuple(llm.chat_prompt([{"role": "user", "content": question.text}])["prompt_token_ids"])
+        longest = min(options.max_prompt_tokens, (llm.target.context_length or 1 << 20) - 256)
+        if len(ids) <= longest:
+            fitting[kind].append(Question(kind, ids))
+    return [
+        several[place * len(several) // options.per_kind]
+        for several in fitting.values()
+        for place in range(min(options.per_kind, len(several)))
+    ]
+
+
+def forced(method: str, nodes: str | None) -> SpeculativeConfig:
+    """A config that drafts as many nodes as it may, whatever it would decide by itself."""
+    given: dict[str, Any] = json.loads(method) if method.startswith("{") else {"method": method}
+    if nodes is None:
+        return SpeculativeConfig.parse(given)
+    return SpeculativeConfig.parse(_forced(SpeculativeConfig.parse(given), given, nodes))
+
+
+def _forced(config: SpeculativeConfig, given: dict[str, Any], nodes: str) -> dict[str, Any]:
+    known = config.definition.keys
+    size = CHAIN_LENGTH + 1 if nodes == CHAIN else int(nodes)
+    wanted: dict[str, Any] = {"max_draft_nodes": size, "length_policy": "fixed"}
+    wanted |= (
+        {"num_draft_branches": 1} if nodes == CHAIN else {"num_draft_branches": NUM_BRANCHES, "draft_rerank": True}
+    )
+    if nodes == CHAIN:
+        wanted["num_speculative_tokens"] = CHAIN_LENGTH
+    elif config.method in ("ngram", "suffix"):  # their drafts may be as deep as they are large
+        wanted["num_speculative_tokens"] = size - 1
+    if config.method == "union":
+        parts = [_forced(part, part.as_dict(), nodes) for part in config.parts]
+        return {"method": "union", "drafters": parts, "max_draft_nodes": size}
+    if config.method == "suffix":
+        wanted |= {"suffix_decoding_max_spec_factor": 1000.0, "suffix_decoding_min_token_prob": 0.0}
+    return {**given, **{key: value for key, value in wanted.items() if key in known}}
 
 
 def run(
-    llm: LLM, drafter: Drafter, asked: Iterable[Question], params: SamplingParams
-) -> tuple[dict[str, SequenceStats], list[list[int]]]:
-    """Counters by category, and all outputs."""
-    engine = Engine(llm.target, drafter, EngineConfig(max_num_seqs=8), eos_token_ids=llm._eos_token_ids)
-    asked = list(asked)
-    rows = [engine.add_request(question.token_ids, params)[0] for question in asked]
+    llm: LLM, drafter: Drafter, asked: Seq[Question], params: SamplingParams, *, is_chain: bool, rows: int
+) -> Found:
+    """Decode all prompts, so many at a time, with drafts of a fixed budget."""
+    found = Found(asked)
+    propose, observe = drafter.propose, drafter.observe
+
+    def timed_propose(rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        start = time.process_time()
+        given = [Budget.of(budget) for budget in budgets]
+        if is_chain:
+            given = [Budget(min(CHAIN_LENGTH, one.depth), one.nodes, chains_only=True) for one in given]
+        trees = propose(rows, given)
+        found.draft_seconds += time.process_time() - start
+        found.num_proposals += 1
+        return trees
+
+    def timed_observe(*told: Any) -> None:
+        start = time.process_time()
+        observe(*told)
+        found.draft_seconds += time.process_time() - start
+
+    drafter.propose, drafter.observe = timed_propose, timed_observe  # type: ignore[method-assign, assignment]
+    engine = Engine(llm.target, drafter, EngineConfig(max_num_seqs=rows), eos_token_ids=llm._eos_token_ids)
+    running = [engine.add_request(question.token_ids, params)[0] for question in asked]
     for _ in engine.run():
         pass
-    stats: dict[str, SequenceStats] = defaultdict(SequenceStats)
-    for question, row in zip(asked, rows, strict=True):
-        stats[question.category].add(row.stats)
-        stats["all"].add(row.stats)
-    return stats, [row.output_ids for row in rows]
+    found.stats = [row.stats for row in running]
+    found.outputs = [list(row.output_ids) for row in running]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="zoo:tiny")
-    parser.add_argument("--method", action="append", default=[], help="a name or JSON; may be repeated")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--execution", default="auto")
+    parser.add_argument("--method", action="append", default=[], help="a name, a+b, or JSON; may be repeated")
+    parser.add_argument("--nodes", nargs="+", default=[None], help="chain, or numbers of nodes, root included")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--category", action="append", default=[])
-    parser.add_argument("--per-category", type=int, default=6)
+    parser.add_argument("--kind", action="append", default=[])
+    parser.add_argument("--per-kind", type=int, default=6)
+    parser.add_argument("--max-prompt-tokens", type=int, default=700)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, action="append", default=[])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", type=int, default=8, help="prompts that are decoded together")
+    parser.add_argument("--bigram", type=Path, help="prompts with answers of the target, as of foretoken train")
+    parser.add_argument("--timed", type=int, default=0, help="prompts that are decoded alone too, to time drafts")
+    parser.add_argument("--against", default="", help="method whose tau is taken from that of others")
+    parser.add_argument("--check", action="store_true", help="compare texts with those of plain decoding")
+    parser.add_argument("--out", type=Path, help="JSON lines, with counts by prompt")
     options = parser.parse_args()
-    llm = LLM(options.model)
-    asked = questions(llm, options.prompts, options.per_category, set(options.category))
-    bigrams = Bigrams(llm.target)
+    llm = LLM(options.model, dtype=options.dtype, execution=options.execution)
+    asked = questions(llm, options)
+    baseline = Bigrams(llm, options.bigram) if options.bigram else Argmax(llm.target)
+    first = BIGRAM if options.bigram else ARGMAX
+
+    def drafter_of(method: str, nodes: str | None) -> Drafter:
+        if method == first:
+            size = None if first == ARGMAX or nodes in (None, CHAIN) else int(nodes or 0)
+            return SuccessorDrafter(method, baseline, size)
+        return llm.with_speculative_config(forced(method, nodes)).drafting.new_drafter()
+
+    print(f"{len(asked)} prompts: {dict(Counter(one.kind for one in asked))}", flush=True)
     for temperature in options.temperature or [0.0, 1.0]:
         params = SamplingParams(temperature=temperature, max_tokens=options.max_new_tokens, seed=1)
-        _, plain = run(llm, EmptyDrafter(), asked, params)
-        for method in [BASELINE, *options.method]:
-            if method == BASELINE:
-                drafter: Drafter = BigramDrafter(bigrams, 4)
-            else:
-                drafter = llm.with_speculative_config(method).drafting.new_drafter()
-            stats, outputs = run(llm, drafter, asked, params)
-            report(method, temperature, stats, outputs == plain, options.json)
+        plain = run(llm, EmptyDrafter(), asked, params, is_chain=True, rows=options.rows) if options.check else None
+        for nodes in options.nodes:
+            results: dict[str, Found] = {}
+            for method in [first, *options.method]:
+                is_chain = nodes == CHAIN
+                found = run(llm, drafter_of(method, nodes), asked, params, is_chain=is_chain, rows=options.rows)
+                results[method] = found
+                alone = asked[:: max(1, len(asked) // options.timed)][: options.timed] if options.timed else []
+                timed = run(llm, drafter_of(method, nodes), alone, params, is_chain=is_chain, rows=1) if alone else None
+                report(method, temperature, nodes, found, timed, plain, options.out)
+            for method, found in results.items():
+                if options.against in results and method != options.against:
+                    gain, low, high = found.gain_over(results[options.against])
+                    print(f"    {method} - {options.against}: {gain:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
 
 
-def report(method: str, temperature: float, stats: dict[str, SequenceStats], is_equal: bool, as_json: bool) -> None:
-    figures = {name: round(one.tokens_per_step, 3) for name, one in stats.items()}
-    nodes = stats["all"].num_draft_tokens / max(1, stats["all"].num_steps)
-    record = {
-        "method": method, "temperature": temperature, "tau": figures, "nodes_per_step": round(nodes, 1),
-        "equals_plain": is_equal,
+def report(
+    method: str, temperature: float, nodes: str | None, found: Found, timed: Found | None, plain: Found | None,
+    out: Path | None,
+) -> None:  # fmt: skip
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, question in enumerate(found.questions):
+        places[question.kind].append(place)
+    low, high = found.interval()
+    steps = max(1, sum(one.num_steps for one in found.stats))
+    record: dict[str, Any] = {
+        "method": method, "temperature": temperature, "nodes": nodes,
+        "tau": round(found.tau(range(len(found.stats))), 3), "low": round(low, 3), "high": round(high, 3),
+        "by_position": found.by_position(),
+        "by_kind": {kind: round(found.tau(several), 2) for kind, several in places.items()},
+        "nodes_per_step": round(1 + sum(one.num_draft_tokens for one in found.stats) / steps, 1),
     }  # fmt: skip
-    if as_json:
-        print(json.dumps(record), flush=True)
-    else:
-        print(f"T={temperature:g} {method}: nodes {nodes:.1f}, equal {is_equal}, tau {figures}", flush=True)
+    if timed is not None:
+        record["draft_ms"] = round(1000 * timed.draft_seconds / max(1, timed.num_proposals), 2)
+    if plain is not None:
+        record["equals_plain"] = found.outputs == plain.outputs
+    print(" ".join(f"{key}={value}" for key, value in record.items()), flush=True)
+    if out is not None:
+        counts = [(one.num_emitted_tokens, one.num_steps) for one in found.stats]
+        with out.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({**record, "by_prompt": counts, "conditions": provenance()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``foretoken train``: a head for a target, from prompts, with the accepted length measured as it grows."""
+"""``foretoken train``: a drafter for a target, from prompts, with the accepted length measured as it grows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 @takes_groups
 def train(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2 or eagle3.")],
+    method: Annotated[
+        str, typer.Argument(metavar="METHOD", help="medusa, hydra, hydra++, eagle, eagle2, eagle3 or draft_model.")
+    ],
     loading: Annotated[LoadingOptions, "dtype", "device", "execution"],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the head and all that is kept.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the drafter and all that is kept.")
+    ],
     target: Annotated[
         str | None,
         typer.Option(
@@ -48,6 +52,18 @@ def train(
     draft_vocabulary_size: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent.")] = 8192,
     num_heads: Annotated[int, typer.Option(help="Of Medusa and Hydra: the longest draft.")] = 4,
     unrolled_steps: Annotated[int, typer.Option(help="Of EAGLE-3: steps of a draft that are trained.")] = 4,
+    from_layers: Annotated[
+        str, typer.Option(metavar="N,N,..", help="draft_model: layers of the target that its own begin as.")
+    ] = "",
+    num_layers: Annotated[int, typer.Option(help="draft_model: layers, where they begin at random.")] = 4,
+    hidden_size: Annotated[int, typer.Option(help="draft_model: width of these; 0 is the target's.")] = 0,
+    own_embeddings: Annotated[
+        bool, typer.Option("--own-embeddings", help="draft_model: train embeddings too, instead of using the target's.")
+    ] = False,
+    start: Annotated[Path | None, typer.Option(metavar="DIR", help="draft_model: go on from this drafter.")] = None,
+    total_variation: Annotated[
+        float, typer.Option(metavar="SHARE", help="draft_model: of the loss; the rest is forward KL.")
+    ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(help="Of answers that are made here.")] = 256,
     held_out: Annotated[int, typer.Option(metavar="N", help="One prompt in N is measured with, not trained on.")] = 64,
     evaluate_tokens: Annotated[int, typer.Option(help="Answer tokens between measurements of tau.")] = 100_000,
@@ -56,11 +72,11 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Keep the target's features here; trainings may share them.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts are texts to go on with: no chat template.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the head, the order of examples, and answers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the drafter, the order of examples, and answers.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Try two steps, say memory and time, and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a head that drafts for a target, and measure how many of its tokens the target takes.
+    """Train a drafter for a target, and measure how many of its tokens the target takes.
 
     Answers of prompts that have none are made by the target. Interrupted at any moment, the same command goes on. The
     folder can be named as --draft-model afterwards.
@@ -68,12 +84,17 @@ def train(
     with exit_codes():
         from foretoken.train.answers import Answering
         from foretoken.train.run import Plan, Run
+        from foretoken.train.small import SmallPlan
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
             learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size, num_heads=num_heads,
             num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens, patience=patience,
             features=features, raw=raw,
+            small=SmallPlan(
+                from_layers=_layers(from_layers), num_layers=num_layers, hidden_size=hidden_size,
+                own_embeddings=own_embeddings, start=start, total_variation=total_variation,
+            ),
             answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
         )  # fmt: skip
         plan.check()
@@ -86,13 +107,23 @@ def train(
         _train(run, console, as_json)
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    """Raises: ConfigError for what is not a list of numbers."""
+    from foretoken.errors import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--from-layers is {text!r}; give numbers of layers, such as 0,10,20,29") from None
+
+
 def _say_estimate(run: Run, as_json: bool) -> None:
     found = run.estimate()
     if as_json:
         put_json(vars(found))
         return
     typer.echo(
-        f"{found.num_examples:,} examples, {found.num_tokens:,} answer tokens; a head of "
+        f"{found.num_examples:,} examples, {found.num_tokens:,} answer tokens; a drafter of "
         f"{found.num_parameters / 1e6:.1f} M parameters\n"
         f"memory beside the target: {found.memory_bytes / 1e6:,.0f} MB; kept features would take "
         f"{found.feature_bytes / 1e9:.2f} GB\n"

@@ -1,4 +1,4 @@
-"""How many of a head's tokens the target takes: measured by decoding, on prompts that training does not see."""
+"""How many of a drafter's tokens the target takes: measured by decoding, on prompts that training does not see."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Acceptance:
 
 
 def chain_config(method: str, folder: Path, depth: int = DEPTH) -> dict[str, Any]:
-    """A config that drafts chains with the head in a folder."""
+    """A config that drafts chains with the drafter in a folder."""
     method = _METHOD.get(method, method)
     config: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
+    if method == "draft_model":
+        return config
     if method in ("eagle2", "eagle3"):
         return {**config, "num_draft_branches": 1, "max_draft_nodes": depth + 1}
     return {**config, "speculative_token_tree": "x".join(["1"] * depth)}

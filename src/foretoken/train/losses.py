@@ -28,7 +28,13 @@ class Part:
 
 
 def distilled(
-    states: Tensor, weight: Tensor, law: Tensor, rows: Tensor, weights: Tensor, counts: Seq[int]
+    states: Tensor,
+    weight: Tensor,
+    law: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    counts: Seq[int],
+    variation: float = 0.0,
 ) -> list[Part]:
     """Soft cross entropy against the target's law, of several heads or steps one after the other, summed.
 
@@ -39,8 +45,9 @@ def distilled(
       rows: int64 (M,), the row of the law for each place.
       weights: (M,), 0 at places that do not count.
       counts: how many places every head or step has; M together.
+      variation: share of total variation in the loss; the rest is cross entropy.
     """
-    losses, is_right = DistilledOutput.apply(states, weight, law, rows)  # type: ignore[no-untyped-call]
+    losses, is_right = DistilledOutput.apply(states, weight, law, rows, variation)  # type: ignore[no-untyped-call]
     kept = (losses * weights.to(losses.dtype)).split(list(counts))
     right = (is_right & (weights > 0)).split(list(counts))
     return [Part(loss.sum(), len(loss), int(hits.sum())) for loss, hits in zip(kept, right, strict=True)]

@@ -14,13 +14,14 @@ BLOCK_ELEMENTS = 400_000
 class DistilledOutput(torch.autograd.Function):
     """Cross entropy of ``states @ weight.T`` against laws, by place, with its gradient computed on the way.
 
-    With l = states @ weight.T and p = softmax(target_logits): log sum exp(l) - p . l, whose gradient by l is
-    softmax(l) - p. The upstream gradient is one number per place, so it can be multiplied in later.
+    With l = states @ weight.T, q = softmax(l) and p = softmax(target_logits): log sum exp(l) - p . l, whose gradient by
+    l is q - p. A share of it may be total variation instead, sum |q - p| / 2, whose gradient is q (s - s . q) / 2 with
+    s = sign(q - p). The upstream gradient is one number per place, so it can be multiplied in later.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, target_logits: Tensor, places: Tensor
+        ctx: Any, states: Tensor, weight: Tensor, target_logits: Tensor, places: Tensor, variation: float = 0.0
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -28,6 +29,7 @@ class DistilledOutput(torch.autograd.Function):
           weight: (V_d, H).
           target_logits: (N, V_d) of the laws.
           places: int64 (M,), the law of each place.
+          variation: share of total variation.
         Returns: losses (M,) in float32 or wider; bool (M,), whether the likeliest token is that of the law.
         """
         wide = torch.float64 if states.dtype == torch.float64 else torch.float32
@@ -49,6 +51,11 @@ class DistilledOutput(torch.autograd.Function):
             total = own.sum(-1, keepdim=True)
             losses[block] = (total.log() + top)[:, 0] - expected
             own /= total
+            if variation:
+                apart, by_variation = _varied(own, law)
+                losses[block] = (1 - variation) * losses[block] + variation * apart
+                logits[block] = own.sub_(law).mul_(1 - variation).add_(by_variation, alpha=variation)
+                continue
             logits[block] = own.sub_(law)  # from here on the gradient
         ctx.save_for_backward(logits @ weight.detach().to(narrow), *((logits, states) if weight.requires_grad else ()))
         ctx.mark_non_differentiable(right)
@@ -61,4 +68,12 @@ class DistilledOutput(torch.autograd.Function):
         if others:
             by_logits, states = others
             by_weight = by_logits.T @ (states * upstream[:, None]).to(by_logits.dtype)
-        return (by_states * upstream[:, None]).to(by_states.dtype), by_weight, None, None
+        return (by_states * upstream[:, None]).to(by_states.dtype), by_weight, None, None, None
+
+
+def _varied(own: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    """Total variation of laws (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
+    apart = own - law
+    sign = apart.sign()
+    gradient = 0.5 * own * (sign - torch.linalg.vecdot(sign, own)[:, None])
+    return apart.abs_().sum(-1) / 2, gradient

@@ -56,7 +56,9 @@ class TargetParts:
       num_layers: L.
       layer: sizes of its decoder layers.
       eos_token_ids: that end a text.
-      last_layer: tensors of its last decoder layer, by name; without any, heads begin with random numbers.
+      layers: tensors of its decoder layers, by name; none where they are not built as Llama's, so that drafters begin
+        with random numbers.
+      context: tokens that its positions reach.
     """
 
     name: str
@@ -66,11 +68,17 @@ class TargetParts:
     num_layers: int
     layer: LayerShape
     eos_token_ids: tuple[int, ...]
-    last_layer: dict[str, Tensor]
+    layers: Seq[dict[str, Tensor]] = ()
+    context: int = 2048
 
     @property
     def hidden_size(self) -> int:
         return int(self.embedding.shape[1])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether its output layer is its embedding."""
+        return self.output.data_ptr() == self.embedding.data_ptr() or torch.equal(self.output, self.embedding)
 
     @property
     def vocab_size(self) -> int:

@@ -22,6 +22,7 @@ from foretoken.train.curve import draw
 from foretoken.train.evaluation import Acceptance, chain_config, measure
 from foretoken.train.examples import Asked, example_of, is_evaluation, is_held_out, prompt_ids, read_prompts
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foretoken.train.small import SmallPlan
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
 
@@ -45,6 +46,7 @@ class Plan:
       features: folder of kept features; None computes them each time.
       max_length: tokens at which texts are cut.
       raw: prompts are texts to go on with, without the chat template.
+      small: what a drafter that is a model is made of.
     """
 
     method: str
@@ -66,6 +68,7 @@ class Plan:
     max_length: int = 1024
     answering: Answering = field(default_factory=Answering)
     raw: bool = False
+    small: SmallPlan = field(default_factory=SmallPlan)
     seed: int = 0
 
     def check(self) -> None:
@@ -77,6 +80,11 @@ class Plan:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.one_in < 2:
             raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
+        if self.method != "draft_model" and self.small != SmallPlan():
+            raise ConfigError(
+                f"layers and embeddings are chosen for draft_model, not for {self.method}; leave them out"
+            )
+        self.small.check()
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class Run:
         vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
         vocabulary.check_eos(self._eos, "this run")
         self._recipe = new_recipe(
-            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps
+            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps, small=plan.small
         )
         device = llm.target.device
         self._recipe.module.to(device)
@@ -233,6 +241,8 @@ class Run:
 
     def _ship(self, found: Acceptance, num_tokens: int) -> None:
         self._recipe.save(self.plan.out, {EXPECTED: found.by_position[0]})
+        if self.plan.method == "draft_model" and self.llm.tokenizer is not None:
+            self.llm.tokenizer.save_pretrained(self.plan.out)
         record = {
             "method": self.plan.method,
             "target": self.llm.model_info.name,

@@ -1,4 +1,4 @@
-"""Heads as training begins with them: over the target's output layer, and where that helps with what it knows."""
+"""Drafters as training begins with them: over the target's output layer, and where that helps with what it knows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.linears import replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
+from foretoken.train.draft_model import DraftModelRecipe
 from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
 from foretoken.train.examples import Example
 from foretoken.train.medusa import HydraRecipe, MedusaRecipe
 from foretoken.train.recipe import Recipe, TargetParts
+from foretoken.train.small import SmallPlan, new_small_model
 
-METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3")
-"""Methods whose heads can be trained; "eagle2" makes the heads of "eagle"."""
+METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
+"""Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
 
 _LAYER = (
     "input_layernorm",
@@ -66,7 +68,8 @@ def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
         num_layers=target.num_layers,
         layer=LayerShape.of(config),
         eos_token_ids=tuple(eos_token_ids),
-        last_layer=_last_layer(target),
+        layers=_layers(target),
+        context=target.context_length or 2048,
     )
 
 
@@ -74,12 +77,28 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, nn.Linear) and getattr(layer, "bias", None) is None
 
 
-def _last_layer(target: CausalLM) -> dict[str, Tensor]:
-    """The tensors of the last decoder layer, where it is built as Llama's is; else none."""
-    modules: dict[str, Any] = dict(target.layers[-1].named_modules())
-    if not all(name in modules and getattr(modules[name], "bias", None) is None for name in _LAYER):
-        return {}
-    return {name: _weight(modules[name]) for name in _LAYER}
+class _Layers(Seq[dict[str, Tensor]]):
+    """Decoder layers of a target, whose tensors are unpacked when they are asked for."""
+
+    def __init__(self, layers: Seq[Any]) -> None:
+        self._layers = layers
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, place: Any) -> Any:
+        modules: dict[str, Any] = dict(self._layers[place].named_modules())
+        return {name: _weight(modules[name]) for name in _LAYER}
+
+
+def _layers(target: CausalLM) -> Seq[dict[str, Tensor]]:
+    """The tensors of the decoder layers, where they are built as Llama's are; else none."""
+    for layer in target.layers:
+        parts = {name: part for name, part in layer.named_modules() if not list(part.children())}
+        weights = {name for name, part in parts.items() if getattr(part, "weight", None) is not None}
+        if weights != set(_LAYER) or any(getattr(parts[name], "bias", None) is not None for name in _LAYER):
+            return ()
+    return _Layers(list(target.layers))
 
 
 def _weight(layer: Any) -> Tensor:
@@ -109,8 +128,9 @@ def new_recipe(
     num_steps: int = 4,
     streams: Seq[int] | None = None,
     intermediate_size: int | None = None,
+    small: SmallPlan | None = None,
 ) -> Recipe:
-    """Heads of a method at the beginning of their training, in float32, with how they are trained.
+    """The drafter of a method at the beginning of their training, in float32, with how they are trained.
 
     Args:
       method: one of `METHODS`.
@@ -119,6 +139,7 @@ def new_recipe(
       num_steps: that EAGLE-3 unrolls.
       streams: layers whose inputs EAGLE-3 reads; see `default_streams`.
       intermediate_size: of the MLP of decoder layers; the target's by default.
+      small: what a drafter that is a model is made of.
 
     Raises: ConfigError for a method that is not one of these, or one that the target is too small for.
     Randomness: torch's.
@@ -126,6 +147,9 @@ def new_recipe(
     size = target.hidden_size
     layer = replace(target.layer, intermediate_size=intermediate_size or target.layer.intermediate_size)
     kept = None if vocabulary.is_full else vocabulary
+    if method == "draft_model":
+        plan = small or SmallPlan()
+        return DraftModelRecipe(new_small_model(target, plan), target, vocabulary, plan.total_variation)
     if method == "medusa":
         return MedusaRecipe(MedusaHeads(MedusaShape(size, 0, num_heads), kept), target)
     if method in ("hydra", "hydra++"):
@@ -162,9 +186,9 @@ def begin_as(head: EagleHead, target: TargetParts) -> None:
     own: dict[str, Any] = dict(first.named_modules())
     if head.norm is not None and target.norm is not None:
         head.norm.weight.copy_(target.norm)
-    if not target.last_layer:
+    if not target.layers:
         return
-    last = {name: tensor.float() for name, tensor in target.last_layer.items()}
+    last = {name: tensor.float() for name, tensor in target.layers[-1].items()}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         weight = own[name].weight
         weight.normal_(0.0, 0.01)

@@ -212,7 +212,8 @@ def build(options: DraftModelOptions, materials: Materials) -> DraftModelDrafter
             f"method 'draft_model' needs a drafter{materials.brings_none}; add model (a directory, a hub id, zoo:NAME "
             "or a loaded model), or use zoo:tiny, which brings its own"
         )
-    model, vocabulary = materials.draft_model, chosen_vocabulary(options, materials)
+    model = materials.draft_model
+    vocabulary = chosen_vocabulary(options, materials, trained_as=model.config)
     if vocabulary is not None:
         whole = model
         model = materials.keep(("reduced output", whole.num_changes), lambda: reduced_model(whole, vocabulary))

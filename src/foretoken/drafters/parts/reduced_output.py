@@ -39,12 +39,19 @@ class VocabularyOptions(Options):
     )
 
 
-def chosen_vocabulary(options: VocabularyOptions, materials: Materials) -> DraftVocabulary | None:
+def chosen_vocabulary(
+    options: VocabularyOptions, materials: Materials, trained_as: Any = None
+) -> DraftVocabulary | None:
     """The tokens that a config names; None for all.
+
+    Args:
+      trained_as: config of a model that may say with which tokens it was trained, where the user names none.
 
     Raises: ConfigError, CheckpointError for what is not a list of tokens of the target, EOS among them.
     """
     given = options.draft_vocabulary
+    if given is None:
+        given = getattr(trained_as, "draft_vocabulary", None)
     if given is None:
         return None
     size = materials.target.vocab_size

@@ -1,0 +1,79 @@
+"""The recipe of small models: the target's law along its own answers, learned by a Llama with a few layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.train.examples import Example
+from foretoken.train.features import Streams
+from foretoken.train.losses import Part, distilled
+from foretoken.train.recipe import Laws, Place, TargetParts, halved
+from foretoken.train.small import EMBEDDING, SmallModel
+
+
+class DraftModelRecipe:
+    """Forward KL and total variation between the target's law and the drafter's, after every token of answers.
+
+    Forward KL is counted as cross entropy against the law, which differs by the entropy of the law. Source: forward KL
+    on the target's own texts and total variation, DistillSpec (Zhou et al. 2023, arXiv:2310.08461); the chance that a
+    drafted token is accepted under rejection is 1 - total variation (Leviathan et al. 2022, arXiv:2211.17192).
+
+    Args:
+      model: what is trained.
+      target: whose law is learned.
+      vocabulary: over which laws are compared; tokens outside of it are not drafted.
+      total_variation: its share of the loss.
+    """
+
+    method: str = "draft_model"
+
+    def __init__(
+        self, model: SmallModel, target: TargetParts, vocabulary: DraftVocabulary, total_variation: float = 0.0
+    ) -> None:
+        self._model, self._target, self._vocabulary = model, target, vocabulary
+        self._variation = total_variation
+        self.module: nn.Module = model
+        self.layers: tuple[int, ...] = (target.num_layers,)
+        self.weights: tuple[float, ...] = (1.0,)
+        self._laws = Laws(target.output, vocabulary)
+
+    def parts(self, example: Example, streams: Streams) -> list[Part]:
+        place = Place.of(example, self._target.output.device)
+        if place is None:
+            return []
+        states = self._model.states(self._embedded(place.token_ids))[place.first + 1 : -1]
+        law = self._laws.along(place, streams[self._target.num_layers])
+        (count,) = place.counts(1)
+        rows = place.rows([count])
+        weights = self._laws.weights(place, rows)
+        return distilled(states, self._output, law, rows, weights, [count], self._variation)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """(T,) -> (T, H), of the drafter."""
+        if self._model.embedding is not None:
+            return nn.functional.embedding(token_ids, self._model.embedding)
+        return self._target.embedded(token_ids, self._model.body.norm.weight.dtype)
+
+    @property
+    def _output(self) -> Tensor:
+        """(V_d, H), rows of the drafter's own embedding or of the target's output layer."""
+        own = self._model.embedding
+        return self._laws.kept if own is None else self._vocabulary.rows_of_layer(own)
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        """Write a whole model in transformers' layout, with the embeddings of the target where it uses these."""
+        model = self._model
+        tensors = {f"model.{name}": tensor for name, tensor in model.body.state_dict().items()}
+        tensors[EMBEDDING] = self._target.embedding if model.embedding is None else model.embedding.detach()
+        if not model.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = self._target.output
+        config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **facts}
+        if not self._vocabulary.is_full:
+            config["draft_vocabulary"] = self._vocabulary.target_ids.tolist()
+        write_checkpoint(folder, config, halved({name: torch.as_tensor(tensor) for name, tensor in tensors.items()}))
