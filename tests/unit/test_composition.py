@@ -179,7 +179,7 @@ def test_a_union_asks_for_all_that_its_parts_ask_for() -> None:
     asking = [
         Requirements(last_hidden=True),
         Requirements(layer_inputs=(1,)),
-        Requirements(layer_inputs=(0,), prompt_logits=True, choices=True),
+        Requirements(layer_inputs=(0,), prompt_logits=True, prompts=True, choices=True),
     ]
     together = UnionDrafter([Fixedly(str(i), [[1]], requires) for i, requires in enumerate(asking)]).requires
     for name in (field.name for field in fields(Requirements)):

@@ -46,6 +46,7 @@ OF_THEIR_OWN = {
     "length_policy": "an object, which the options name",
     "policy": "an object, which the options name",
     "layer_set": "an object, which the options name",
+    "view": "an object, which the options name",
     "matrix": "what the zoo brings",
     "vocabulary": "of the head",
     "history": "made of the options",

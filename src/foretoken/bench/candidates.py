@@ -101,5 +101,9 @@ def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens:
 def _takes(config: SpeculativeConfig, drafter: str) -> bool:
     """Whether a config drafts with what was named beside it: heads with a head, other methods with a model."""
     is_head = recognized(drafter) is not None
-    open_parts = [part for part in config.parts if part.model is None and "model" in part.definition.keys]
+    open_parts = [
+        part
+        for part in config.parts
+        if part.model is None and "model" in part.definition.keys and not part.definition.model_is_optional
+    ]
     return any(part.definition.drafts_with_heads == is_head for part in open_parts)

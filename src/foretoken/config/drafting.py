@@ -123,7 +123,13 @@ class BranchOptions(DraftOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Keys of methods that draft with a model of their own."""
+    """Keys of methods that draft with a model of their own.
+
+    Attributes:
+      model_is_optional: whether the method drafts with the target itself where no model is named.
+    """
+
+    model_is_optional: ClassVar[bool] = False
 
     model: Any = option(
         anything("path, hub id, zoo:NAME or a loaded model"),

@@ -76,6 +76,11 @@ class Method:
         return "model" in self.keys and not self.drafts_with_heads
 
     @property
+    def model_is_optional(self) -> bool:
+        """Whether it drafts with the target itself where the config names no model."""
+        return getattr(self.options, "model_is_optional", False)
+
+    @property
     def drafts_with_heads(self) -> bool:
         """Whether what the config names as a model is a head over the target's features."""
         return getattr(self.options, "model_is_head", False)

@@ -19,6 +19,9 @@ from foretoken.errors import ConfigError
 
 NAME = "SpeculativeConfig"
 
+LOADED = "(a loaded model)"
+"""What stands for the model of a config that must not refer to it."""
+
 
 @dataclass(frozen=True, init=False, repr=False)
 class SpeculativeConfig:
@@ -126,13 +129,16 @@ class SpeculativeConfig:
     def model_part(self) -> SpeculativeConfig | None:
         """The config of the drafter that is a model: this one or the first such part."""
         if not self.definition.combines:
-            return self if self.definition.takes_model else None
+            is_self = self.definition.model_is_optional and self.model is None
+            return self if self.definition.takes_model and not is_self else None
         return next((part.model_part for part in self.parts if part.model_part is not None), None)
 
     def without_model(self) -> SpeculativeConfig:
-        """The same config, without a reference to any loaded model; heads stay."""
+        """The same config, without a reference to any loaded model; heads stay, and that there was a model may."""
         keeps = self.definition.drafts_with_heads
         values = {name: value for name, value in self.as_dict().items() if keeps or name != "model"}
+        if self.definition.model_is_optional and self.model is not None:
+            values["model"] = LOADED
         if self.definition.combines:
             values["drafters"] = [part.without_model() for part in self.parts]
         return SpeculativeConfig(**values)
@@ -202,7 +208,11 @@ def _inferred(given: Mapping[str, Any]) -> Method:
     fitting = list({owner[0].name: owner[0] for owner in owners.values() if len(owner) == 1}.values())
     if not fitting:
         fitting = [
-            method for method in single if given and given.keys() <= method.keys.keys() and not method.drafts_with_heads
+            method
+            for method in single
+            if given
+            and given.keys() <= method.keys.keys()
+            and not (method.drafts_with_heads or method.model_is_optional)
         ]
     if len(fitting) != 1:
         raise ConfigError(

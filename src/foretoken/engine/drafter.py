@@ -37,6 +37,7 @@ class Requirements:
       last_hidden: the input of the output embedding, after the final norm; of prompts and of decode steps.
       layer_inputs: indices of decoder layers whose inputs are wanted; of both, too.
       prompt_logits: of prompts: they cost the output embedding for every token.
+      prompts: to be shown prompts chunk by chunk, whether features of them are wanted or not.
       choices: that the target's own choices at all nodes will be asked for, so that they are made once for the
         acceptance rule and the drafter.
     """
@@ -44,12 +45,13 @@ class Requirements:
     last_hidden: bool = False
     layer_inputs: tuple[int, ...] = ()
     prompt_logits: bool = False
+    prompts: bool = False
     choices: bool = False
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether features of prompts are wanted."""
-        return self.last_hidden or bool(self.layer_inputs) or self.prompt_logits
+        """Whether prompts are to be shown chunk by chunk."""
+        return self.prompts or self.last_hidden or bool(self.layer_inputs) or self.prompt_logits
 
     @classmethod
     def all_of(cls, several: Iterable[Requirements]) -> Requirements:
@@ -59,6 +61,7 @@ class Requirements:
             last_hidden=any(requires.last_hidden for requires in several),
             layer_inputs=tuple(sorted({layer for requires in several for layer in requires.layer_inputs})),
             prompt_logits=any(requires.prompt_logits for requires in several),
+            prompts=any(requires.prompts for requires in several),
             choices=any(requires.choices for requires in several),
         )
 

@@ -121,7 +121,7 @@ class Forwards:
         """Run drafts, one for each of the first rows; logits of every node."""
         wanted, bucket = self._wanted, self.bucket
         if self._has_one_shape:
-            padding = [DraftTree.root(0)] * (self._config.max_num_seqs - len(trees))
+            padding = [DraftTree.root(trees[0].tokens[0])] * (self._config.max_num_seqs - len(trees))
             nodes = Nodes.from_trees([*trees, *padding], self._config.strict_width)
             return self._target.forward_with(wanted, nodes, self._cache, view_length=self._view_length)
         if bucket is None or not all(tree.is_chain for tree in trees):

@@ -21,7 +21,8 @@ class Nodes:
     """B ragged rows of up to N nodes, padded to one width.
 
     Args:
-      tokens: int64 (B, N).
+      tokens: int64 (B, N); padding repeats the first token of its row: it lies in masked columns of that row, where the
+        NaN embedding of a token that the row does not have would reach all its nodes.
       depths: int64 (B, S + N), distance from the root of the row; in padding any that gives a position inside of the
         context.
       counts: number of real nodes of every row; the rest is padding that only sees itself.
@@ -45,7 +46,9 @@ class Nodes:
         """Rows of consecutive tokens, for prefill and catch-up."""
         counts = tuple(map(len, chains))
         width = width or max(counts)
-        tokens = np.zeros((len(chains), width), dtype=np.int64)
+        some = next((chain[0] for chain in chains if chain), 0)  # for rows without any
+        first = np.array([[chain[0] if chain else some] for chain in chains], dtype=np.int64)
+        tokens = first.repeat(width, axis=1)
         depths = np.zeros((len(chains), width), dtype=np.int64)
         for row, chain in enumerate(chains):
             tokens[row, : len(chain)] = chain
@@ -59,7 +62,7 @@ class Nodes:
             return cls.from_chains([tree.tokens for tree in trees], width)
         counts = tuple(map(len, trees))
         width = width or max(counts)
-        tokens = np.zeros((len(trees), width), dtype=np.int64)
+        tokens = np.array([[tree.tokens[0]] for tree in trees], dtype=np.int64).repeat(width, axis=1)
         depths = np.zeros((len(trees), width), dtype=np.int64)
         ancestors = np.broadcast_to(np.eye(width, dtype=bool), (len(trees), width, width)).copy()
         for row, tree in enumerate(trees):

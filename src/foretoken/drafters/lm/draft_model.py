@@ -13,8 +13,8 @@ from foretoken.drafters.lengths import Fixed, LengthPolicy
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
-from foretoken.drafters.parts.rows import CachedRows, feed, known_tokens, neighbours, reach
-from foretoken.engine.drafter import Budget, Drafter, StepResult
+from foretoken.drafters.parts.rows import CachedRows, Place, feed, known_tokens, neighbours, reach
+from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
     from foretoken.drafters.parts.draft import GrowingDraft
-    from foretoken.model.cache.ragged import RowStates
+    from foretoken.drafters.parts.sparse_view import SparseView
+    from foretoken.model.cache.ragged import KVCache, RowStates
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
 else:
@@ -74,6 +75,8 @@ class DraftModelDrafter(Drafter):
       model: the drafter; its vocabulary may be padded differently from the target's.
       num_speculative_tokens: K, depth of the draft, where no policy is given.
       policy: decides how deep to draft.
+      view: chosen columns of the drafter's cache, over which it drafts, and reads what the target has accepted,
+        instead of over all of them. Prompts are read over all.
       growth: further arguments of `Growth`.
 
     Exactness: lossless for any drafter.
@@ -81,6 +84,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft_model"
+    requires = Requirements(prompts=True)
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class DraftModelDrafter(Drafter):
         target_vocab_size: int,
         num_speculative_tokens: int = DraftModelOptions.num_speculative_tokens,
         policy: LengthPolicy | None = None,
+        view: SparseView | None = None,
         **growth: Any,
     ) -> None:
         self.growth = Growth(
@@ -98,6 +103,8 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self._cache = model.new_cache()
         self._rows = CachedRows(self._cache)
+        self._view = view
+        self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
         self._drafts: dict[int, GrowingDraft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -110,12 +117,21 @@ class DraftModelDrafter(Drafter):
             self._cache.load(place.slot, memory.states, place.trunk)
         return num_tokens
 
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        """Feed as much of the prompts as the target has just read, so that no step waits for a whole one."""
+        self._catch_up(rows, [(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in chunks])
+
     def start(self, rows: Seq[Sequence]) -> None:
-        """Feed the prompts, all but the last token."""
+        """Feed what is missing of the prompts, all but the last token."""
+        self._catch_up(rows, [(len(row.token_ids), len(row.token_ids) - 1) for row in rows])
+
+    def _catch_up(self, rows: Seq[Sequence], limits: Seq[tuple[int, int]]) -> None:
+        """Feed the next tokens of texts: how many at most, and up to which."""
         texts = {}
-        for row in rows:
+        for row, (most, last) in zip(rows, limits, strict=True):
             place = self._rows.enter(row.id)
-            texts[place.slot] = row.token_ids[place.trunk : -1] if self._fits(row) else []
+            first = place.trunk
+            texts[place.slot] = row.token_ids[first : min(first + most, last)] if self._fits(row) else []
         self._feed(texts)
         for row in rows:
             place = self._rows[row.id]
@@ -129,12 +145,17 @@ class DraftModelDrafter(Drafter):
         if row.id not in self._rows:
             return None
         place = self._rows[row.id]
+        if self._view is not None:
+            self._view.give_back(row, place.slot)
+            place.trunk = self._cache.lengths[place.slot]
         states = self._cache.export(place.slot, place.trunk)
         return Memory(self.model, self.model.num_changes, states, place.trunk)
 
     def forget(self, rows: Seq[Sequence]) -> None:
         self.growth.forget(rows)
         self._rows.remove(row.id for row in rows)
+        if self._view is not None:
+            self._view.forget(rows)
         for row in rows:
             self._drafts.pop(row.id, None)
 
@@ -171,6 +192,18 @@ class DraftModelDrafter(Drafter):
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
+        places, chains = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
+        counts = [len(chain) for chain in chains]
+        first = min(counts) - 1
+        logits = self.model.forward(self._chains(chains), self._seen, keep=slice(first, max(counts)))
+        self._seen.commit([range(count) for count in counts])
+        for place, count in zip(places, counts, strict=True):
+            place.trunk += count
+        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
+        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+
+    def _unseen(self, drafts: Seq[GrowingDraft]) -> tuple[list[Place], list[list[int]]]:
+        """Places of rows in front, and what is to be fed of their texts, which is short."""
         places = self._rows.align([draft.row.id for draft in drafts])
         self._cache.rollback([place.trunk for place in places])
         for draft, place in zip(drafts, places, strict=True):
@@ -178,30 +211,44 @@ class DraftModelDrafter(Drafter):
             if len(tokens) - place.trunk > PREFILL_CHUNK:
                 self._feed({place.slot: tokens[place.trunk : -1]})
                 place.trunk = self._cache.lengths[place.slot]
-        chains = [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
-        counts = [len(chain) for chain in chains]
-        first = min(counts) - 1
-        logits = self.model.forward(self._chains(chains), self._cache, keep=slice(first, max(counts)))
-        self._cache.commit([range(count) for count in counts])
-        for place, count in zip(places, counts, strict=True):
-            place.trunk += count
-        last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
-        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+        return places, [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
+
+    def _unseen_in(self, view: SparseView, drafts: Seq[GrowingDraft]) -> tuple[list[Place], list[list[int]]]:
+        """The same over a view. A longer text is fed in pieces, between which columns are chosen anew."""
+        source_rows = [self._rows[draft.row.id].slot for draft in drafts]
+        places = view.follow(drafts, source_rows)
+        for draft, place, source_row in zip(drafts, places, source_rows, strict=True):
+            tokens = draft.row.token_ids
+            while len(tokens) - (end := view.cache.end(place.slot)) > view.refresh:
+                piece = tokens[end : end + view.refresh]
+                self.model.forward(self._chains([piece]), view.cache, first_row=place.slot, keep=slice(0, 0))
+                view.cache.commit([range(len(piece))], place.slot)
+                place.trunk += len(piece)
+                view.renew(draft.row, source_row)
+        chains = [
+            draft.row.token_ids[view.cache.end(place.slot) :] for draft, place in zip(drafts, places, strict=True)
+        ]
+        return places, chains
+
+    def _place(self, row: Sequence) -> Place | None:
+        """Where a row lies in the cache that drafts see; None as long as it has not been drafted for."""
+        return (self._rows if self._view is None else self._view.rows).get(row.id)
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
-        places = [self._rows[draft.row.id] for draft in drafts]
-        return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
+        places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
+        return feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Keep the accepted nodes that were fed; the next catch-up brings the rest."""
         for row, result in zip(rows, results, strict=True):
-            place = self._rows[row.id]
-            kept = place.fed_along(self._drafts[row.id], (result.tree.tokens[node] for node in result.path[1:]))
-            self._cache.rollback([place.trunk], place.slot)
-            self._cache.commit([kept], place.slot)
-            place.trunk += len(kept)
-            place.offset_of = {}
+            place = self._place(row)
+            if place is not None:
+                kept = place.fed_along(self._drafts[row.id], (result.tree.tokens[node] for node in result.path[1:]))
+                self._seen.rollback([place.trunk], place.slot)
+                self._seen.commit([kept], place.slot)
+                place.trunk += len(kept)
+                place.offset_of = {}
             self.growth.end(row, result)
 
 

@@ -66,6 +66,10 @@ class CachedRows:
     def __len__(self) -> int:
         return len(self._places)
 
+    def get(self, row_id: int) -> Place | None:
+        """The place of a row, if it has one."""
+        return self._places.get(row_id)
+
     def enter(self, row_id: int) -> Place:
         """The place of a row, a new one at the end where it has none."""
         if row_id not in self._places:
@@ -143,7 +147,8 @@ def frontier_nodes(cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], *,
     for draft, place in zip(drafts, places, strict=True):
         place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
     fed = [[draft.tokens[node] for node in draft.frontier] for draft in drafts]
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in fed])
+    padded = [row + [draft.tokens[0]] * (width - len(row)) for draft, row in zip(drafts, fed, strict=True)]
+    tokens = torch.tensor(padded)  # see `Nodes` on what pads
     counts = tuple(map(len, fed))
     if are_chains:
         return lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)

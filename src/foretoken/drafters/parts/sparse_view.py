@@ -1,4 +1,4 @@
-"""The part of a target's cache that a drafter attends to: of constant size, chosen row by row."""
+"""The part of a cache that a drafter attends to: of constant size, chosen row by row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.rows import CachedRows
+from foretoken.drafters.parts.rows import CachedRows, Place
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
@@ -71,7 +71,10 @@ class ViewOptions(GrowthOptions):
 
 
 class SparseView:
-    """A view of a target's cache that follows its rows: constant in size, however long they are.
+    """A view of a cache that follows its rows: constant in size, however long they are.
+
+    The cache is the target's, which grows by what the target commits, or one of a drafter's own. Its rows grow in the
+    view: what the drafter reads there is put into the whole cache when columns are chosen anew.
 
     A row that is not longer than the budget is kept whole. One that is gets as many columns as the budget has;
     tokens that are committed later are kept besides, until there are as many as ``refresh``, and then columns are
@@ -110,54 +113,81 @@ class SparseView:
             refresh=options.kv_refresh,
         )
 
-    def bind(self, target: CausalLM, source: KVCache) -> views.ViewCache:
+    def bind(self, model: CausalLM, source: KVCache) -> views.ViewCache:
         """The cache of the view, to draft over.
+
+        Args:
+          model: that has written the whole cache.
+          source: the whole cache.
 
         Raises: UnsupportedModelError for a model whose votes cannot be taken, where they are needed.
         """
         self._source = source
-        self._kinds = target.layer_types
-        self._voter = votes.Voter(target) if self.selector == SNAPKV else None
+        self._kinds = model.layer_types
+        self._last_token = model.vocab_size - 1
+        self._voter = votes.Voter(model) if self.selector == SNAPKV else None
         room = self.budget + self.refresh + 32  # for a draft, too
-        self.cache = views.ViewCache(target.num_layers, capacity=room, device=target.device)
-        self._rows = CachedRows(self.cache)
+        self.cache = views.ViewCache(model.num_layers, capacity=room, device=model.device)
+        self.rows = CachedRows(self.cache)
         return self.cache
 
-    def follow(self, drafts: Seq[GrowingDraft]) -> None:
-        """Bring the view up to date. Draft i belongs to row i of the other cache, and then of the view, too.
+    def follow(self, drafts: Seq[GrowingDraft], source_rows: Seq[int] | None = None) -> list[Place]:
+        """Bring the view up to date; the places of the rows, in front and in this order, with nothing behind them.
 
         Rows that are not to be drafted for stay as they are.
+
+        Args:
+          source_rows: of the whole cache, by draft; by default draft i belongs to row i.
         """
         for draft in drafts:
-            self._rows.enter(draft.row.id)
-        self._rows.align([draft.row.id for draft in drafts])
+            self.rows.enter(draft.row.id)
+        places = self.rows.align([draft.row.id for draft in drafts])
         pieces = []
-        for slot, draft in enumerate(drafts):
-            if draft.cap <= 0:
-                continue
-            length, held, end = self._source.lengths[slot], self.cache.lengths[slot], self.cache.end(slot)
-            if held + length - end > self.budget + (self.refresh if held else 0):
-                self.cache.choose(slot, self._source, slot, self._chosen(draft.row, slot, length))
-                self.num_choices += 1
-            else:
-                pieces.append(views.Piece(slot, slot, end, length))
+        for draft, place, source_row in zip(drafts, places, source_rows or range(len(drafts)), strict=True):
+            if draft.cap > 0 and not self.renew(draft.row, source_row):
+                end, length = self.cache.end(place.slot), self._source.lengths[source_row]
+                pieces.append(views.Piece(place.slot, source_row, end, max(end, length)))
         self.cache.append(self._source, pieces)
+        for place in places:
+            place.trunk = self.cache.lengths[place.slot]
+        return places
+
+    def renew(self, row: Sequence, source_row: int) -> bool:
+        """Choose the columns of a row anew where it would hold too many; whether it was necessary."""
+        place = self.rows[row.id]
+        self.cache.rollback([place.trunk], place.slot)
+        end, held = self.cache.end(place.slot), place.trunk
+        length = max(end, self._source.lengths[source_row])
+        if held + length - end <= self.budget + (self.refresh if held else 0):
+            return False
+        self.give_back(row, source_row)
+        self.cache.choose(place.slot, self._source, source_row, self._chosen(row, source_row, length))
+        place.trunk = self.cache.lengths[place.slot]
+        self.num_choices += 1
+        return True
+
+    def give_back(self, row: Sequence, source_row: int) -> None:
+        """Put what was read in the view, as far as it is known to stay, behind what the whole cache holds of a row."""
+        if row.id in self.rows:
+            place = self.rows[row.id]
+            self.cache.rollback([place.trunk], place.slot)
+            self.cache.give_back(place.slot, self._source, source_row)
 
     def forget(self, rows: Seq[Sequence]) -> None:
         """Drop rows that have finished."""
         for row in rows:
-            if row.id in self._rows and row.finish_reason == "error":
-                self.cache.erase(self._rows[row.id].slot)  # a NaN would reach the next row in this place
-        self._rows.remove(row.id for row in rows)
+            if row.id in self.rows and row.finish_reason == "error":
+                self.cache.erase(self.rows[row.id].slot)  # a NaN would reach the next row in this place
+        self.rows.remove(row.id for row in rows)
 
-    def _chosen(self, row: Sequence, slot: int, length: int) -> list[views.Columns]:
+    def _chosen(self, row: Sequence, source_row: int, length: int) -> list[views.Columns]:
         """Columns of every layer of a row that is longer than the budget."""
         recent = (range(length - self.budget, length),)
         if self._voter is None:
             ends = (range(self.sinks), range(length - self.budget + self.sinks, length))
             return [ends if kind == masks.FULL else recent for kind in self._kinds]
-        last_tokens = row.token_ids[length - self.window : length]
-        found = self._voter.votes(last_tokens, self._source, slot)
+        last_tokens = [min(token, self._last_token) for token in row.token_ids[length - self.window : length]]
+        found = self._voter.votes(last_tokens, self._source, source_row)
         return [
             self._elected(of_layer, length) if kind == masks.FULL else recent
             for kind, of_layer in zip(self._kinds, found, strict=True)

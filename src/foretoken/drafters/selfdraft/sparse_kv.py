@@ -1,18 +1,20 @@
-"""Drafting with the target itself over a part of its own cache that does not grow with the text."""
+"""Drafting over a part of a cache that does not grow with the text: the target's own, or a smaller model's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from foretoken.config.drafting import draft_length
+from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.sparse_view import SNAPKV, SparseView, ViewOptions
 from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
 from foretoken.drafters.selfdraft.quantized_self import quantized
+from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -26,13 +28,22 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseKVOptions(ViewOptions, LayerSetOptions):
+class SparseKVOptions(ViewOptions, LayerSetOptions, ModelOptions):
     """Keys of drafting over a part of the cache."""
 
     method: ClassVar[str] = "sparse_kv"
+    model_is_optional: ClassVar[bool] = True
     num_speculative_tokens: int = draft_length(3)
     quantize_draft: bool = option(flag(), False, "draft over 4-bit copies of the weights, too, as quantized_self does")
     quantization_group_size: int = option(whole(1), 32, "inputs that share a scale in the 4-bit weights")
+
+    def check(self) -> None:
+        super().check()
+        if self.model is not None and (self.quantize_draft or self.num_ways):
+            raise ConfigError(
+                "quantize_draft, layer_set and skipped_attention / skipped_mlp make a drafter of the target, and model "
+                "names another one; leave out one or the other"
+            )
 
 
 class SparseKVDrafter(SelfDrafter):
@@ -77,11 +88,39 @@ class SparseKVDrafter(SelfDrafter):
         return target.variant("a part of its cache", lambda *_: None)
 
 
-def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter:
-    """Refuses at once what the target cannot do: votes, layers that are left out, 4-bit weights."""
-    target = materials.target
+class SparseModelDrafter(DraftModelDrafter):
+    """Drafts with a smaller model over a constant number of columns of that model's cache.
+
+    The model reads prompts over all columns, and then drafts, and reads what the target has accepted, over the view
+    alone: what a step costs does not grow with the text. Keys of later tokens are those that it has computed so.
+
+    Source: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049), whose small drafters have caches of constant size, too.
+
+    Args:
+      model: the drafter.
+      view: which columns.
+      options: see `DraftModelDrafter`.
+
+    Exactness, randomness: as of `DraftModelDrafter`.
+    """
+
+    name = "sparse_kv"
+
+    def __init__(self, model: CausalLM, view: SparseView, **options: Any) -> None:
+        super().__init__(model, view=view, **options)
+
+
+def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter | SparseModelDrafter:
+    """Refuses at once what the model cannot do: votes, layers that are left out, 4-bit weights."""
+    target, model = materials.target, materials.draft_model
+    if options.model is not None and model is None:
+        raise ConfigError(
+            "method 'sparse_kv' was given a model that is not loaded; leave model out to draft with the target"
+        )
     if options.kv_selector == SNAPKV:
-        votes.Voter(target)
+        votes.Voter(target if options.model is None or model is None else model)
+    if options.model is not None and model is not None:
+        return SparseModelDrafter(model, view=SparseView.of(options), **options.growth(target.vocab_size))
     layer_set = options.given_set(target.num_layers)
     if layer_set is not None:
         for layer in target.layers:
@@ -101,6 +140,6 @@ def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter:
 METHOD = Method(
     SparseKVOptions,
     build,
-    summary="with the target itself over a small part of its own cache",
+    summary="with the target itself, or a smaller model, over a small part of its own cache",
     aliases=("magicdec", "streaming_kv"),
 )

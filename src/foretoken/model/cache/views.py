@@ -105,6 +105,28 @@ class ViewCache(KVCache):
         for piece, span in spans:
             self.lengths[piece.row] += len(span)
 
+    @torch.inference_mode()
+    def give_back(self, row: int, target: KVCache, target_row: int) -> None:
+        """Commit the columns of a row that lie behind the end of a row of the other cache there, too.
+
+        Of a view of 100 columns whose end is 950, where the other row holds 945, the columns 95 to 99.
+
+        Raises: ShapeError where the view does not hold all of them.
+        """
+        start, length = target.lengths[target_row], self.lengths[row]
+        count = self.end(row) - start
+        if count <= 0:
+            return
+        if count > length:
+            raise ShapeError(f"row {row} of the view holds {length} columns; {count} are missing of row {target_row}")
+        target.reserve(start + count)
+        for own, other in zip(self.layers, target.layers, strict=True):
+            if own.is_initialized:
+                self._begin(other, own)
+                for kept, whole in ((own.keys, other.keys), (own.values, other.values)):
+                    whole[target_row, :, start : start + count] = kept[row, :, length - count : length]
+        target.commit([range(count)], target_row)
+
     def _index(self, numbers: object) -> torch.Tensor:
         return torch.tensor(list(numbers), device=self.device)  # type: ignore[call-overload]
 

@@ -1,0 +1,296 @@
+"""A small model that drafts over a part of its own cache: what it attends to and costs, and that no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
+from test_sparse_kv import OWN_ATTENTION, draft_of, model_over_kept_keys, naive_choice, view
+
+from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
+from foretoken import LLM
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter, SparseModelDrafter
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
+from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.cache.views import ViewCache
+from foretoken.model.lm import CausalLM
+from foretoken.testing import GREEDY, check_drafter, compare, decode, perturbed, toy_model
+from foretoken.tree import DraftTree
+from harness import draft_adapter, first_attention, random_ids
+
+TOY = 64
+
+
+def small(model: CausalLM, selector: str = "streaming", depth: int = 4, **options: Any) -> SparseModelDrafter:
+    given: dict[str, Any] = {"target_vocab_size": model.vocab_size, "policy": Fixed(depth), **options}
+    return SparseModelDrafter(model, view=view(selector), **given)
+
+
+DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
+    "streaming": small,
+    "streaming-tree": lambda model: small(model, num_branches=3),
+    "snapkv": lambda model: small(model, "snapkv"),
+    "snapkv-tree": lambda model: small(model, "snapkv", num_branches=3),
+    "union": lambda model: UnionDrafter(
+        [NGramDrafter(4, prompt_lookup_min=1), small(model, "snapkv", num_branches=2), small(model)]
+    ),
+}
+FAST = {"streaming": ("llama", "gemma3"), "snapkv": ("llama",), "streaming-tree": ("gpt2",), "union": ("llama",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        pytest.param(name, drafter, marks=[] if name in FAST.get(drafter, ()) else pytest.mark.slow)
+        for drafter in DRAFTERS
+        for name in ARCHITECTURES
+        if "streaming" in drafter or name not in OWN_ATTENTION
+    ],
+)
+def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, drafter: str) -> None:
+    """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
+    made = DRAFTERS[drafter](draft_adapter(name))
+    compare(run_mixed(name, made), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
+
+
+@cache
+def toy(scale: float = 0.1) -> CausalLM:
+    return CausalLM(perturbed(toy_model(TOY), scale, seed=2), execution="eager")
+
+
+@cache
+def toy_target() -> CausalLM:
+    return CausalLM(toy_model(TOY), execution="eager")
+
+
+@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
+def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> None:
+    check_drafter(lambda depth: small(toy(), selector, depth, num_branches=num_branches), toy_target(), depths=(1, 4))
+
+
+# -- the view ------------------------------------------------------------------------------------------------------
+
+
+def started(drafter: SparseModelDrafter, texts: list[list[int]]) -> list[Any]:
+    """Drafts that are about to grow, one for each text, whose prompts the drafter has read."""
+    drafts = [draft_of(i, text) for i, text in enumerate(texts)]
+    for draft in drafts:
+        draft.row.token_ids[-1] = 3
+    drafter.start([draft.row for draft in drafts])
+    return drafts
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.inference_mode()
+def test_streaming_is_the_small_model_over_the_kept_keys_at_their_positions(name: str) -> None:
+    """Ragged rows, by `transformers` alone; the whole cache gives something else."""
+    lm, model = draft_adapter(name), draft_model(name, first_attention(name))
+    drafter, whole = small(lm), DraftModelDrafter(lm, target_vocab_size=VOCAB_SIZE)
+    texts = [random_ids(30, 1), random_ids(5, 2), random_ids(19, 3)]
+    found = drafter.open(started(drafter, texts))
+    over_all = whole.open(started(whole, texts))  # type: ignore[arg-type]
+    for i, text in enumerate(texts):
+        expected = model_over_kept_keys(model, lm, text, DraftTree.root(3), 8)
+        torch.testing.assert_close(found[i], expected, atol=1e-9, rtol=1e-9)
+        assert ((over_all[i] - expected).abs().max() > 1e-3) == (len(text) > 8)
+
+
+@torch.inference_mode()
+def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
+    """Columns of every layer and head of rows that lie elsewhere in the whole cache, found again by their keys."""
+    lm, model = draft_adapter("qwen2"), draft_model("qwen2", "eager")
+    drafter, texts = small(lm, "snapkv"), [random_ids(6, 6), random_ids(40, 5), random_ids(25, 7)]
+    drafts = started(drafter, texts)[::-1]  # in another order than they have been read
+    drafter.open(drafts)
+    for slot, draft in enumerate(drafts):
+        text = draft.row.token_ids[:-1]
+        attentions = model(torch.tensor([text]), output_attentions=True).attentions
+        source = drafter._rows[draft.row.id].slot
+        for layer, attention in enumerate(attentions):
+            whole, kept = drafter._cache.layers[layer].keys[source], drafter._seen.layers[layer].keys[slot]
+            expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
+            for head, columns in enumerate(expected):
+                size = min(8, len(text))
+                found = [int((whole[head, : len(text)] == key).all(-1).nonzero()[0, 0]) for key in kept[head, :size]]
+                assert found == (sorted(columns) if len(text) > 8 else list(range(len(text))))
+
+
+class Watched(SparseModelDrafter):
+    """Notes over how many columns its forwards run, and its own rows after every step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.widest = 0
+        self.held: list[int] = []
+        forward = self.model.forward
+
+        def watched(nodes: Any, cache: Any, **others: Any) -> Any:
+            found = forward(nodes, cache, **others)
+            if cache is self._seen:
+                self.widest = max(self.widest, cache.window.view_length)
+            return found
+
+        self.model.forward = watched  # type: ignore[method-assign]
+
+    def propose(self, rows: Any, budgets: Any) -> Any:
+        found = super().propose(rows, budgets)
+        self.held += [self._seen.row_lengths(0, len(rows))[0]]
+        return found
+
+
+@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
+def test_what_a_step_reads_does_not_grow_with_the_text(selector: str) -> None:
+    """Over 150 tokens: forwards run over the budget, what is kept besides, and a draft; choices come seldom."""
+    own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
+    drafter = Watched(own, view=view(selector), target_vocab_size=TOY, policy=Fixed(3))
+    engine = Engine(toy_target(), drafter)
+    (row,) = engine.add_request(random_ids(30, 1, TOY), replace(GREEDY, max_tokens=120, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    assert row.stats.num_accepted_draft_tokens > 0
+    assert drafter.widest <= 8 + 3 + 3 + 4
+    assert max(drafter.held) <= 8 + 3 + 3 + 4
+    assert drafter._view is not None
+    assert 120 // (3 + 4) <= drafter._view.num_choices <= 120 // 3
+    assert drafter._cache.num_rows == drafter._seen.num_rows == len(drafter._rows) == len(drafter._view.rows) == 0
+
+
+def test_what_was_missed_is_read_in_pieces_over_the_view() -> None:
+    """A drafter that was not asked for 60 tokens reads them by `kv_refresh`, and keeps all of them when it is asked."""
+    own = CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
+    drafter = Watched(own, view=view("streaming"), target_vocab_size=TOY, policy=Fixed(3))
+    text = random_ids(100, 3, TOY)
+    (draft,) = started(drafter, [[token % VOCAB_SIZE for token in text[:40]]])
+    draft.row.token_ids[:] = text[:41]
+    drafter.open([draft])
+    draft.row.token_ids[:] = text
+    count = own.num_forwards
+    drafter.open([draft])
+    assert own.num_forwards - count == 20  # 59 unseen tokens: 19 times 3, and the last 2 with their logits
+    assert drafter.widest <= 8 + 2 * 3
+    memory = drafter.keep(draft.row)
+    assert memory is not None
+    assert memory.length == 100
+    assert all(pair is not None and pair[0].shape[1] == 100 for pair in memory.states)
+    pair = memory.states[0]
+    assert pair is not None
+    fresh = own.new_cache(1)
+    own.forward(drafter._chains([text]), fresh)
+    torch.testing.assert_close(pair[0], fresh.layers[0].keys[0, :, :100])  # keys of the first layer see no other token
+
+
+def test_a_step_makes_one_target_forward_and_at_most_k_of_the_small_model() -> None:
+    """Prompts are read as the target reads them: as many forwards as chunks."""
+    for selector in ("streaming", "snapkv"):
+        target, own = CausalLM(toy_model(TOY), execution="eager"), CausalLM(toy_model(TOY), execution="eager")
+        engine = Engine(target, small(own, selector, 3), EngineConfig(prefill_chunk_size=16))
+        for length in (60, 10, 45):
+            engine.add_request(random_ids(length, length, TOY), replace(GREEDY, max_tokens=20))
+        while engine.has_unfinished:
+            before = (target.num_forwards, own.num_forwards, engine.profile.num_prefill_tokens)
+            engine.step()
+            is_reading = engine.profile.num_prefill_tokens > before[2]
+            assert target.num_forwards - before[0] == 1
+            assert own.num_forwards - before[1] <= (1 if is_reading else 3)
+
+
+def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
+    """The small model is the target, and K = 3: 13 tokens after the first chunk are four steps of 4 at most."""
+    drafter = SparseModelDrafter(toy(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
+    engine = Engine(toy_target(), drafter)
+    rows = [
+        engine.add_request([t % TOY for t in p], replace(GREEDY, max_tokens=16, ignore_eos=True))[0] for p in PROMPTS
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens == 12 for row in rows)
+
+
+def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
+    """Two turns with kept prefixes: the second reads its own text only, and says what it says without any."""
+    store, own = PrefixStore(2), CausalLM(perturbed(toy_model(TOY), 0.1, seed=2), execution="eager")
+    engine = Engine(toy_target(), small(own), prefixes=store)
+    (row,) = engine.add_request(random_ids(40, 1, TOY), replace(GREEDY, max_tokens=30, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    text = [*row.token_ids, *random_ids(5, 2, TOY)]
+    (again,) = engine.add_request(text, replace(GREEDY, max_tokens=20, ignore_eos=True))
+    engine.step()
+    drafter = engine.drafter
+    assert isinstance(drafter, SparseModelDrafter)
+    assert again.num_cached_tokens >= 60
+    assert drafter._rows[again.id].trunk == len(text) - 1
+    while engine.has_unfinished:
+        engine.step()
+    plain = decode(toy_target(), small(own), [(tuple(text), replace(GREEDY, max_tokens=20, ignore_eos=True))])
+    assert plain.outputs["0.0"] == tuple(again.output_ids)
+
+
+def test_a_text_that_is_longer_than_the_small_models_context_goes_on_without_drafts() -> None:
+    """48 positions under 100 tokens; another row, which fits, is drafted for all along."""
+    narrow = toy_model(TOY, max_position_embeddings=48)
+    own = CausalLM(narrow, execution="eager")
+    prompts = [random_ids(30, 1, TOY), random_ids(60, 2, TOY), random_ids(4, 3, TOY)]
+    requests = [(tuple(prompt), replace(GREEDY, max_tokens=40, ignore_eos=True)) for prompt in prompts]
+    found = decode(toy_target(), small(own, "snapkv"), requests)
+    assert found.outputs == decode(toy_target(), NGramDrafter(1), requests).outputs
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_named_and_may_be_left_out() -> None:
+    other = perturbed(toy_model(TOY), 0.1, seed=2)
+    named = LLM(toy_model(TOY), speculative_config={"method": "sparse_kv", "model": other, "kv_budget": 16})
+    assert named.drafting.model is not None
+    assert isinstance(named.drafting.new_drafter(), SparseModelDrafter)
+    alone = LLM("zoo:tiny", speculative_config={"method": "sparse_kv", "kv_budget": 16})
+    assert alone.drafting.model is None  # though it brings a drafter of its own along
+    assert isinstance(alone.drafting.new_drafter(), SparseKVDrafter)
+    prompts: Any = [{"prompt_token_ids": random_ids(50, 1, TOY)}]
+    plain = LLM(toy_model(TOY)).generate(prompts, GREEDY)[0].outputs[0].token_ids
+    assert named.generate(prompts, GREEDY)[0].outputs[0].token_ids == plain
+
+
+def test_beside_a_method_that_needs_a_model_it_drafts_with_the_target_unless_told_otherwise() -> None:
+    beside = SpeculativeConfig.parse({"method": "sparse_kv+draft_model", "model": "zoo:tiny"})
+    assert [part.model for part in beside.parts] == ["zoo:tiny", "zoo:tiny"]
+    llm = LLM("zoo:tiny", speculative_config="sparse_kv+draft_model")
+    drafter = llm.drafting.new_drafter()
+    assert isinstance(drafter, UnionDrafter)
+    assert [type(part) for part in drafter.parts] == [SparseKVDrafter, DraftModelDrafter]
+    assert SpeculativeConfig.parse({"model": "zoo:tiny"}).method == "draft_model"
+
+
+@pytest.mark.parametrize("key", [{"quantize_draft": True}, {"skipped_attention": [1]}])
+def test_forms_of_the_target_are_refused_beside_another_model(key: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="make a drafter of the target, and model names another one"):
+        SpeculativeConfig.parse({"method": "sparse_kv", "model": "zoo:tiny", **key})
+
+
+def test_small_models_with_an_attention_of_their_own_are_refused_by_name() -> None:
+    """Their target's attention plays no part."""
+    config = {"method": "sparse_kv", "model": target_model("llama", "eager"), "kv_selector": "snapkv"}
+    with pytest.raises(UnsupportedModelError, match="attention of its own"):
+        LLM(target_model("llama", "sdpa"), speculative_config=config)
+
+
+def test_a_view_gives_back_only_what_it_holds() -> None:
+    lm = toy_target()
+    cache, whole = ViewCache(lm.num_layers, num_rows=1), lm.new_cache(1)
+    cache.offsets[0] = 5
+    with pytest.raises(ShapeError, match="holds 0 columns; 5 are missing of row 0"):
+        cache.give_back(0, whole, 0)
