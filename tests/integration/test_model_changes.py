@@ -130,13 +130,13 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
     monkeypatch.setattr(Prober, "after", lambda prober: (probed.append(prober), judge(prober))[1])
     lm = CausalLM(model)
     is_packed = choose_execution("auto", "cpu", torch.float32) == "packed"
-    packed = [id(product.packed) for product in lm.execution._products]
+    packed = [id(product.matrix) for product in lm.execution._products]
     assert is_packed == bool(packed)
     for name in ("two", "one", "two", "one"):
         lora.set_adapter(model, name)
         assert lm.refresh()
         assert not lm.refresh()
-        assert [id(product.packed) for product in lm.execution._products] == packed
+        assert [id(product.matrix) for product in lm.execution._products] == packed
     assert len(probed) == 2
     assert lm.num_changes == 4
     if is_packed:
@@ -145,7 +145,7 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
         assert not lm.refresh(), "by itself such a write cannot be seen"
         lora.set_adapter(model, "two")
         assert lm.refresh()
-        assert len(set(packed) - {id(product.packed) for product in lm.execution._products}) == 1
+        assert len(set(packed) - {id(product.matrix) for product in lm.execution._products}) == 1
 
 
 def test_the_model_itself_stays_as_it_was() -> None:

@@ -326,7 +326,7 @@ def test_a_bias_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wrong(self: PackedProduct) -> None:
         pack(self)
-        self._bias = None
+        self.matrix._bias = None
 
     monkeypatch.setattr(PackedProduct, "_pack", wrong)
     with pytest.raises(ProbeError, match="does not compute in packed execution what it computes eagerly"):

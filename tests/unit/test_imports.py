@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
-    ("errors", "lazy", "folders", "progress"),
+    ("errors", "lazy", "folders", "machine", "progress"),
     ("tree", "config"),
     ("law",),
     ("accept",),

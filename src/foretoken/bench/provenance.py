@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from foretoken.machine import cpu_fact, cpu_name
 from foretoken.model.execution.execution import cpu_has_bfloat16
 
 _PACKAGES = ("foretoken", "torch", "transformers", "numpy")
@@ -64,22 +65,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def cpu_name() -> str:
-    """The name the processor gives itself."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
 def _instructions() -> list[str]:
-    flags = set((_cpuinfo("flags") or _cpuinfo("Features") or "").split())
+    flags = set((cpu_fact("flags") or cpu_fact("Features") or "").split())
     return [name for name in _INSTRUCTIONS if name in flags]
-
-
-def _cpuinfo(key: str) -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
 
 
 def _memory() -> int | None:

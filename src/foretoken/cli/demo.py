@@ -128,8 +128,8 @@ def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params
 def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: tuple[Answer, ...]) -> Report:
     import torch
 
-    from foretoken.bench.provenance import cpu_name
     from foretoken.cli.comparison import Report, promise_of
+    from foretoken.machine import cpu_name
 
     drafting = llms[1]
     return Report(

@@ -6,10 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 
 from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
 from foretoken.folders import cache_folder
+from foretoken.machine import cpu_name
 
 if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
@@ -112,16 +111,7 @@ def _device(name: str) -> str:
     if name.startswith("cuda"):
         return torch.cuda.get_device_name(name)
     isa = f"{os.environ.get('ONEDNN_MAX_CPU_ISA', '')}/{torch.backends.cpu.get_cpu_capability()}"
-    return f"{_cpu()} {isa}"
-
-
-def _cpu() -> str:
-    """The name of the processor."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return f"{cpu_name()} {isa}"
 
 
 @cache

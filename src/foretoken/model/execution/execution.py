@@ -20,6 +20,7 @@ from torch import nn
 from foretoken.errors import ConfigError
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
+from foretoken.model.execution.native import NativeMatrix
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     PackedLinear,
@@ -188,7 +189,7 @@ class Execution:
         if self._products:
             layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
             products = "1 product" if len(self._products) == 1 else f"{len(self._products)} products"
-            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
+            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed{self._own_kernels()}")
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
         if self.kind == "compiled":
@@ -197,6 +198,10 @@ class Execution:
         elif not notes and self.kind != "eager":
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
+
+    def _own_kernels(self) -> str:
+        own = [each.matrix for each in self._products if isinstance(each.matrix, NativeMatrix)]
+        return f", {len(own)} for own {own[0].instruction_set} kernels" if own else ""
 
     def _pack(self, release_originals: bool, min_elements: int | None, earlier: Execution | None) -> None:
         shared = shared_storages(self.model)

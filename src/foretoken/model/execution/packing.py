@@ -1,7 +1,6 @@
-"""Linear layers through oneDNN with weights packed once, for CPUs.
+"""Linear layers with weights packed once, for CPUs: for oneDNN, or for kernels of the library's own (`native`).
 
-Measured (docs/log.md): reading every weight once is the floor of a step; packed float32 reaches it for one row,
-costs about 1.4 times as much for five. In bfloat16 up to sixteen rows cost what one costs.
+Reading every weight once is the floor of a step. Which of the two comes nearer is measured for every shape (`choices`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from foretoken.model.execution.choices import faster
+from foretoken.model.execution.native import NativeMatrix
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18
@@ -69,8 +71,40 @@ class _Version:
         return cls(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype)
 
 
+class OneDNNMatrix:
+    """A weight (out, in), packed for oneDNN in the dtype that it multiplies in, and a bias (out,) or None."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        dtype = packed_dtype(weight.dtype)
+        if dtype is None:
+            raise TypeError(f"weights of {weight.dtype} cannot be packed; rebuild the execution")
+        self.compute_dtype = dtype
+        self.num_bytes = weight.numel() * dtype.itemsize
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), BATCH_HINT)
+        self._bias = None if bias is None else bias.to(dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) of `compute_dtype` -> (..., out)."""
+        return _linear(x, self.packed, self._bias, "none", [], "")
+
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in), as it was packed."""
+        dense: torch.Tensor = self.packed.to_dense()
+        return dense
+
+
+Matrix: TypeAlias = OneDNNMatrix | NativeMatrix
+
+
+def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+    """Packed for whichever kernel was measured to be the faster one at this shape."""
+    outputs, inputs = weight.shape
+    kernels = faster(inputs, outputs, weight.dtype, lambda other: OneDNNMatrix(other, None))
+    return OneDNNMatrix(weight, bias) if kernels is None else NativeMatrix(weight, bias, kernels)
+
+
 class PackedProduct:
-    """One oneDNN matrix of linear layers that are given the same input: its product is split among them.
+    """One matrix of linear layers that are given the same input: its product is split among them.
 
     Args:
       layers: each an `nn.Linear` or `Conv1D`, all with or all without a bias, of one dtype and number of inputs.
@@ -94,9 +128,10 @@ class PackedProduct:
         """(..., in) -> (..., out of all layers, one after another)."""
         if x.dtype != self._dtype:
             raise TypeError(f"a packed layer of {self._dtype} was given {x.dtype}; use execution='eager'")
-        if self._dtype == self._packed_dtype:
-            return _linear(x, self.packed, self._bias, "none", [], "")
-        return _linear(x.to(self._packed_dtype), self.packed, self._bias, "none", [], "").to(self._dtype)
+        matrix = self.matrix
+        if self._dtype == matrix.compute_dtype:
+            return matrix(x)
+        return matrix(x.to(matrix.compute_dtype)).to(self._dtype)
 
     def part(self, x: torch.Tensor, index: int, run: Product | None = None) -> torch.Tensor:
         """(..., in) -> (..., out) of one layer. The others find theirs when they are given the very same tensor.
@@ -138,8 +173,7 @@ class PackedProduct:
 
     def dense(self, index: int = 0) -> torch.Tensor:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
-        dense: torch.Tensor = self.packed.to_dense()
-        return torch.split(dense, self.sizes)[index]
+        return torch.split(self.matrix.dense(), self.sizes)[index]
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors that were packed, with the same values.
@@ -153,7 +187,7 @@ class PackedProduct:
 
     @property
     def num_bytes(self) -> int:
-        return self._num_elements * self._packed_dtype.itemsize
+        return self.matrix.num_bytes
 
     @property
     def out_features(self) -> int:
@@ -171,17 +205,11 @@ class PackedProduct:
         self._versions = tuple(map(_Version.of, tensors))
         self._sums = list(map(_sums, tensors))
         self._dtype = tensors[0].dtype
-        packed_as = packed_dtype(self._dtype)
-        if packed_as is None:
-            raise TypeError(f"weights of {self._dtype} cannot be packed; rebuild the execution")
-        self._packed_dtype = packed_as
-        weights = [dense_weight(layer).to(packed_as) for layer in self.layers]
-        biases = [tensor.detach().to(packed_as) for tensor in tensors[len(weights) :]]
+        weights = [dense_weight(layer) for layer in self.layers]
+        biases = [tensor.detach() for tensor in tensors[len(weights) :]]
         self.sizes = [len(weight) for weight in weights]
-        self._num_elements = sum(weight.numel() for weight in weights)
-        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, BATCH_HINT)
-        self._bias = torch.cat(biases) if biases else None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.matrix = _matrix(weight, torch.cat(biases) if biases else None)
 
 
 class PackedLinear:

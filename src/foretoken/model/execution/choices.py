@@ -1,0 +1,129 @@
+"""Which of two kernels multiplies by a matrix of some shape: measured once per machine, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import TypeAlias
+
+import torch
+
+from foretoken.folders import cache_folder
+from foretoken.machine import cpu_name
+from foretoken.model.execution.native import SOURCE, Library, NativeMatrix, fits, instruction_set, library
+
+logger = logging.getLogger("foretoken")
+
+MIN_ELEMENTS = 2**17
+"""Smaller matrices are not worth a measurement."""
+ROWS_TIMED = ((1, 0.5), (5, 0.25), (16, 0.25))
+"""Numbers of rows of steps at which products are timed, and the weight of each."""
+ROWS_OF_PROMPTS = 256
+MOST_FOR_PROMPTS = 1.5
+"""Of the time that the other kernel takes at that many rows; ours is not taken where it takes longer."""
+MOST_FOR_STEPS = 0.97
+BYTES_TIMED = 2**24
+"""Copies of a matrix are timed in turns, so that none is in the cache of a core when it comes to it."""
+NUM_ROUNDS = 6
+
+Run: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Pack: TypeAlias = Callable[[torch.Tensor], Run]
+"""Packs a weight (out, in), and gives the function (M, in) -> (M, out) over what it has packed."""
+
+_lock = threading.RLock()
+
+
+def faster(inputs: int, outputs: int, dtype: torch.dtype, other: Pack) -> Library | None:
+    """The library's kernels, where they multiply by a matrix of this shape faster than another does here.
+
+    A measurement takes some hundredths of a second. It is kept in the cache folder for the processor, the number of
+    threads and the versions, so that every later process decides the same.
+
+    Args:
+      dtype: of the weight.
+      other: the kernel to compare with.
+    """
+    kernels = library()
+    if kernels is None or inputs * outputs < MIN_ELEMENTS or not fits(inputs, dtype, kernels):
+        return None
+    name = f"{inputs}x{outputs} {str(dtype).removeprefix('torch.')}"
+    with _lock:
+        choices = _Choices.of(cache_folder("native"), torch.get_num_threads())
+        if name not in choices.known:
+            choices.add(name, _is_faster(inputs, outputs, dtype, kernels, other))
+        return kernels if choices.known[name] else None
+
+
+class _Choices:
+    """What was decided before."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            read = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            read = {}
+        self.known: dict[str, bool] = read if isinstance(read, dict) else {}
+
+    @classmethod
+    @cache
+    def of(cls, folder: Path, num_threads: int) -> _Choices:
+        """Those of this machine at a number of threads."""
+        source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+        facts = repr((source, cpu_name(), instruction_set(), num_threads, torch.__version__))
+        return cls(folder / f"choices-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+
+    def add(self, name: str, choice: bool) -> None:
+        """Keep one; a folder that cannot be written costs the next process the time of a measurement."""
+        self.known[name] = choice
+        with suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            handle, made = tempfile.mkstemp(dir=self._file.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump(self.known, stream, indent=1)
+            os.replace(made, self._file)
+
+
+def _is_faster(inputs: int, outputs: int, dtype: torch.dtype, kernels: Library, other: Pack) -> bool:
+    copies = max(1, min(8, BYTES_TIMED // (inputs * outputs * dtype.itemsize)))
+    weight = torch.empty(outputs, inputs).uniform_(-1, 1, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours = [NativeMatrix(weight, None, kernels) for _ in range(copies)]
+    theirs = [other(weight) for _ in range(copies)]
+
+    def ratio(num_rows: int) -> float:
+        x = torch.ones(num_rows, inputs, dtype=ours[0].compute_dtype)
+        mine, its = _times(ours, theirs, x)
+        return mine / its
+
+    of_steps = sum(share * ratio(num_rows) for num_rows, share in ROWS_TIMED)
+    of_prompts = ratio(ROWS_OF_PROMPTS)
+    logger.debug(
+        "product %d -> %d in %s: %.2f of the time of oneDNN in steps, %.2f in prompts",
+        inputs,
+        outputs,
+        dtype,
+        of_steps,
+        of_prompts,
+    )
+    return of_steps <= MOST_FOR_STEPS and of_prompts <= MOST_FOR_PROMPTS
+
+
+def _times(ours: Sequence[Run], theirs: Sequence[Run], x: torch.Tensor) -> tuple[float, float]:
+    """The least seconds of both, all copies once, interleaved."""
+    least = [float("inf"), float("inf")]
+    for _ in range(NUM_ROUNDS):
+        for index, runs in enumerate((ours, theirs)):
+            start = perf_counter()
+            for run in runs:
+                run(x)
+            least[index] = min(least[index], perf_counter() - start)
+    return least[0], least[1]

@@ -1,0 +1,347 @@
+// Products of a few rows with a packed matrix, (M, K) x (K, N) -> (M, N): the weights are read once, at the speed of
+// memory. A row is summed in the same order whatever the number of rows, so its bits do not depend on M.
+//
+// Built for one instruction set by -DFORETOKEN_AMX, -DFORETOKEN_AVX512_BF16, -DFORETOKEN_AVX512 or -DFORETOKEN_AVX2,
+// with the matching -m options. See native.py for what is packed how.
+
+#include <immintrin.h>
+#include <omp.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(FORETOKEN_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+struct Matrix {
+  int64_t inputs;      // K
+  int64_t outputs;     // N
+  int64_t kind;        // one of the kinds below
+  const void* weight;  // blocks of outputs, the last one filled up with zeros
+  const float* bias;   // (N,), or null
+};
+
+enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- bfloat16 in and out, sums in float32 ---------------------------------------------------------------------------
+
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+
+// Two registers of sums, 32 outputs, as bfloat16; the last block of a matrix may have fewer.
+static inline void store_block(__m512 low, __m512 high, const float* bias, uint16_t* out, int64_t count) {
+  if (bias) {
+    const __mmask16 first = count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
+    const __mmask16 second = count >= 32 ? 0xffff : count <= 16 ? 0 : (__mmask16)((1u << (count - 16)) - 1);
+    low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(first, bias));
+    high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(second, bias + 16));
+  }
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  if (count >= 32)
+    _mm512_storeu_si512(out, both);
+  else
+    _mm512_mask_storeu_epi16(out, (__mmask32)((1u << count) - 1), both);
+}
+
+#endif
+
+#if defined(FORETOKEN_AMX)
+
+// A matrix of pairs: per block of 32 outputs and 32 inputs two tiles of 16 outputs, each 16 pairs of inputs x 16 outputs.
+
+struct __attribute__((packed)) TileConfig {
+  uint8_t palette, start, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+
+// Tiles 0-3 hold sums (upper and lower rows x two halves of outputs), 4 and 5 inputs, 6 and 7 weights.
+static inline void configure(int64_t upper, int64_t lower) {
+  TileConfig config;
+  memset(&config, 0, sizeof config);
+  config.palette = 1;
+  const uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : 1);
+  const uint8_t rows[8] = {first, first, second, second, first, second, 16, 16};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.rows[tile] = rows[tile];
+    config.bytes[tile] = 64;
+  }
+  _tile_loadconfig(&config);
+}
+
+static inline void store_tiles(const float* sums, int64_t rows, const float* bias, uint16_t* out, int64_t stride,
+                               int64_t count) {
+  for (int64_t row = 0; row < rows; ++row)
+    store_block(_mm512_load_ps(sums + row * 32), _mm512_load_ps(sums + row * 32 + 16), bias, out + row * stride, count);
+}
+
+// Up to 32 rows: `step` values from one tile of inputs to the next, rows of a tile `bytes` apart.
+__attribute__((always_inline)) static inline void tile_rows(const uint16_t* upper_rows, const uint16_t* lower_rows, int64_t step, int64_t bytes,
+                             int64_t inputs, const uint16_t* weight, bool has_lower, bool fetches) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (has_lower) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t input = 0; input < inputs; input += 32, weight += 1024, upper_rows += step, lower_rows += step) {
+    if (fetches)
+      for (int line = 0; line < 32; ++line) _mm_prefetch((const char*)(weight + 4096) + line * 64, _MM_HINT_T0);
+    _tile_loadd(6, weight, 64);
+    _tile_loadd(4, upper_rows, bytes);
+    if (has_lower) _tile_loadd(5, lower_rows, bytes);
+    _tile_loadd(7, weight + 512, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (has_lower) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+static void finish_rows(const Matrix* matrix, int64_t block, int64_t upper, int64_t lower, uint16_t* out) {
+  alignas(64) float sums[16 * 32];
+  const int64_t first = block * 32, count = least(32, matrix->outputs - first), stride = matrix->outputs;
+  const float* bias = matrix->bias ? matrix->bias + first : nullptr;
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  store_tiles(sums, upper, bias, out + first, stride, count);
+  if (lower) {
+    _tile_stored(2, sums, 128);
+    _tile_stored(3, sums + 16, 128);
+    store_tiles(sums, lower, bias, out + 16 * stride + first, stride, count);
+  }
+}
+
+// Few rows, or no memory to lay them out: tiles of inputs are read from where they are.
+static void few_rows(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
+                     int64_t last_block) {
+  const int64_t inputs = matrix->inputs;
+  for (int64_t start = 0; start < num_rows; start += 32) {
+    const int64_t upper = least(16, num_rows - start), lower = least(16, num_rows - start - upper);
+    const uint16_t* rows = x + start * inputs;
+    configure(upper, lower);
+    for (int64_t block = first_block; block < last_block; ++block) {
+      const uint16_t* weight = (const uint16_t*)matrix->weight + block * 32 * inputs;
+      if (lower)
+        tile_rows(rows, rows + 16 * inputs, 32, inputs * 2, inputs, weight, true, true);
+      else
+        tile_rows(rows, rows, 32, inputs * 2, inputs, weight, false, true);
+      finish_rows(matrix, block, upper, lower, out + start * matrix->outputs);
+    }
+  }
+}
+
+enum { CHUNK = 256 };  // rows that are laid out tile by tile at a time: they stay in the second cache
+
+static void many_rows(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
+                      int64_t last_block) {
+  const int64_t inputs = matrix->inputs, tile = 16 * inputs;
+  uint16_t* rows = (uint16_t*)aligned_alloc(64, (size_t)(CHUNK * inputs * 2));
+  if (!rows) return few_rows(matrix, x, num_rows, out, first_block, last_block);
+  configure(16, 16);
+  for (int64_t start = 0; start < num_rows; start += CHUNK) {
+    const int64_t here = least(CHUNK, num_rows - start), whole = (here + 15) / 16 * 16;
+    for (int64_t row = 0; row < whole; ++row)
+      for (int64_t input = 0; input < inputs; input += 32) {
+        const __m512i values =
+            row < here ? _mm512_loadu_si512(x + (start + row) * inputs + input) : _mm512_setzero_si512();
+        _mm512_store_si512(rows + row / 16 * tile + input * 16 + row % 16 * 32, values);
+      }
+    for (int64_t block = first_block; block < last_block; ++block) {
+      const uint16_t* weight = (const uint16_t*)matrix->weight + block * 32 * inputs;
+      for (int64_t row = 0; row < here; row += 32) {
+        const int64_t upper = least(16, here - row), lower = least(16, here - row - upper);
+        const uint16_t* above = rows + row * inputs;
+        if (lower)
+          tile_rows(above, above + tile, 512, 64, inputs, weight, true, row == 0);
+        else
+          tile_rows(above, above, 512, 64, inputs, weight, false, row == 0);
+        finish_rows(matrix, block, upper, lower, out + (start + row) * matrix->outputs);
+      }
+    }
+  }
+  free(rows);
+}
+
+static void pairs(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
+                  int64_t last_block) {
+  if (num_rows > 32)
+    many_rows(matrix, x, num_rows, out, first_block, last_block);
+  else
+    few_rows(matrix, x, num_rows, out, first_block, last_block);
+  _tile_release();
+}
+
+#elif defined(FORETOKEN_AVX512_BF16)
+
+template <int ROWS>
+static inline void pair_rows(const Matrix* matrix, const uint16_t* x, uint16_t* out, int64_t block, bool fetches) {
+  const int64_t inputs = matrix->inputs, first = block * 32;
+  const uint16_t* weight = (const uint16_t*)matrix->weight + first * inputs;
+  __m512 low[ROWS], high[ROWS];
+  for (int row = 0; row < ROWS; ++row) low[row] = high[row] = _mm512_setzero_ps();
+  for (int64_t input = 0; input < inputs; input += 2) {
+    // tiles of 16 outputs and 32 inputs, one after another
+    const uint16_t* pair = weight + input / 32 * 1024 + input % 32 * 16;
+    const __m512bh one = (__m512bh)_mm512_loadu_si512(pair), two = (__m512bh)_mm512_loadu_si512(pair + 512);
+    if (fetches) {
+      _mm_prefetch((const char*)(pair + 1024), _MM_HINT_T0);
+      _mm_prefetch((const char*)(pair + 1536), _MM_HINT_T0);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row) {
+      int32_t value;
+      memcpy(&value, x + row * inputs + input, 4);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(value);
+      low[row] = _mm512_dpbf16_ps(low[row], one, both);
+      high[row] = _mm512_dpbf16_ps(high[row], two, both);
+    }
+  }
+  const float* bias = matrix->bias ? matrix->bias + first : nullptr;
+  for (int row = 0; row < ROWS; ++row)
+    store_block(low[row], high[row], bias, out + row * matrix->outputs + first, least(32, matrix->outputs - first));
+}
+
+static void pairs(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uint16_t* out, int64_t first_block,
+                  int64_t last_block) {
+  for (int64_t block = first_block; block < last_block; ++block)
+    for (int64_t row = 0; row < num_rows; row += 8) {
+      const uint16_t* from = x + row * matrix->inputs;
+      uint16_t* to = out + row * matrix->outputs;
+      switch (least(8, num_rows - row)) {
+        case 1: pair_rows<1>(matrix, from, to, block, row == 0); break;
+        case 2: pair_rows<2>(matrix, from, to, block, row == 0); break;
+        case 3: pair_rows<3>(matrix, from, to, block, row == 0); break;
+        case 4: pair_rows<4>(matrix, from, to, block, row == 0); break;
+        case 5: pair_rows<5>(matrix, from, to, block, row == 0); break;
+        case 6: pair_rows<6>(matrix, from, to, block, row == 0); break;
+        case 7: pair_rows<7>(matrix, from, to, block, row == 0); break;
+        default: pair_rows<8>(matrix, from, to, block, row == 0);
+      }
+    }
+}
+
+#endif
+
+// ---- float32 in and out, over weights of any kind -------------------------------------------------------------------
+
+#if defined(FORETOKEN_AVX2)
+typedef __m256 Vector;
+enum { LANES = 8, MOST_ROWS = 6 };
+static inline Vector zero() { return _mm256_setzero_ps(); }
+static inline Vector all(float value) { return _mm256_set1_ps(value); }
+static inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
+static inline void write(float* to, Vector value) { _mm256_storeu_ps(to, value); }
+static inline Vector read(const float* from) { return _mm256_loadu_ps(from); }
+struct Bfloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+static inline Vector read(const Bfloat16* from) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
+}
+static inline Vector read(const Float16* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+#else
+typedef __m512 Vector;
+enum { LANES = 16, MOST_ROWS = 12 };
+static inline Vector zero() { return _mm512_setzero_ps(); }
+static inline Vector all(float value) { return _mm512_set1_ps(value); }
+static inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
+static inline void write(float* to, Vector value) { _mm512_storeu_ps(to, value); }
+static inline Vector read(const float* from) { return _mm512_loadu_ps(from); }
+struct Bfloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+static inline Vector read(const Bfloat16* from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+#endif
+
+enum { BLOCK = 2 * LANES };
+
+template <typename Weight, int ROWS>
+static inline void float_rows(const Matrix* matrix, const float* x, float* out, int64_t block, bool fetches) {
+  const int64_t inputs = matrix->inputs, first = block * BLOCK, count = least(BLOCK, matrix->outputs - first);
+  const Weight* weight = (const Weight*)matrix->weight + first * inputs;
+  Vector low[ROWS], high[ROWS];
+  for (int row = 0; row < ROWS; ++row) low[row] = high[row] = zero();
+  for (int64_t input = 0; input < inputs; ++input, weight += BLOCK) {
+    if (fetches)
+      for (size_t byte = 0; byte < BLOCK * sizeof(Weight); byte += 64)
+        _mm_prefetch((const char*)(weight + 16 * BLOCK) + byte, _MM_HINT_T0);
+    const Vector one = read(weight), two = read(weight + LANES);
+#pragma GCC unroll 12
+    for (int row = 0; row < ROWS; ++row) {
+      const Vector value = all(x[row * inputs + input]);
+      low[row] = add_product(one, value, low[row]);
+      high[row] = add_product(two, value, high[row]);
+    }
+  }
+  for (int row = 0; row < ROWS; ++row) {
+    float sums[BLOCK];
+    write(sums, low[row]);
+    write(sums + LANES, high[row]);
+    float* to = out + row * matrix->outputs + first;
+    for (int64_t output = 0; output < count; ++output)
+      to[output] = matrix->bias ? sums[output] + matrix->bias[first + output] : sums[output];
+  }
+}
+
+template <typename Weight, int ROWS>
+static inline void up_to(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t block,
+                         bool fetches) {
+  if (num_rows >= ROWS)
+    float_rows<Weight, ROWS>(matrix, x, out, block, fetches);
+  else if constexpr (ROWS > 1)
+    up_to<Weight, ROWS - 1>(matrix, x, num_rows, out, block, fetches);
+}
+
+template <typename Weight>
+static void floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
+                   int64_t last_block) {
+  for (int64_t block = first_block; block < last_block; ++block)
+    for (int64_t row = 0; row < num_rows; row += MOST_ROWS)
+      up_to<Weight, MOST_ROWS>(matrix, x + row * matrix->inputs, num_rows - row, out + row * matrix->outputs, block,
+                               row == 0);
+}
+
+// ---- doors ----------------------------------------------------------------------------------------------------------
+
+static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int64_t first, int64_t last) {
+  switch (matrix->kind) {
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+    case PAIRS: return pairs(matrix, (const uint16_t*)x, num_rows, (uint16_t*)out, first, last);
+#endif
+    case FLOAT32: return floats<float>(matrix, (const float*)x, num_rows, (float*)out, first, last);
+    case BFLOAT16: return floats<Bfloat16>(matrix, (const float*)x, num_rows, (float*)out, first, last);
+    case FLOAT16: return floats<Float16>(matrix, (const float*)x, num_rows, (float*)out, first, last);
+  }
+}
+
+// (num_rows, K) -> (num_rows, N), both contiguous; the blocks of outputs are shared out among the threads.
+extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads) {
+  const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
+  if (threads <= 1) return part(matrix, x, num_rows, out, 0, blocks);
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
+    part(matrix, x, num_rows, out, blocks * index / count, blocks * (index + 1) / count);
+  }
+}
+
+// Outputs per block of a matrix in float32; those of pairs have 32.
+extern "C" int foretoken_block() { return BLOCK; }
+
+// Whether this process may use what the library was built for.
+extern "C" int foretoken_is_allowed() {
+#if defined(FORETOKEN_AMX)
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return 1;
+#endif
+}

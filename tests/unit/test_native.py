@@ -1,0 +1,249 @@
+"""Products of the library's own: right, the same bits among any number of rows, and taken where they are faster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.model.execution import choices, native
+from foretoken.model.execution.packing import OneDNNMatrix, PackedProduct, can_pack
+
+HALF = torch.bfloat16
+SETS = list(native.OPTIONS)
+
+
+@pytest.fixture(scope="module", params=SETS)
+def kernels(request: pytest.FixtureRequest) -> native.Library:
+    """For every instruction set up to this machine's."""
+    widest = native.instruction_set()
+    if widest is None or SETS.index(request.param) < SETS.index(widest):
+        pytest.skip(f"this machine has {widest}")
+    library = native.library(request.param)
+    if library is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+    return library
+
+
+def matrix(
+    kernels: native.Library, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool = False
+) -> tuple[native.NativeMatrix, torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    return native.NativeMatrix(weight, bias, kernels), weight, bias
+
+
+class TestNativeMatrix:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (77, 32), (16, 128), (5, 96), (33, 160)])
+    def test_is_the_product(self, kernels: native.Library, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+        for has_bias in (False, True):
+            packed, weight, bias = matrix(kernels, outputs, inputs, dtype, has_bias)
+            x = torch.randn(3, 13, inputs).to(packed.compute_dtype)
+            exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            result = packed(x)
+            assert result.dtype == packed.compute_dtype
+            sums = 2.0**-24 * (inputs + 2) * (x.double().abs() @ weight.double().abs().t() + 4)
+            rounded = 2.0**-8 * exact.abs() if result.dtype == HALF else 0
+            assert ((result.double() - exact).abs() <= sums + rounded).all()
+            assert torch.equal(packed.dense(), weight)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_a_row_has_the_same_bits_among_any_number_of_rows(
+        self, kernels: native.Library, dtype: torch.dtype
+    ) -> None:
+        packed, _, _ = matrix(kernels, 80, 96, dtype, has_bias=True)
+        x = torch.randn(530, 96).to(packed.compute_dtype)
+        whole = packed(x)
+        for count in (1, 2, 5, 8, 12, 13, 16, 17, 31, 32, 33, 48, 64, 255, 256, 257, 529):
+            assert torch.equal(packed(x[:count]), whole[:count]), count
+            assert torch.equal(packed(x[-count:]), whole[-count:]), count
+
+    def test_has_the_same_bits_on_any_number_of_threads(self, kernels: native.Library) -> None:
+        packed, _, _ = matrix(kernels, 200, 64, HALF)
+        x = torch.randn(20, 64).to(packed.compute_dtype)
+        before, results = torch.get_num_threads(), []
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                results.append(packed(x))
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+    def test_takes_inputs_of_any_layout_and_none_at_all(self, kernels: native.Library) -> None:
+        packed, _, _ = matrix(kernels, 40, 64, torch.float32)
+        x = torch.randn(64, 7).t()
+        assert torch.equal(packed(x), packed(x.contiguous()))
+        assert packed(x[:0]).shape == (0, 40)
+
+    def test_infinities_and_nans_stay_in_their_row(self, kernels: native.Library) -> None:
+        packed, _, _ = matrix(kernels, 64, 64, HALF)
+        x = torch.randn(18, 64).to(packed.compute_dtype)
+        clean = packed(x)
+        x[3, 5], x[17, 0] = torch.nan, torch.inf
+        result = packed(x)
+        others = [row for row in range(18) if row not in (3, 17)]
+        assert torch.equal(result[others], clean[others])
+        assert result[3].isnan().all()
+        assert not result[17].isfinite().any()
+
+
+class TestInstructionSet:
+    def test_keeps_to_what_torch_and_onednn_are_held_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        found = {}
+        for most in ("", "AVX512_CORE_AMX", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"):
+            monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+            found[most] = native.instruction_set()
+        assert list(found.values()) == ["AMX", "AMX", "AVX512_BF16", "AVX512", "AVX2"]
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        assert native.instruction_set() is None
+
+
+class TestLibrary:
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+        monkeypatch.setattr(native, "_libraries", {})
+
+    def test_without_a_compiler_there_is_none(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+        assert native.library("AVX2") is None
+        assert not list(tmp_path.rglob("*.so"))
+
+    def test_a_compiler_that_fails_leaves_nothing_behind(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("CXX", "false")
+        assert native.library("AVX2") is None
+        assert not list(tmp_path.rglob("*.so"))
+
+    def test_a_file_that_was_cut_off_is_built_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Loading it would kill the process."""
+        if native.library("AVX2") is None:
+            pytest.skip("no C++ compiler builds the kernels here")
+        (file,) = tmp_path.rglob("*.so")
+        other = tmp_path / "other"
+        shutil.copytree(tmp_path / "native", other / "native")
+        cut = other / "native" / file.name
+        cut.write_bytes(file.read_bytes()[:1000])
+        monkeypatch.setenv("FORETOKEN_CACHE", str(other))
+        native._libraries.clear()
+        assert native.library("AVX2") is not None
+        assert cut.stat().st_size > 1000
+        monkeypatch.setenv("CXX", "false")
+        cut.write_bytes(b"no library")
+        native._libraries.clear()
+        assert native.library("AVX2") is None
+
+    def test_is_built_in_a_folder_of_its_own_where_the_cache_cannot_be_written(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        blocked = tmp_path / "file"
+        blocked.write_text("")
+        monkeypatch.setenv("FORETOKEN_CACHE", str(blocked))
+        if native.instruction_set() is None:
+            pytest.skip("no kernel is written for this machine")
+        assert native.library("AVX2") is not None
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+class TestChoices:
+    @pytest.fixture(autouse=True)
+    def empty(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        native.library()
+        monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+        choices._Choices.of.cache_clear()
+
+    def test_are_made_once_and_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+
+        def measured(inputs: int, *_: object) -> bool:
+            asked.append(inputs)
+            return inputs > 1000
+
+        monkeypatch.setattr(choices, "_is_faster", measured)
+        for _ in range(2):
+            assert choices.faster(1024, 512, HALF, lambda w: OneDNNMatrix(w, None)) is native.library()
+            assert choices.faster(512, 1024, HALF, lambda w: OneDNNMatrix(w, None)) is None
+            choices._Choices.of.cache_clear()
+        assert asked == [1024, 512]
+        (file,) = (tmp_path / "native").glob("choices-*.json")
+        file.write_text("{")
+        choices._Choices.of.cache_clear()
+        assert choices.faster(1024, 512, HALF, lambda w: OneDNNMatrix(w, None)) is native.library()
+        assert json.loads(file.read_text()) == {"1024x512 bfloat16": True}
+
+    def test_small_and_odd_matrices_are_not_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(choices, "_is_faster", lambda *_: pytest.fail("measured"))
+        assert choices.faster(64, 64, HALF, lambda w: OneDNNMatrix(w, None)) is None
+        assert choices.faster(2048, 2048, torch.float64, lambda w: OneDNNMatrix(w, None)) is None
+        if (kernels := native.library()) is not None and kernels.has_pairs:
+            assert choices.faster(2047, 2048, HALF, lambda w: OneDNNMatrix(w, None)) is None
+
+    def test_follow_the_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel is taken if steps are faster, unless prompts are much slower."""
+        for of_steps, of_prompts, expected in ((0.9, 1.2, True), (0.99, 0.5, False), (0.5, 2.0, False)):
+
+            def times(ours: object, theirs: object, x: torch.Tensor) -> tuple[float, float]:
+                return (of_prompts if len(x) == choices.ROWS_OF_PROMPTS else of_steps), 1.0  # noqa: B023
+
+            monkeypatch.setattr(choices, "_times", times)
+            kernels = native.library()
+            assert kernels is not None
+            assert choices._is_faster(64, 64, HALF, kernels, lambda w: OneDNNMatrix(w, None)) is expected
+
+
+@pytest.mark.skipif(native.library() is None or not can_pack(), reason="no kernels here")
+def test_a_product_of_several_layers_runs_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "_is_faster", lambda *_: True)
+    monkeypatch.setattr(choices, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(choices._Choices, "add", lambda self, name, choice: self.known.update({name: choice}))
+    choices._Choices.of.cache_clear()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        layers = [torch.nn.Linear(64, size).to(dtype) for size in (48, 16)]
+        product = PackedProduct(layers)
+        assert isinstance(product.matrix, native.NativeMatrix)
+        x = torch.randn(5, 64).to(dtype)
+        expected = torch.cat([layer(x) for layer in layers], -1)
+        assert torch.allclose(product(x).float(), expected.float(), atol=0.02 if dtype != torch.float32 else 1e-5)
+        assert torch.equal(product.dense(1), layers[1].weight)
+        assert product.num_bytes == 64 * 64 * dtype.itemsize
+    choices._Choices.of.cache_clear()
+
+
+@pytest.mark.parametrize("most", ["AVX2", "AVX512_CORE"])
+def test_a_lesser_cpu_decodes_the_same_text(most: str, tmp_path: Path) -> None:
+    """In a process that is held to fewer instructions, with the kernels of these."""
+    code = (
+        "import torch; from foretoken.model.execution import choices, native; choices._is_faster = lambda *_: True\n"
+        "choices.MIN_ELEMENTS = 0\n"
+        "from foretoken import LLM, SamplingParams; from foretoken.model.execution.native import NativeMatrix\n"
+        "llm = LLM('zoo:tiny', dtype='bfloat16', execution='packed')\n"
+        "plain = LLM('zoo:tiny', dtype='bfloat16', execution='eager')\n"
+        "used = [p for p in llm.target.execution._products if isinstance(p.matrix, NativeMatrix)]\n"
+        "assert used and all(p.matrix.compute_dtype == torch.float32 for p in used), len(used)\n"
+        "p = SamplingParams(max_tokens=12, temperature=0)\n"
+        "a, b = (m.generate('A dog and', p)[0].outputs[0].token_ids for m in (llm, plain))\n"
+        "assert a[:4] == b[:4], (a, b)"
+    )
+    if native.library("AVX2") is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+    capability = "avx2" if most == "AVX2" else "avx512"
+    environment = {
+        **os.environ,
+        "ONEDNN_MAX_CPU_ISA": most,
+        "ATEN_CPU_CAPABILITY": capability,
+        "FORETOKEN_CACHE": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
