@@ -20,11 +20,11 @@ SAME_ON_EVERY_VERSION = tests/conformance \
 	self_draft_state.py strict.py swift.py) \
 	$(addprefix tests/unit/test_,acceptance.py applicability.py architecture.py bench.py budget.py candidates.py chat.py \
 	cli_options.py composition.py costs.py datastore.py datastore_resume.py defaults.py \
-	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py extend_drafter.py \
+	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py \
 	flat_nodes.py growth.py heads_checkpoint.py imports.py jacobi.py kernels.py length_policies.py \
 	lengths.py lookahead.py medusa_hydra_layouts.py mutants.py nasd.py ngram.py noise.py params.py \
 	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
-	traceplot.py training_recipe.py tree.py tune.py tune_tree.py typical.py verify.py which.py)
+	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py which.py)
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo picture test test-full test-oldest check lint format bench clean

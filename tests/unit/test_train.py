@@ -150,6 +150,26 @@ def test_hard_loss_and_feature_regression_by_hand() -> None:
     assert float(found) == pytest.approx((0.5 * 0.5**2 + 3.0 - 0.5) / 2)
 
 
+@pytest.mark.parametrize(("method", "is_on_states"), [("hydra", True), ("hydra++", False)])
+def test_noise_is_on_what_hydra_reads(method: str, is_on_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No larger than alpha / sqrt(T H), on embeddings and, without a prefix layer, the same on hidden states."""
+    made, example = recipe(method), examples()[0]
+    made._noise = 5.0
+    seen = []
+    real = made._heads.inputs_along
+    monkeypatch.setattr(made._heads, "inputs_along", lambda head, *given: seen.append(given) or real(head, *given))
+    features = TargetFeatures(eagle_heads.target(), made.layers).of(example)
+    made.parts(example, features)
+    noisy = seen[0]
+    made._noise = 0.0
+    made.parts(example, features)
+    clean = seen[SHAPE["num_heads"]]
+    on_states, on_embeddings = (mine - theirs for mine, theirs in zip(noisy, clean, strict=True))
+    limit = 5.0 / math.sqrt(len(example.token_ids) * on_embeddings.shape[-1])
+    assert 0.5 * limit < float(on_embeddings.abs().max()) <= limit * (1 + 1e-9)
+    assert torch.allclose(on_states, on_embeddings if is_on_states else torch.zeros_like(on_states))
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def train(
     draft_vocabulary_size: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent.")] = 8192,
     num_heads: Annotated[int, typer.Option(help="Of Medusa and Hydra: the longest draft.")] = 4,
     unrolled_steps: Annotated[int, typer.Option(help="Of EAGLE-3: steps of a draft that are trained.")] = 4,
+    input_noise: Annotated[float, typer.Option(help="hydra, hydra++: strength of noise (NEFTune's alpha).")] = 0.0,
     from_layers: Annotated[
         str, typer.Option(metavar="N,N,..", help="draft_model: layers of the target that its own begin as.")
     ] = "",
@@ -90,7 +91,7 @@ def train(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
             learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size, num_heads=num_heads,
             num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens, patience=patience,
-            features=features, raw=raw,
+            features=features, raw=raw, input_noise=input_noise,
             small=SmallPlan(
                 from_layers=_layers(from_layers), num_layers=num_layers, hidden_size=hidden_size,
                 own_embeddings=own_embeddings, start=start, total_variation=total_variation,

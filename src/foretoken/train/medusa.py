@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,20 @@ class MedusaRecipe:
 class HydraRecipe:
     """Soft cross entropy of every head against the target's law, given the tokens of the text before it.
 
-    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer. Deviation: heads
-    may share the target's output layer.
+    Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer; noise as in the
+    published code, after NEFTune (Jain et al. 2023, arXiv:2310.05914): the same on embeddings and hidden states, and on
+    embeddings alone where there is a prefix layer. Deviation: heads may share the target's output layer.
 
     Args:
       heads: over the target's output layer.
       target: whose last hidden states are read.
+      noise: its strength; the published heads have 0.
     """
 
     method: str = "hydra"
 
-    def __init__(self, heads: HydraHeads, target: TargetParts) -> None:
-        self._heads, self._target = heads, target
+    def __init__(self, heads: HydraHeads, target: TargetParts, noise: float = 0.0) -> None:
+        self._heads, self._target, self._noise = heads, target, noise
         self.module: nn.Module = heads
         self.layers: tuple[int, ...] = (target.num_layers,)
         self.weights: tuple[float, ...] = (1.0,) * heads.num_heads
@@ -88,6 +91,10 @@ class HydraRecipe:
         last = streams[self._target.num_layers]
         contexts = self._heads.contexts(last.to(self._heads.dtype))[place.first :]
         embedded = self._target.embedded(place.token_ids[place.first :], self._heads.dtype)
+        if self._noise:
+            noise = neft_noise(embedded, len(last), self._noise)
+            embedded = embedded + noise
+            contexts = contexts if self._heads.shape.prefix is not None else contexts + noise
         counts = place.counts(self._heads.num_heads)
         states = [
             self._heads.state(head, self._heads.inputs_along(head, contexts, embedded)[:count])
@@ -101,3 +108,8 @@ class HydraRecipe:
     def save(self, folder: Path, facts: dict[str, Any]) -> None:
         with shipped(folder, facts):
             write_hydra(self._heads, folder, self._target.name)
+
+
+def neft_noise(like: Tensor, length: int, strength: float) -> Tensor:
+    """Uniform between -a and a, with a = strength / sqrt(T H), of the shape of some of a text's T rows, (N, H)."""
+    return (2 * torch.rand_like(like) - 1) * strength / math.sqrt(length * like.shape[-1])

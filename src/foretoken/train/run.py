@@ -47,6 +47,7 @@ class Plan:
       max_length: tokens at which texts are cut.
       raw: prompts are texts to go on with, without the chat template.
       small: what a drafter that is a model is made of.
+      input_noise: of Hydra and Hydra++; see `HydraRecipe`.
     """
 
     method: str
@@ -69,6 +70,7 @@ class Plan:
     answering: Answering = field(default_factory=Answering)
     raw: bool = False
     small: SmallPlan = field(default_factory=SmallPlan)
+    input_noise: float = 0.0
     seed: int = 0
 
     def check(self) -> None:
@@ -84,6 +86,8 @@ class Plan:
             raise ConfigError(
                 f"layers and embeddings are chosen for draft_model, not for {self.method}; leave them out"
             )
+        if self.input_noise < 0 or (self.input_noise and not self.method.startswith("hydra")):
+            raise ConfigError(f"input_noise is {self.input_noise} for {self.method}; it is for hydra, 0 or more")
         self.small.check()
 
 
@@ -145,8 +149,9 @@ class Run:
         vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
         vocabulary.check_eos(self._eos, "this run")
         self._recipe = new_recipe(
-            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps, small=plan.small
-        )
+            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps,
+            small=plan.small, noise=plan.input_noise,
+        )  # fmt: skip
         device = llm.target.device
         self._recipe.module.to(device)
         num_tokens = int(plan.epochs * sum(example.num_answer_tokens for example in self.examples))

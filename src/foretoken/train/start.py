@@ -129,6 +129,7 @@ def new_recipe(
     streams: Seq[int] | None = None,
     intermediate_size: int | None = None,
     small: SmallPlan | None = None,
+    noise: float = 0.0,
 ) -> Recipe:
     """The drafter of a method at the beginning of their training, in float32, with how they are trained.
 
@@ -140,6 +141,7 @@ def new_recipe(
       streams: layers whose inputs EAGLE-3 reads; see `default_streams`.
       intermediate_size: of the MLP of decoder layers; the target's by default.
       small: what a drafter that is a model is made of.
+      noise: on the inputs of Hydra's heads.
 
     Raises: ConfigError for a method that is not one of these, or one that the target is too small for.
     Randomness: torch's.
@@ -156,7 +158,7 @@ def new_recipe(
         prefix, num_layers = (layer, 2) if method == "hydra++" else (None, 1)
         heads = HydraHeads(HydraShape(size, 0, num_heads, num_layers, prefix=prefix), kept)
         _settle_residuals(heads, size)
-        return HydraRecipe(heads, target)
+        return HydraRecipe(heads, target, noise)
     if method not in METHODS:
         raise ConfigError(f"{method!r} cannot be trained; known are {', '.join(METHODS)}")
     generation = 3 if method == "eagle3" else 1

@@ -1,6 +1,8 @@
 """The datastore of zoo:tiny: a small part of what the pair was trained on, in the same formats.
 
-``python training/build_datastore.py --corpora CORPORA --out src/foretoken/zoo/tiny/datastore`` takes documents of each
+    python examples/tiny_pair/datastore.py --corpora CORPORA --out src/foretoken/zoo/tiny/datastore
+
+It takes documents of each
 source in a shuffled order up to a number of characters. Held-out documents stay out, and no evaluation set is among
 the sources. Stories are left out: each has an author of its own to be named.
 """
@@ -13,7 +15,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from data import END_OF_TEXT, documents, held_out
+from texts import END_OF_TEXT, documents, held_out
 
 from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval.build import build

@@ -1,12 +1,14 @@
-"""The text the tiny pair is trained on: read, formatted, split, tokenised once, then served in blocks.
+"""The texts that zoo:tiny was made of: read, formatted, split, and written as JSON lines by source.
 
-Formats (one tokenizer for all of them):
+    python examples/tiny_pair/texts.py --corpora CORPORA --out TEXTS
+
+CORPORA is a folder of xz-compressed JSON lines with a field ``text``, named as `FORMATS` lists them; all are public,
+and the README beside the weights names their origins and licences. Every document stands in ``SOURCE.train.jsonl`` or
+``SOURCE.valid.jsonl``: the split is a hash of the document, so it does not move when a source grows or is reordered.
+``beginnings.jsonl`` has the beginnings of training documents, prompts for ``foretoken train --raw``.
 
 - conversation: ``<|user|>question\\n<|assistant|>answer<|end|>\\n``, one such pair per exchange;
 - every document, conversations included, ends with ``<|endoftext|>``.
-
-``python training/data.py --corpora CORPORA --tokenizer DIR --out SHARDS`` writes one uint16 array per source and
-split. The split is a hash of the document, so it does not move when a source grows or is reordered.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PER_MILLE = 12
 BOOK_CHUNK_CHARS = 6000
+BEGINNING_CHARS = 200
 
 Formatter = Callable[[str], Iterator[str]]
 
@@ -44,7 +45,7 @@ def records(path: Path) -> Iterator[str]:
             buffered = ""
             yield record["text"]
     if buffered:
-        raise ValueError(f"{path}: the last {len(buffered)} characters are no JSON record; is the file cut?")
+        raise ValueError(f"{path}: the last {len(buffered)} characters are not a JSON record; is the file cut?")
 
 
 def exchange(question: str, answer: str) -> str:
@@ -56,7 +57,7 @@ def plain(text: str) -> Iterator[str]:
 
 
 def book(text: str) -> Iterator[str]:
-    """Chapters-sized pieces cut at paragraph ends; underscores and markdown heading marks are noise here."""
+    """Pieces of the size of chapters, cut at paragraph ends; underscores and markdown heading marks are noise here."""
     text = re.sub(r"(?<!\w)_([^_\n]+)_(?!\w)", r"\1", text)
     piece: list[str] = []
     size = 0
@@ -137,107 +138,41 @@ def documents(corpora: Path) -> Iterator[tuple[str, str]]:
         yield "python", document
 
 
-def extra_held_out(evaluation: Path) -> Iterator[tuple[str, str]]:
-    """Text that no training run of ours has seen: GSM8K's test split and three whole books."""
-    test = evaluation / "gsm8k" / "test.jsonl"
-    if test.exists():
-        for line in test.read_text(encoding="utf8").splitlines():
-            record = json.loads(line)
-            yield "unseen_gsm8k", exchange(record["question"], re.sub(r"<<[^>]*>>", "", record["answer"]))
-    for path in sorted((evaluation / "long_docs").glob("*.txt")):
-        for piece in book(path.read_text(encoding="utf8")):
-            yield "unseen_books", piece
-
-
 def held_out(document: str) -> bool:
     digest = hashlib.blake2b(document.encode("utf8"), digest_size=4).digest()
     return int.from_bytes(digest, "little") % 1000 < HELD_OUT_PER_MILLE
 
 
-def write_shards(corpora: Path, evaluation: Path | None, tokenizer_dir: Path, out: Path, seed: int = 0) -> None:
-    from tokenizers import Tokenizer
+def beginnings(documents: list[str], count: int) -> Iterator[str]:
+    """Beginnings of a seeded choice of documents, cut between words."""
+    chosen = list(documents)
+    random.Random("beginnings").shuffle(chosen)
+    for document in chosen[:count]:
+        yield document[:BEGINNING_CHARS].rsplit(" ", 1)[0] if len(document) > BEGINNING_CHARS else document
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-    end = tokenizer.token_to_id(END_OF_TEXT)
+
+def write(corpora: Path, out: Path, num_beginnings: int) -> None:
+    """Write all files; documents of a source and split are shuffled, by a seed of their own."""
     groups: dict[tuple[str, str], list[str]] = {}
     for source, document in documents(corpora):
         groups.setdefault((source, "valid" if held_out(document) else "train"), []).append(document)
-    if evaluation is not None:
-        for source, document in extra_held_out(evaluation):
-            groups.setdefault((source, "valid"), []).append(document)
     out.mkdir(parents=True, exist_ok=True)
+    prompts: list[str] = []
     for (source, split), texts in groups.items():
-        random.Random(f"{seed} {source} {split}").shuffle(texts)
-        ids: list[int] = []
-        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            ids.extend(encoding.ids)
-            ids.append(end)
-        np.save(out / f"{source}.{split}.npy", np.asarray(ids, dtype=np.uint16))
-        print(f"{source:14s} {split:5s} {len(texts):7d} documents {len(ids):9d} tokens")
-
-
-class Stream:
-    """Blocks of one source, front to back; every new pass starts at another offset. Its state is two numbers."""
-
-    def __init__(self, ids: np.ndarray, seed: int) -> None:
-        self.ids, self.seed = ids, seed
-        self.epoch, self.position = 0, 0
-
-    def block(self, length: int) -> np.ndarray:
-        if self.position + length > len(self.ids):
-            self.epoch += 1
-            self.position = random.Random(self.seed * 1_000_003 + self.epoch).randrange(length)
-        piece = self.ids[self.position : self.position + length]
-        self.position += length
-        return piece
-
-    def state(self) -> list[int]:
-        return [self.epoch, self.position]
-
-    def restore(self, state: list[int]) -> None:
-        self.epoch, self.position = state
-
-
-class Mixture:
-    """Rows drawn from the sources by weight; exactly resumable from ``state()``."""
-
-    def __init__(self, shards: Path, weights: dict[str, float], seed: int) -> None:
-        missing = [name for name in weights if not (shards / f"{name}.train.npy").exists()]
-        if missing:
-            raise FileNotFoundError(f"no training shard for {missing} in {shards}; run training/data.py first")
-        self.names = sorted(weights)
-        self.chances = np.array([weights[name] for name in self.names]) / sum(weights.values())
-        self.streams = {
-            name: Stream(np.load(shards / f"{name}.train.npy"), seed + index) for index, name in enumerate(self.names)
-        }
-        self.random = np.random.Generator(np.random.PCG64(seed))
-
-    def batch(self, rows: int, length: int) -> np.ndarray:
-        chosen = self.random.choice(len(self.names), size=rows, p=self.chances)
-        return np.stack([self.streams[self.names[index]].block(length) for index in chosen]).astype(np.int64)
-
-    def state(self) -> dict[str, object]:
-        streams = {name: stream.state() for name, stream in self.streams.items()}
-        return {"random": self.random.bit_generator.state, "streams": streams}
-
-    def restore(self, state: dict) -> None:
-        self.random.bit_generator.state = state["random"]
-        for name, position in state["streams"].items():
-            if name in self.streams:
-                self.streams[name].restore(position)
-
-
-def held_out_shards(shards: Path) -> dict[str, np.ndarray]:
-    return {path.name.split(".")[0]: np.load(path) for path in sorted(shards.glob("*.valid.npy"))}
+        random.Random(f"{source} {split}").shuffle(texts)
+        lines = [json.dumps({"text": text + END_OF_TEXT}) + "\n" for text in texts]
+        (out / f"{source}.{split}.jsonl").write_text("".join(lines), encoding="utf8")
+        if split == "train":
+            prompts += beginnings(texts, num_beginnings // len(FORMATS))
+        print(f"{source:14s} {split:5s} {len(texts):7d} documents")
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    (out / "beginnings.jsonl").write_text("".join(lines), encoding="utf8")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="tokenise the corpora into shards")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpora", type=Path, required=True)
-    parser.add_argument(
-        "--evaluation", type=Path, help="data/eval: adds GSM8K test and whole books to the held-out set"
-    )
-    parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--beginnings", type=int, default=6000)
     options = parser.parse_args()
-    write_shards(options.corpora, options.evaluation, options.tokenizer, options.out)
+    write(options.corpora, options.out, options.beginnings)
