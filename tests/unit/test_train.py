@@ -278,6 +278,17 @@ def test_broken_prompts_are_refused_by_line(content: str, message: str, tmp_path
         read_prompts(file)
 
 
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="holds no files of prompts"):
+        read_prompts(tmp_path)
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_prompts(tmp_path / "absent.jsonl")
+    for name, data in (("cut.jsonl.xz", b"\xfd7zXZ\x00\x00"), ("latin.txt", b"caf\xe9")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(PromptError, match="cannot be read"):
+            read_prompts(tmp_path / name)
+
+
 def test_held_out_prompts_are_chosen_by_their_text(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(f"question {i}" for i in range(300)))

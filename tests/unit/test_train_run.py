@@ -17,9 +17,12 @@ from typer.testing import CliRunner
 
 from foretoken import LLM, SamplingParams, zoo
 from foretoken.cli import app
+from foretoken.errors import CheckpointError, PromptError
+from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import toy_model
 from foretoken.train.examples import evaluation_digests, is_evaluation
 from foretoken.train.run import Plan, Run
+from foretoken.train.start import frequent_tokens
 from foretoken.zoo.manifest import root
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
@@ -112,6 +115,54 @@ def test_a_target_without_usable_features_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\nb\nc")
     with pytest.raises(UnsupportedModelError, match="output layer"):
         Run(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method="medusa", out=tmp_path, prompts=tmp_path))
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
+def test_a_target_that_changes_its_logits_is_refused(method: str, tmp_path: Path) -> None:
+    from foretoken.errors import UnsupportedModelError
+
+    model = toy_model(64)
+    model.config.final_logit_softcapping = 30.0
+    (tmp_path / "p.txt").write_text("a\nb\nc")
+    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
+        Run(LLM(model, tokenizer=LLM("zoo:tiny").tokenizer), Plan(method=method, out=tmp_path, prompts=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "one", "answer": "two"}', "1 prompts are too few"),
+        ("".join(f'{{"prompt": "{i}", "answer": "", "ended": false}}\n' for i in range(9)), "nothing to draft"),
+        ('{"prompt": "a\\ud800"}\n{"prompt": "b"}\n{"prompt": "c"}', "line 1"),
+    ],
+)
+def test_prompts_that_nothing_can_be_learned_from_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(PromptError, match=message):
+        Run(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+
+
+def test_prompts_of_evaluation_sets_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "p.txt").write_text("a\nb\nc")
+    monkeypatch.setattr("foretoken.train.run.is_evaluation", lambda _: True)
+    with pytest.raises(PromptError, match="every prompt is one of an evaluation set"):
+        Run(LLM("zoo:tiny", "none"), Plan(method="medusa", out=tmp_path / "out", prompts=tmp_path, raw=True))
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft_model"])
+def test_the_end_of_a_text_can_always_be_drafted(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer here has ended, so no count names EOS; a map that leaves it out all the same is refused."""
+    lines = [json.dumps({"prompt": f"A {i}", "answer": " big dog ran to the park", "ended": False}) for i in range(9)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    plan = Plan(method=method, out=tmp_path / "out", prompts=tmp_path, raw=True, draft_vocabulary=64)
+    llm = LLM("zoo:tiny", "none")
+    run = Run(llm, plan)
+    vocabulary = frequent_tokens(run.examples, 64, run._target)
+    assert {0, 3} <= set(vocabulary.target_ids.tolist())
+    without = DraftVocabulary.of(range(10, 74), vocabulary.target_size)
+    monkeypatch.setattr("foretoken.train.run.frequent_tokens", lambda *_: without)
+    with pytest.raises(CheckpointError, match="none of the target's EOS tokens"):
+        Run(llm, plan)
 
 
 def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
