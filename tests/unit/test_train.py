@@ -262,6 +262,18 @@ def test_kept_features_are_read_back_and_a_full_disk_ends_keeping(
     assert source.num_asked == len(examples()) + 2
 
 
+def test_trainings_that_want_other_layers_share_a_folder(tmp_path: Path) -> None:
+    """Features of the last layer alone, then of two, then of the last again: nobody reads or overwrites the wrong."""
+    last = eagle_heads.target().num_layers
+    for layers, num_asked in (((last,), 6), ((1, last), 6), ((last,), 0)):
+        source = Counting(TargetFeatures(eagle_heads.target(), layers))
+        cache = FeatureCache(source, tmp_path, layers)
+        for example in examples():
+            torch.testing.assert_close(cache.of(example), source._source.of(example), atol=0, rtol=0)
+        cache.close()
+        assert source.num_asked == num_asked
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

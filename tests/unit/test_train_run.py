@@ -72,13 +72,14 @@ def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["hydra", "draft_model"])
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path: Path) -> None:
     """kill -9 as soon as a checkpoint lies there, wherever the process is then."""
     weights = []
     for name in ("whole", "killed"):
         folder = tmp_path / name
         folder.mkdir()
-        command = [sys.executable, "-m", "foretoken", *options(folder, "hydra", "--evaluate-tokens", "30")]
+        command = [sys.executable, "-m", "foretoken", *options(folder, method, "--evaluate-tokens", "30")]
         if name == "killed":
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             while not (folder / "head" / "checkpoint.pt").exists() and process.poll() is None:

@@ -71,7 +71,7 @@ class FeatureCache:
 
     Args:
       source: computes what is not there yet.
-      folder: of the shards; several trainings over one target may share it.
+      folder: of the shards; several trainings over one target may share it, also such that want other layers.
       layers: that are wanted.
     """
 
@@ -79,6 +79,7 @@ class FeatureCache:
         self._source, self._folder, self._layers = source, folder, tuple(layers)
         self._open = _Shard()
         self._places: dict[str, tuple[str, int, int]] = {}
+        self._layers_in: dict[str, frozenset[str]] = {}
         self._num_read = 0
         self._is_full = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ class FeatureCache:
         shard, self._open = self._open, _Shard()
         if not shard.keys:
             return
-        name = f"{shard.keys[0]}.safetensors"
+        name = f"{shard.keys[0]}-{'-'.join(map(str, self._layers))}.safetensors"
         beside = self._folder / f".{name}.{os.getpid()}"
         tensors = {str(layer): torch.cat([part[layer] for part in shard.parts]) for layer in shard.parts[0]}
         start, lines = 0, []
@@ -152,4 +153,12 @@ class FeatureCache:
         self._num_read += len(whole.encode())
         for line in whole.splitlines():
             key, file, start, stop = json.loads(line)
-            self._places[key] = (file, start, stop)
+            if self._has_all(file):
+                self._places[key] = (file, start, stop)
+
+    def _has_all(self, file: str) -> bool:
+        """Whether a shard holds every layer that is wanted: those of other trainings may hold others."""
+        if file not in self._layers_in:
+            with safe_open(self._folder / file, framework="pt") as shard:
+                self._layers_in[file] = frozenset(shard.keys())
+        return self._layers_in[file] >= {str(layer) for layer in self._layers}
