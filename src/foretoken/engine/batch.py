@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -114,6 +115,13 @@ class Batch:
         self.waiting.extendleft(reversed(left))
         member.forks = []
         return [member, *entered]
+
+    def put_last(self, is_last: Callable[[Sequence], object]) -> list[Member]:
+        """Bring members that decode and whose rows are such behind the others; all that decode, in their new order."""
+        last = [member for member in self._members[: self.num_decoding] if is_last(member.row)]
+        for place, member in enumerate(reversed(last), 1):
+            self._swap(self._members.index(member), self.num_decoding - place)
+        return self.decoding
 
     def _fits(self, members: list[Member], room: int) -> bool:
         """Whether they may be in the cache together; one alone always may, since others have been refused."""

@@ -135,7 +135,8 @@ class Drafter(ABC):
         """Called once, by the engine that will run this drafter, for those that draft with the target itself.
 
         Whenever the engine calls ``propose``, ``rows[i]`` is row i of ``cache``, which holds all of its tokens but the
-        pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as they were.
+        pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as they were, and
+        nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
         """
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.outputs import Emitted, RowOutput
-from foretoken.errors import ForetokenError
+from foretoken.law.faults import is_fatal, told
 from foretoken.law.sampling import failure
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     """Append what was decided to a row, count it, and end the row where it ends.
 
     A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
-    sum. So a failure alongside drafts only puts the row in doubt: its next step goes without any.
+    sum, and so does what a drafter has left in the cache. So a failure puts the row in doubt at first: its next step
+    goes without a draft, over clean columns, and only if that fails, too, the row does.
 
     Args:
       logits: (N, V), of the nodes of the tree.
@@ -31,15 +32,14 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     row = member.row
     row.num_steps += 1
     has_failed = verdict.next_token < 0
-    member.is_in_doubt = has_failed and tree.num_draft_tokens > 0
+    member.is_in_doubt = has_failed and not member.is_in_doubt
     error = failure(logits[verdict.path[-1]], row.law) if has_failed and not member.is_in_doubt else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
-    try:
-        tokens, finish = _until_the_end(member.checker, decided)
-    except Exception as fault:  # of a tokenizer, while stop strings are looked for
-        if isinstance(fault, MemoryError) or not config.contains_faults:
-            raise
-        tokens, finish, error, member.is_in_doubt = [], None, fault, False
+    tokens, finish, fault = _until_the_end(member.checker, decided)
+    if fault is not None:
+        if is_fatal(fault) or not config.contains_faults:
+            raise fault
+        error, member.is_in_doubt = fault, False
     accepted = verdict.path[1 : len(tokens) + 1]
     chosen_at = Emitted(row, tree, verdict.path[: len(tokens)], logits)
     output = RowOutput(
@@ -60,15 +60,16 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     return output
 
 
-def told(error: Exception) -> str:
-    """An error as the result of a row tells it: ours speak for themselves, others with their type."""
-    return str(error) if isinstance(error, ForetokenError) else f"{type(error).__name__}: {error}"
+def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None, Exception | None]:
+    """The tokens up to the one that ends the row, that included, and why it ends.
 
-
-def _until_the_end(checker: StopChecker, tokens: Seq[int]) -> tuple[list[int], Finish | None]:
-    """The tokens up to the one that ends the row, that included, and why it ends."""
+    Or those before the one whose text cannot be read, and what the tokenizer has raised: as many as plain decoding has.
+    """
     for length, token in enumerate(tokens, 1):
-        finish = checker.check(token)
+        try:
+            finish = checker.check(token)
+        except Exception as fault:
+            return list(tokens[: length - 1]), None, fault
         if finish is not None:
-            return list(tokens[:length]), finish
-    return list(tokens), None
+            return list(tokens[:length]), finish, None
+    return list(tokens), None, None

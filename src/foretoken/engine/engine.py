@@ -198,7 +198,7 @@ class Engine:
                 self._scheduler.enter(self._prefill.step(self.profile))
                 self.profile.prefill_seconds += perf_counter() - start
                 return []
-            decoding = self._batch.decoding
+            decoding = self._scheduler.decoding()
             return self._decode(decoding) if decoding else []
 
     def run(self) -> Iterator[list[RowOutput]]:
@@ -232,6 +232,7 @@ class Engine:
         clock = Clock(self.profile)
         rows = [member.row for member in members]
         trees = self._proposing.step(members)
+        self._erase_doubtful(members)
         clock.lap("propose_seconds")
         output = self._forwards.verify(trees)
         logits = output.logits
@@ -246,9 +247,7 @@ class Engine:
         clock.lap("emit_seconds")
         paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
         self.cache.commit(paths)
-        for slot, member in enumerate(members):
-            if member.is_in_doubt:
-                self.cache.erase(slot, self.cache.lengths[slot])
+        self._erase_doubtful(members)
         clock.lap("commit_seconds")
         self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
         for member in members:
@@ -258,6 +257,12 @@ class Engine:
         self.profile.num_steps += 1
         self._governing.learn(trees, outputs, clock)
         return outputs
+
+    def _erase_doubtful(self, members: list[Member]) -> None:
+        """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
+        for slot, member in enumerate(members):
+            if member.is_in_doubt:
+                self.cache.erase(slot, self.cache.lengths[slot])
 
     def _observe(
         self,

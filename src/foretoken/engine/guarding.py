@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar
-
-import torch
 
 from foretoken.engine.budget import Budget
 from foretoken.engine.drafter import Drafter, PromptChunk, StepResult
-from foretoken.errors import TreeError
+from foretoken.errors import ConfigError, TreeError
+from foretoken.law.faults import described, is_fatal
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -24,9 +22,6 @@ logger = logging.getLogger("foretoken")
 
 T = TypeVar("T")
 
-FATAL = (MemoryError, torch.OutOfMemoryError)
-"""Errors that are never contained: what has run out for one row has run out for all."""
-
 
 class GuardedDrafter(Drafter):
     """A drafter whose exceptions end its drafting for the rows of the call, and nothing else.
@@ -35,8 +30,8 @@ class GuardedDrafter(Drafter):
     decoding plainly. A draft that does not fit its row counts as an exception. The first fault is told in a warning;
     `SequenceStats.drafter_error` has that of each row.
 
-    A drafter that drafts in the target's cache must be shown its rows from the first one on, so rows behind one
-    without drafts have none either, until that one has ended.
+    A drafter that drafts in the target's cache must be shown its rows from the first one on, so the engine keeps rows
+    without drafts behind the others (`Batch.put_last`).
 
     Args:
       drafter: to be contained. What it raises when it is bound is raised: that is a matter of set-up.
@@ -48,9 +43,8 @@ class GuardedDrafter(Drafter):
         self.name = drafter.name
         self.requires = drafter.requires
         self._drafter = drafter
-        self._without: set[int] = set()  # ids of rows that go on without drafts
         self._has_warned = False
-        self._needs_places = type(drafter).bind is not Drafter.bind
+        self._drafts_in_cache = type(drafter).bind is not Drafter.bind
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache
@@ -58,7 +52,9 @@ class GuardedDrafter(Drafter):
         self._drafter.bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        return self._try([row], lambda: self._drafter.recall(row, memory, num_tokens), num_tokens)
+        if row.stats.drafter_error:
+            return num_tokens
+        return self._try([row], lambda: self._recalled(row, memory, num_tokens), num_tokens)
 
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
         with_drafts = self._with_drafts(rows)
@@ -73,20 +69,21 @@ class GuardedDrafter(Drafter):
             self._try(of_rows, lambda: self._drafter.start(of_rows), None)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        if row.id in self._without:
+        if row.stats.drafter_error:
             self._give_up(copies, row.stats.drafter_error)
         else:
             self._try([row, *copies], lambda: self._drafter.fork(row, copies), None)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         asked = self._with_drafts(rows)
-        if self._needs_places:  # rows[i] must be row i of the cache
-            asked = list(takewhile(lambda i: i < len(asked) and asked[i] == i, range(len(rows))))
         found = [DraftTree.root(row.pending) for row in rows]
         if asked:
             of_rows, of_budgets = [rows[i] for i in asked], [budgets[i] for i in asked]
             none: list[DraftTree] = []
             trees = self._try(of_rows, lambda: self._checked(of_rows, of_budgets), none)
+            if not trees and self._drafts_in_cache:  # what it has written may not be finite
+                for slot, length in enumerate(self._cache.lengths):
+                    self._cache.erase(slot, length)
             for i, tree in zip(asked, trees, strict=False):
                 found[i] = tree
         return found
@@ -98,33 +95,31 @@ class GuardedDrafter(Drafter):
             self._try(of_rows, lambda: self._drafter.observe(of_rows, outcomes), None)
 
     def keep(self, row: Sequence) -> object:
-        return None if row.id in self._without else self._try([row], lambda: self._drafter.keep(row), None)
+        return None if row.stats.drafter_error else self._try([row], lambda: self._drafter.keep(row), None)
 
     def forget(self, rows: Seq[Sequence]) -> None:
         of_rows = [rows[i] for i in self._with_drafts(rows)]
-        self._without.difference_update(row.id for row in rows)
         if of_rows:
             self._try(of_rows, lambda: self._drafter.forget(of_rows), None)
-            self._without.difference_update(row.id for row in of_rows)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _with_drafts(self, rows: Seq[Sequence]) -> list[int]:
-        return [i for i, row in enumerate(rows) if row.id not in self._without]
+        """Places of the rows for which no fault has ended drafting, which it does for good."""
+        return [i for i, row in enumerate(rows) if not row.stats.drafter_error]
 
     def _try(self, rows: Seq[Sequence], call: Callable[[], T], otherwise: T) -> T:
         lengths = list(self._cache.lengths)
         try:
             return call()
-        except FATAL:
-            raise
         except Exception as fault:
+            if is_fatal(fault):
+                raise
             self._cache.lengths[:] = lengths
-            self._give_up(rows, f"{type(fault).__name__}: {fault}")
+            self._give_up(rows, described(fault))
             return otherwise
 
     def _give_up(self, rows: Seq[Sequence], reason: str) -> None:
-        self._without.update(row.id for row in rows)
         for row in rows:
             row.stats.drafter_error = row.stats.drafter_error or reason
         if not self._has_warned:
@@ -138,10 +133,19 @@ class GuardedDrafter(Drafter):
             )
         try:
             self._drafter.forget(rows)
-        except FATAL:
-            raise
         except Exception as fault:
-            logger.debug("drafter %r could not forget rows after a fault: %r", self.name, fault)
+            if is_fatal(fault):
+                raise
+            logger.debug("drafter %r could not forget rows after a fault: %s", self.name, described(fault))
+
+    def _recalled(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """How many tokens of a prompt need not be read, of those that there are."""
+        known = self._drafter.recall(row, memory, num_tokens)
+        if not isinstance(known, int) or not 0 <= known <= num_tokens:
+            raise ConfigError(
+                f"recall returned {known!r} of {num_tokens} tokens; give a number of tokens, 0..{num_tokens}"
+            )
+        return known
 
     def _checked(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         """Drafts that begin with the pending tokens and name tokens that there are, one for each row."""

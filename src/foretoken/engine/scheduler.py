@@ -54,6 +54,10 @@ class Scheduler:
             if forks:
                 self._drafter.fork(member.row, [fork.row for fork in forks])
 
+    def decoding(self) -> list[Member]:
+        """All that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
+        return self._batch.put_last(lambda row: row.stats.drafter_error)
+
     def retire(self, member: Member) -> None:
         """Take a member out of the batch."""
         self._reuse.keep(member, self._batch.slot_of(member))

@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.law import noise
+from foretoken.law.faults import is_fatal
 from foretoken.law.history import BadWords, NgramIndex, TokenCounts
 from foretoken.law.support import Warper
 
@@ -179,10 +180,8 @@ class SamplingLaw:
                 if not isinstance(scores, Tensor) or scores.shape != shape:
                     found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                     raise ShapeError(f"logits processor {processor!r} returned {found}, not scores {tuple(shape)}")
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as fault:
-            if not self.contains_faults:
+            if is_fatal(fault) or not self.contains_faults:
                 raise
             self.fault = fault
             return torch.full(shape, torch.nan, device=prefixes.device)

@@ -113,6 +113,7 @@ class EagleDrafter(StatesDrafter[EagleRows]):
             try:
                 self.growth.fill(self._growing, self)
             finally:
+                self._growing = []
                 self._levels.close()
         return [draft.tree(self.name) for draft in drafts]
 

@@ -47,6 +47,7 @@ class SelfDrafter(Drafter):
         self._view = view
         self._target: CausalLM | None = None
         self._places: list[Place] = []  # of the rows of the cache, while a draft grows
+        self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
 
     @abstractmethod
     def _variant(self, target: CausalLM) -> CausalLM:
@@ -76,6 +77,9 @@ class SelfDrafter(Drafter):
                 self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
             finally:
                 self._cache.rollback(lengths)
+                while self._spoilt:
+                    slot = self._spoilt.pop()
+                    self._cache.erase(slot, lengths[slot])
         return [self.growth.tree(draft, self.name) for draft in drafts]
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
@@ -84,12 +88,23 @@ class SelfDrafter(Drafter):
         self._cache.commit([range(1)] * len(drafts))
         for place in self._places[: len(drafts)]:
             place.trunk += 1
-        return logits
+        return self._watched(logits)
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = self._places[: len(drafts)]
-        return feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
+        return self._watched(feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains))
+
+    def _watched(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits (B, F, V), looked through for NaN.
+
+        All logits of a node are NaN where its hidden state is, and so is what it has left in the cache. From there it
+        would reach the target's own nodes, and other rows that come to this place.
+        """
+        nodes = logits[..., 0].isnan()
+        if bool(nodes.any()):
+            self._spoilt.update(nodes.any(1).nonzero()[:, 0].tolist())
+        return logits
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
