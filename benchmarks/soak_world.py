@@ -105,7 +105,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
         drafter = make_drafter(SpeculativeConfig(method, **keys), Materials(target, draft))
         engines[title] = drafter, governor(drafter) if title in GOVERNED else None
     limits: dict[str, Any] = {"max_model_len": 192, "prefill_chunk_size": 24, "contains_faults": True}
-    plan = EngineConfig(max_num_seqs=5, max_kv_bytes=5 * 128 * bytes_per_token(target), **limits)
+    plan = EngineConfig(max_num_seqs=6, max_kv_bytes=7 * 128 * bytes_per_token(target), **limits)
     alone = EngineConfig(max_num_seqs=1, **limits)
     return World(target, engines, Texts(rng), plan, alone, EOS, Letters())
 
@@ -145,7 +145,7 @@ def toy_params(rng: random.Random, prompt: list[int]) -> SamplingParams:
 
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 2, 3]),
-        max_tokens=rng.choice([None, 1, 2, 4, 8, 8, 16, 16, 32, 32, 140]),
+        max_tokens=rng.choice([None, None, 1, 2, 4, 8, 16, 32, 32, 150, 150]),
         temperature=rng.choice([0.0, 0.0, 0.5, 1.0, 1.5]),
         top_p=sometimes(0.8, 1.0),
         top_k=sometimes(12, 0),

@@ -115,7 +115,7 @@ class Soak:
     world: World
     rng: random.Random
     fault_rate: float = 0.01
-    abort_rate: float = 0.02
+    abort_rate: float = 0.01
     interrupt_rate: float = 0.002
     check_rate: float = 1.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -145,7 +145,7 @@ class Soak:
             target = self.counts["requests"] + drain_every
             while self.counts["requests"] < target and not is_enough(self.counts["requests"]):
                 busy = self.rng.choice(titles)
-                for _ in range(self.rng.choice([1, 1, 2, 4, 8])):
+                for _ in range(self.rng.choice([1, 1, 4, 8])):
                     self._arrive(busy)
                 for _ in range(self.rng.randint(0, 24)):
                     self._step(self.rng.choice([busy, self.rng.choice(titles)]))

@@ -150,12 +150,12 @@ class Engine:
                 member.row.finish_reason = "abort"
             return [member.row for member in ended]
 
-    def abort_row(self, row: Sequence) -> None:
+    def abort_row(self, row: Sequence, reason: str = "abort") -> None:
         """End one row that decodes; the other samples of its request go on."""
         with self._exclusive():
             for member in self._batch.decoding:
                 if member.row is row:
-                    row.finish_reason = "abort"
+                    row.finish_reason = reason
                     self._scheduler.retire(member)
 
     def forget_prefixes(self) -> None:

@@ -37,10 +37,14 @@ class Detokenizer:
         self._prefix_end = 0
 
     def append(self, token: int) -> str:
-        """The text that this token completes, possibly empty."""
-        self._ids.append(token)
+        """The text that this token completes, possibly empty. What the tokenizer raises leaves all as it was."""
         before = self._decode(self._prefix_start, self._prefix_end)
-        after = self._decode(self._prefix_start, len(self._ids))
+        self._ids.append(token)
+        try:
+            after = self._decode(self._prefix_start, len(self._ids))
+        except BaseException:
+            self._ids.pop()
+            raise
         piece = "" if after.endswith(REPLACEMENT) else after[len(before) :]
         if piece:
             self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)

@@ -151,7 +151,9 @@ class Runner:
             ended = perf_counter()
             self._payoff.step(outputs, ended - started, self._engine.profile)
             for output in outputs:
-                self._session_of[output.row.id].take(output, started, ended)
+                is_read = self._session_of[output.row.id].take(output, started, ended)
+                if not is_read and not output.row.is_finished:
+                    self._engine.abort_row(output.row, "error")
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
                     self._payoff.ended(output.row.stats, self._engine.profile)

@@ -13,6 +13,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import RowOutput, TokenLogprobs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
+from foretoken.law.faults import is_fatal, told
 from foretoken.serving.outputs import (
     CompletionOutput,
     FrozenList,
@@ -120,19 +121,24 @@ class Session:
         errors = [sample.error for request in self.requests for sample in request.samples]
         return errors[0] if errors and all(error is not None for error in errors) else None
 
-    def take(self, output: RowOutput, started: float, ended: float) -> None:
-        """Take in what a step, between these times, added to one of the rows."""
+    def take(self, output: RowOutput, started: float, ended: float) -> bool:
+        """Take in what a step, between these times, added to one of the rows.
+
+        Returns: whether all of it could be read; a sample ends with the reason "error" before a token that cannot.
+        """
         place, request, sample = self._place_of[output.row.id]
         if sample.started is None:
             sample.started = started
         sample.ended = ended
         sample.error = output.error
+        num_known = len(sample.token_ids)
         sample.token_ids += output.token_ids
         sample.logprobs += output.logprobs
         num_others = len(output.token_ids) - output.num_accepted
-        sample.text.read(sample.token_ids, [self._drafter_name] * output.num_accepted + [TARGET] * num_others)
         sample.finish_reason, sample.stop_reason = output.row.finish_reason, output.row.stop_reason
+        fault = self._read(sample, [self._drafter_name] * output.num_accepted + [TARGET] * num_others)
         segments = sample.text.release() if sample.finish_reason is None else sample.text.finish()
+        tokens = sample.token_ids[num_known:]
         self.news.append(
             StreamOutput(
                 request_id=request.id,
@@ -140,12 +146,25 @@ class Session:
                 index=sample.row.index,
                 text="".join(text for text, _ in segments),
                 segments=segments,
-                token_ids=FrozenList(output.token_ids),
-                num_accepted=output.num_accepted,
+                token_ids=FrozenList(tokens),
+                num_accepted=min(output.num_accepted, len(tokens)),
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,
             )
         )
+        return fault is None
+
+    def _read(self, sample: Sample, sources: list[str]) -> Exception | None:
+        """Read the new tokens of a sample; what its tokenizer has raised, which ends it before that token."""
+        try:
+            sample.text.read(sample.token_ids, sources)
+        except Exception as fault:
+            if is_fatal(fault):
+                raise
+            del sample.token_ids[sample.text.num_read :], sample.logprobs[sample.text.num_read :]
+            sample.error, sample.finish_reason, sample.stop_reason = fault, "error", told(fault)
+            return fault
+        return None
 
     def abort(self) -> None:
         """Mark what has not ended as aborted."""
@@ -193,7 +212,7 @@ class Session:
         text = sample.row.text
         if self._tokenizer is None or text is None:
             return ""
-        if text.stop is not None and sample.finish_reason == "stop":
+        if sample.error is not None or (text.stop is not None and sample.finish_reason == "stop"):
             return sample.text.released
         return str(self._tokenizer.decode(sample.token_ids, skip_special_tokens=params.skip_special_tokens))
 
@@ -205,7 +224,13 @@ class Session:
         return {token: Logprob(logprob, rank, self._decoded(token)) for token, (logprob, rank) in table.items()}
 
     def _decoded(self, token: int) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        """The text of a token; None without a tokenizer, and for a token that it cannot read."""
+        try:
+            return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        except Exception as fault:
+            if is_fatal(fault):
+                raise
+            return None
 
     def _metrics(self, request: Request) -> RequestMetrics:
         stats = SequenceStats()

@@ -29,13 +29,23 @@ class TextStream:
         self._released = 0
 
     def read(self, output_ids: Sequence[int], sources: Sequence[str]) -> None:
-        """Take in what is new of the whole output: the last tokens, one for each of those who proposed them."""
+        """Take in what is new of the whole output: the last tokens, one for each of those who proposed them.
+
+        Raises: what the tokenizer raises; the tokens before the one that it cannot read have been taken in then.
+        """
         if self._text is None or not sources:
             return
-        self._text.read(output_ids)
-        new = self._text.ends[len(output_ids) - len(sources) : len(output_ids)]
-        self._ends += zip(new, sources, strict=True)
-        self._source = sources[-1]
+        try:
+            self._text.read(output_ids)
+        finally:
+            new = self._text.ends[len(output_ids) - len(sources) : len(output_ids)]
+            self._ends += zip(new, sources, strict=False)
+            self._source = sources[len(new) - 1] if new else self._source
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens have been taken in."""
+        return 0 if self._text is None else len(self._text.ends)
 
     def release(self) -> Segments:
         """The new text that no later token can take back."""

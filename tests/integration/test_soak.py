@@ -1,0 +1,70 @@
+"""Requests of every kind, with all sorts of faults: each text is that of its request alone, and nothing stays behind.
+
+`benchmarks/soak.py` does the same for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import soak_world
+from soaking import Soak, growth, leftovers
+
+FEW = ("ngram", "draft_model", "eagle3", "union/self")
+
+
+def soaked(num_requests: int, folder: Path, methods: tuple[str, ...], fault_rate: float, seed: int) -> Soak:
+    logging.getLogger("foretoken").setLevel(logging.ERROR)
+    rng = random.Random(seed)
+    soak = Soak(soak_world.toy_world(rng, folder, methods), rng, fault_rate=fault_rate)
+    try:
+        soak.run(lambda count: count >= num_requests, drain_every=25)
+    finally:
+        logging.getLogger("foretoken").setLevel(logging.NOTSET)
+    return soak
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "methods", "fault_rate", "seed"),
+    [
+        pytest.param(12, FEW, 0.03, 5),
+        pytest.param(150, tuple(soak_world.METHODS), 0.01, 1, marks=pytest.mark.slow),
+        pytest.param(100, tuple(soak_world.METHODS), 0.1, 2, marks=pytest.mark.full),
+        pytest.param(800, tuple(soak_world.METHODS), 0.01, 3, marks=pytest.mark.full),
+    ],
+)
+def test_every_text_is_that_of_its_request_alone_and_nothing_stays_behind(
+    num_requests: int, methods: tuple[str, ...], fault_rate: float, seed: int, tmp_path: Path
+) -> None:
+    """Arrivals, aborts, Ctrl-C, processors, tokenizers and drafters that fail, prefixes, little memory; float64."""
+    soak = soaked(num_requests, tmp_path, methods, fault_rate, seed)
+    counts = soak.counts
+    assert not soak.differing
+    assert counts["compared"] == counts["texts"] >= num_requests
+    assert counts["most_cache_bytes"] <= int(soak.world.config.max_kv_bytes or 0)
+    assert counts["accepted"] > 0
+    assert soak.faults
+    if num_requests > 100:
+        assert all(counts[name] for name in ("aborts", "interrupts", "cached_tokens"))
+        assert {f"ended by {reason}" for reason in ("stop", "length", "abort", "error")} <= counts.keys()
+    if num_requests > 500:
+        assert counts["preemptions"]
+        more = growth(soak.memory)
+        assert more["megabytes"] < 16
+        assert more["tensors"] < 60
+
+
+def test_what_drafters_keep_of_rows_is_found(tmp_path: Path) -> None:
+    """The check itself: a drafter that forgets nothing is told, by where its state lies."""
+    soak = soaked(1, tmp_path, ("draft_model",), 0.0, 0)
+    engine = soak.engines["draft_model"]
+    engine.drafter.forget = lambda _: None  # type: ignore[method-assign]
+    engine.add_request(*soak.world.request(random.Random(1)))
+    while engine.has_unfinished:
+        engine.step()
+    left = leftovers(engine.drafter, beside=(soak.world.target, engine.cache))
+    assert any("KVCache of lengths" in each for each in left)
+    assert any("Sequence" in each for each in left)
