@@ -51,6 +51,28 @@ class TokenCounts:
         return np.concatenate((ids, new_ids)), np.concatenate((counts, new_counts))
 
 
+class TokenArray:
+    """Tokens as an array that grows; what asks for all of them copies memory and converts no numbers."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._array = np.array(tokens, dtype=np.int64)
+        self._length = len(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        needed = self._length + len(tokens)
+        if needed > len(self._array):
+            self._array = np.concatenate((self._array[: self._length], np.empty(needed, dtype=np.int64)))
+        self._array[self._length : needed] = tokens
+        self._length = needed
+
+    def with_paths(self, paths: Sequence[Sequence[int]]) -> np.ndarray:
+        """All tokens and each of b paths of one length d behind them: int64 (b, T + d), a copy."""
+        found = np.empty((len(paths), self._length + len(paths[0])), dtype=np.int64)
+        found[:, : self._length] = self._array[: self._length]
+        found[:, self._length :] = paths
+        return found
+
+
 class NgramIndex:
     """Which tokens followed each run of n - 1 tokens.
 

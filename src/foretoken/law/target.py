@@ -20,7 +20,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.law import noise
 from foretoken.law.faults import is_fatal
-from foretoken.law.history import BadWords, NgramIndex, TokenCounts
+from foretoken.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
 from foretoken.law.support import Warper
 
 Path = Sequence[int]
@@ -76,6 +76,7 @@ class SamplingLaw:
         self._tokens = list(prompt_ids if history_ids is None else history_ids)
         self._seen = TokenCounts(prompt_ids) if params.repetition_penalty != 1.0 else None
         self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None
+        self._prefix: TokenArray | None = None  # of those, once a custom processor has asked for them
         self._ngrams = NgramIndex(size, self._tokens) if (size := params.no_repeat_ngram_size) else None
         self._bad_words = BadWords(params.bad_words_ids, eos) if params.bad_words_ids else None
         self._stop_ids = (*eos, *(params.stop_token_ids or ())) if params.min_tokens else ()
@@ -107,6 +108,8 @@ class SamplingLaw:
             self._seen.extend(tokens)
         if self._output is not None:
             self._output.extend(tokens)
+        if self._prefix is not None:
+            self._prefix.extend(tokens)
         if self._ngrams is not None:
             self._ngrams.update()
 
@@ -171,7 +174,9 @@ class SamplingLaw:
         They get the whole prefixes, (b, T + d). Where faults are contained, what they raise is kept in ``fault``, and
         the nodes have no distribution: NaN.
         """
-        prefixes = torch.tensor([[*self._tokens, *path] for path in paths], device=scores.device)
+        if self._prefix is None:
+            self._prefix = TokenArray(self._tokens)
+        prefixes = torch.from_numpy(self._prefix.with_paths(paths)).to(scores.device)
         start, shape = perf_counter(), scores.shape
         self.fault = None
         try:
