@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from foretoken.model.execution import choices, native
+from foretoken.model.execution.few_nodes import FewNodes
 from foretoken.model.execution.packing import OneDNNMatrix, PackedProduct, can_pack
 
 HALF = torch.bfloat16
@@ -95,6 +96,116 @@ class TestNativeMatrix:
         assert torch.equal(result[others], clean[others])
         assert result[3].isnan().all()
         assert not result[17].isfinite().any()
+
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+
+
+class Step:
+    """Rows of a step at random: queries, a cache, and which columns every node sees."""
+
+    def __init__(
+        self, counts: list[int], columns: list[int], heads: tuple[int, int], size: int, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(len(counts) + size)
+        self.counts, self.columns = counts, columns
+        num_rows, total, longest = len(counts), sum(counts), max(columns)
+        buffer = torch.randn(2, num_rows + 1, heads[1], longest + 30, size, generator=generator).to(dtype)
+        self.keys, self.values = buffer[0, :num_rows], buffer[1, :num_rows]
+        self.query = torch.randn(1, total, heads[0], size, generator=generator).to(dtype).transpose(1, 2)
+        self.visible = torch.rand(num_rows, max(counts), longest, generator=generator) < 0.7
+        self.visible[..., 0] = True
+        self.mask = torch.zeros(self.visible[:, None].shape, dtype=dtype)
+        self.mask.masked_fill_(~self.visible[:, None], torch.finfo(dtype).min)
+
+    def run(self, kernels: native.Library) -> torch.Tensor:
+        output = FewNodes(kernels, self.counts, self.columns)(self.query, self.keys, self.values, self.mask, None)
+        assert output is not None
+        return output
+
+    def nodes(self) -> list[tuple[int, int, int]]:
+        """Row, node of the row, and number in the list."""
+        pairs = [(row, node) for row, count in enumerate(self.counts) for node in range(count)]
+        return [(row, node, number) for number, (row, node) in enumerate(pairs)]
+
+    def exact(self, row: int, node: int, number: int) -> torch.Tensor:
+        """(H_q, D) in float64."""
+        query = self.query[0, :, number].double()
+        group = len(query) // self.keys.shape[1]
+        columns = self.visible[row, node, : self.columns[row]].nonzero()[:, 0]
+        keys = self.keys[row][:, columns].double().repeat_interleave(group, 0)
+        values = self.values[row][:, columns].double().repeat_interleave(group, 0)
+        weights = torch.softmax((keys @ query[:, :, None])[..., 0] * query.shape[1] ** -0.5, -1)
+        return (weights[:, None] @ values)[:, 0]
+
+
+STEPS = [
+    ([1], [300], (4, 4), 32),
+    ([1, 4, 2], [200, 37, 5], (6, 2), 64),
+    ([16], [130], (3, 1), 48),
+    ([3, 3, 3], [65, 64, 31], (4, 4), 32),
+    ([5], [1100], (9, 3), 16),
+]
+
+
+class TestFewNodes:
+    @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+    @pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step[0]))
+    def test_is_attention(
+        self,
+        kernels: native.Library,
+        dtype: torch.dtype,
+        step: tuple[list[int], list[int], tuple[int, int], int],
+    ) -> None:
+        rows = Step(*step, dtype)
+        result = rows.run(kernels).double()
+        for row, node, number in rows.nodes():
+            exact = rows.exact(row, node, number)
+            assert ((result[number] - exact).abs() <= ROUNDING[dtype] * (exact.abs() + 0.5)).all(), (row, node)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step[0]))
+    def test_a_node_has_the_same_bits_alone_at_other_places_and_on_more_threads(
+        self,
+        kernels: native.Library,
+        dtype: torch.dtype,
+        step: tuple[list[int], list[int], tuple[int, int], int],
+    ) -> None:
+        """As a node of a draft among siblings, and later, when its ancestors have moved to the front of their row."""
+        rows = Step(*step, dtype)
+        result = rows.run(kernels)
+        before = torch.get_num_threads()
+        for row, node, number in rows.nodes():
+            columns = rows.visible[row, node, : rows.columns[row]].nonzero()[:, 0]
+            keys, values = (buffer[row : row + 1][:, :, columns] for buffer in (rows.keys, rows.values))
+            query = rows.query[:, :, number : number + 1]
+            try:
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    alone = FewNodes(kernels, [1], [len(columns)])(query, keys, values, None, None)
+                    assert alone is not None
+                    assert torch.equal(alone[0], result[number]), (row, node, threads)
+            finally:
+                torch.set_num_threads(before)
+
+    def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library) -> None:
+        many = Step([17], [40], (2, 2), 32, torch.float32)
+        assert FewNodes(kernels, [17], [40])(many.query, many.keys, many.values, None, None) is None
+        odd = Step([2], [40], (2, 2), 24 if kernels.lanes == 16 else 20, torch.float32)
+        assert FewNodes(kernels, [2], [40])(odd.query, odd.keys, odd.values, None, None) is None
+        few = Step([2], [40], (2, 2), 32, torch.float32)
+        run = FewNodes(kernels, [2], [40])
+        assert run(few.query.double(), few.keys.double(), few.values.double(), None, None) is None
+        assert run(few.query, few.keys.transpose(2, 3).contiguous().transpose(2, 3), few.values, None, None) is None
+        assert run(few.query, few.keys, few.values, few.mask == 0, None) is None
+
+    def test_a_nan_stays_in_its_row(self, kernels: native.Library) -> None:
+        rows = Step([2, 3], [60, 70], (2, 1), 32, torch.float32)
+        clean = rows.run(kernels)
+        rows.query[0, :, 1] = torch.nan
+        result = rows.run(kernels)
+        assert result[1].isnan().all()
+        assert torch.equal(result[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
 
 
 class TestInstructionSet:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.model.execution.few_nodes import FewNodes
 from foretoken.model.masks import FULL, Masks, folded
 from foretoken.model.nodes import FlatNodes, Nodes
 
 if TYPE_CHECKING:
     from foretoken.model.execution.kernels import Bucket
+    from foretoken.model.execution.native import Library
 
 CALL_COLUMNS = 256
 """What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
@@ -35,6 +37,7 @@ class RowGroup:
       columns: T, over which they run attention.
       masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
       head: columns before the first node, of one row with a chain; None for others.
+      few: attention of these rows by kernels of the library's own; None where there are none.
     """
 
     rows: range
@@ -43,6 +46,7 @@ class RowGroup:
     columns: int
     masks: dict[str, torch.Tensor | None]
     head: int | None = None
+    few: FewNodes | None = None
     _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -76,10 +80,12 @@ class Grouping:
 
     Args:
       masks: of the model.
+      kernels: by which few nodes run attention; None for torch's alone.
     """
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: Masks, kernels: Library | None = None) -> None:
         self._masks = masks
+        self._kernels = kernels
 
     def of(
         self,
@@ -115,7 +121,9 @@ class Grouping:
             masks = self._masks_of(nodes, rows, wide, [heads[row] for row in rows], starts, positions, length)
             is_chain = len(rows) == 1 and nodes.ancestors is None and nodes.num_fed == 0
             head = heads[rows[0]] if is_chain else None
-            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head))
+            seen = [min(heads[row] + counts[row], length) for row in rows]
+            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen)
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, few))
             first += size
         return tuple(found)
 

@@ -14,6 +14,7 @@ from foretoken.model.nodes import FlatNodes, Nodes
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.execution.kernels import Bucket
+    from foretoken.model.execution.native import Library
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class Layouts:
 
     Args:
       masks: makes its masks.
+      kernels: by which few nodes run attention, if there are any.
     """
 
-    def __init__(self, masks: Masks) -> None:
+    def __init__(self, masks: Masks, kernels: Library | None = None) -> None:
         self._masks = masks
-        self._grouping = Grouping(masks)
+        self._grouping = Grouping(masks, kernels)
 
     def of(
         self, nodes: Nodes, cache: KVCache, first_row: int, shapes: Shapes, *, takes_lists: bool, lists_all: bool

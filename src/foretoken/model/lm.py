@@ -138,7 +138,7 @@ class CausalLM:
         # grouped attention takes either, and would turn a bool mask into this form in every layer
         is_additive = is_eager or execution.uses_grouped_attention
         masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
-        self._layouts = Layouts(masks)
+        self._layouts = Layouts(masks, execution.kernels)
         # the attention that is ours knows what to do with a list of nodes, if the model lets it
         self._takes_lists = execution.uses_grouped_attention
 

@@ -110,6 +110,12 @@ def _attend_group(
     """Attention of some rows: of the list (1, H_q, S, D) those of their nodes, (nodes, H_q, D_v)."""
     if len(group.nodes) < query.shape[2]:
         query = query[:, :, group.nodes.start : group.nodes.stop]
+    if group.few is not None and _is_plain(options) and query.shape[1] % key.shape[1] == 0:
+        first = group.rows.start
+        keys, values = (key[first:], value[first:]) if first else (key, value)
+        few = group.few(query, keys, values, group.masks[kind], options["scaling"])
+        if few is not None:
+            return few
     if len(group.rows) > 1 or not group.flat.is_full:
         query = group.flat.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
     if len(group.rows) < len(key) or group.columns < key.shape[2]:

@@ -19,7 +19,7 @@ import torch
 
 from foretoken.folders import cache_folder
 from foretoken.machine import cpu_name
-from foretoken.model.execution.native import SOURCE, Library, NativeMatrix, fits, instruction_set, library
+from foretoken.model.execution.native import Library, NativeMatrix, fits, instruction_set, library, source_digest
 
 logger = logging.getLogger("foretoken")
 
@@ -78,8 +78,7 @@ class _Choices:
     @cache
     def of(cls, folder: Path, num_threads: int) -> _Choices:
         """Those of this machine at a number of threads."""
-        source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
-        facts = repr((source, cpu_name(), instruction_set(), num_threads, torch.__version__))
+        facts = repr((source_digest(), cpu_name(), instruction_set(), num_threads, torch.__version__))
         return cls(folder / f"choices-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
 
     def add(self, name: str, choice: bool) -> None:

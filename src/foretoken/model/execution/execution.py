@@ -20,7 +20,7 @@ from torch import nn
 from foretoken.errors import ConfigError
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
-from foretoken.model.execution.native import NativeMatrix
+from foretoken.model.execution.native import Library, NativeMatrix, library
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     PackedLinear,
@@ -95,6 +95,7 @@ class Execution:
         self.kind = kind
         self.uses_grouped_attention = False
         self.regions: Regions | None = None
+        self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
         self._num_norms = 0
         self._row_limit = RowLimit()
@@ -153,8 +154,8 @@ class Execution:
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""
         other = Execution(model, self.kind)
-        other.uses_grouped_attention, other.regions = self.uses_grouped_attention, self.regions
-        other._row_limit, other._has_limits = self._row_limit, self._has_limits
+        for name in ("uses_grouped_attention", "regions", "kernels", "_row_limit", "_has_limits"):
+            setattr(other, name, getattr(self, name))
         return other
 
     def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], object]) -> None:
@@ -187,9 +188,10 @@ class Execution:
         """One line for people."""
         notes = []
         if self._products:
-            layers = "1 layer" if self.num_packed_layers == 1 else f"{self.num_packed_layers} layers"
-            products = "1 product" if len(self._products) == 1 else f"{len(self._products)} products"
-            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed{self._own_kernels()}")
+            layers, products = _count(self.num_packed_layers, "layer"), _count(len(self._products), "product")
+            notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
+            own = [each.matrix for each in self._products if isinstance(each.matrix, NativeMatrix)]
+            notes += [f"{len(own)} for own {own[0].instruction_set} kernels"] if own else []
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
         if self.kind == "compiled":
@@ -198,10 +200,6 @@ class Execution:
         elif not notes and self.kind != "eager":
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
-
-    def _own_kernels(self) -> str:
-        own = [each.matrix for each in self._products if isinstance(each.matrix, NativeMatrix)]
-        return f", {len(own)} for own {own[0].instruction_set} kernels" if own else ""
 
     def _pack(self, release_originals: bool, min_elements: int | None, earlier: Execution | None) -> None:
         shared = shared_storages(self.model)
@@ -264,6 +262,8 @@ def apply_execution(
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
+    if chosen == "compiled" or worth_compiling(packable(shadow_model)):
+        execution.kernels = library()
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
     execution._fuse_norms()
     execution._pack(release_originals, min_packed_elements, earlier)
@@ -286,6 +286,10 @@ def _fits(model: PreTrainedModel, release_originals: bool) -> bool:
         available / 1e9,
     )
     return False
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}{'s' * (number != 1)}"
 
 
 def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,9 +29,10 @@ from foretoken.folders import cache_folder
 logger = logging.getLogger("foretoken")
 
 COMPILERS = ("g++", "clang++", "c++")
-SOURCE = Path(__file__).with_name("products.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("products.cpp", "attention.cpp", "vectors.h"))
 
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
 OPTIONS = {
     "AMX": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "AVX512_BF16": (*AVX512, "-mavx512bf16"),
@@ -81,11 +83,16 @@ class Library:
       instruction_set: that they were compiled for.
       product: of the address of a matrix, that of the input, its rows, the address of the output, and threads.
       block: outputs of a block in float32.
+      attention, attention_scratch: of the address of a call; see `few_nodes`.
+      lanes: numbers in a vector.
     """
 
     instruction_set: str
     product: Callable[[int, int, int, int, int], None]
     block: int
+    attention: Callable[..., None]
+    attention_scratch: Callable[[int, int], int]
+    lanes: int
 
     @property
     def has_pairs(self) -> bool:
@@ -101,7 +108,12 @@ class Library:
         product = shared.foretoken_product
         product.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
         product.restype = None
-        return cls(instruction_set, product, shared.foretoken_block())
+        attention, scratch = shared.foretoken_attention, shared.foretoken_attention_scratch
+        attention.argtypes = (*(ctypes.c_void_p,) * 7, ctypes.c_int)
+        attention.restype = None
+        scratch.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        scratch.restype = ctypes.c_int64
+        return cls(instruction_set, product, shared.foretoken_block(), attention, scratch, shared.foretoken_lanes())
 
 
 _lock = threading.RLock()
@@ -126,11 +138,16 @@ def library(instruction: str | None = None) -> Library | None:
         return _libraries[chosen]
 
 
+@cache
+def source_digest() -> str:
+    """Names the sources."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in SOURCES)).hexdigest()
+
+
 def _compiled(instruction: str) -> Path:
     """The file of the compiled kernels; made where it is not there."""
-    source = SOURCE.read_bytes()
     options = ["-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fopenmp", *OPTIONS[instruction]]
-    digest = hashlib.sha256(source + repr(options).encode()).hexdigest()[:16]
+    digest = hashlib.sha256((source_digest() + repr(options)).encode()).hexdigest()[:16]
     name = f"products-{instruction.lower()}-{digest}.so"
     file = cache_folder("native", name)
     if _is_whole(file):
@@ -145,7 +162,7 @@ def _compiled(instruction: str) -> Path:
     os.close(handle)
     try:
         define = f"-DFORETOKEN_{instruction}"
-        command = [*compiler.split(), *options, define, str(SOURCE), "-o", made]
+        command = [*compiler.split(), *options, define, *map(str, SOURCES[:2]), "-o", made]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         _sum_of(folder / name).write_text(_digest(Path(made)))
         os.replace(made, folder / name)
