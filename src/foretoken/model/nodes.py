@@ -132,6 +132,17 @@ class FlatNodes:
         return index, FlatNodes([len(row) for row in rows], len(columns), self._device)
 
 
+def logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
+    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
+    if len(kept) == width:
+        return 0
+    if len(kept) == 0:
+        return 1
+    if kept.stop == width and kept.step == 1:
+        return len(kept)
+    return torch.tensor(list(kept), device=device)
+
+
 class NodeLogits:
     """Logits of the nodes of several rows, without padding: ``logits[i]`` are those of row i, (nodes, V).
 

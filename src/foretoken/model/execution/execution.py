@@ -36,7 +36,7 @@ from foretoken.model.execution.packing import (
 from foretoken.model.execution.regions import Regions, worth_compiling
 from foretoken.model.execution.sharing import groups, shared_storages
 from foretoken.model.independence import quantised_layers
-from foretoken.model.nodes import NodeLogits
+from foretoken.model.nodes import NodeLogits, logits_to_keep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +125,7 @@ class Execution:
         """
         arguments = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         if flat is None:
-            columns = _logits_to_keep(kept, tokens.shape[1], tokens.device)
+            columns = logits_to_keep(kept, tokens.shape[1], tokens.device)
             output = self.run(input_ids=tokens, position_ids=positions, **arguments, logits_to_keep=columns)
             return output.logits[:, : len(kept)]  # type: ignore[no-any-return]
         numbers, of_kept = (0, flat) if len(kept) == tokens.shape[1] else flat.kept(kept)
@@ -290,14 +290,3 @@ def _fits(model: PreTrainedModel, release_originals: bool) -> bool:
 
 def _count(number: int, of: str) -> str:
     return f"{number} {of}{'s' * (number != 1)}"
-
-
-def _logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:
-    """`transformers`' argument: 0 for all, k for the last k, else column indices; never nothing at all."""
-    if len(kept) == width:
-        return 0
-    if len(kept) == 0:
-        return 1
-    if kept.stop == width and kept.step == 1:
-        return len(kept)
-    return torch.tensor(list(kept), device=device)
