@@ -5,9 +5,9 @@
         --method suffix+eagle3 --out tau.jsonl
 
 Every method drafts in every step, and as much as it is allowed: no governor runs, and lengths that a method would
-choose by itself are fixed. "chain" is a chain of five; a number is that of nodes, root included, of trees whose shape
-the method chooses; without --nodes a method drafts what its config says. Prompts of Spec-Bench's parts of chat count as
-one kind. Intervals are bootstraps over prompts.
+choose by itself are fixed. "chain" is a chain of five, or of num_speculative_tokens where a method's config names them;
+a number is that of nodes, root included, of trees whose shape the method chooses; without --nodes a method drafts what
+its config says. Prompts of Spec-Bench's parts of chat count as one kind. Intervals are bootstraps over prompts.
 
 Two baselines are no methods of the library. "bigram", with --bigram, drafts what followed a token most often in answers
 of the target: the whole text before the pending token does not matter to it. "argmax" chains the target's own argmax
@@ -190,7 +190,12 @@ def _forced(config: SpeculativeConfig, given: dict[str, Any], nodes: str) -> dic
         {"num_draft_branches": 1} if nodes == CHAIN else {"num_draft_branches": NUM_BRANCHES, "draft_rerank": True}
     )
     if nodes == CHAIN:
-        wanted["num_speculative_tokens"] = CHAIN_LENGTH
+        length = int(given.get("num_speculative_tokens", CHAIN_LENGTH))
+        wanted |= {
+            "num_speculative_tokens": length,
+            "speculative_token_tree": "x".join("1" * length),
+            "num_candidates": 1,
+        }
     elif config.method in ("ngram", "suffix"):  # their drafts may be as deep as they are large
         wanted["num_speculative_tokens"] = size - 1
     if config.method == "union":
