@@ -62,6 +62,16 @@ def test_the_search_finds_the_best_set_in_far_fewer_trials_than_there_are_sets()
     assert len({(t.layer_set.attention, t.layer_set.mlp) for t in result.trials}) == 120
 
 
+def test_on_a_deep_model_the_best_single_sublayers_are_tried_together() -> None:
+    """2^60 sets, of which few sublayers make the best; 4 patterns, every sublayer alone, then the best of them."""
+    hidden = LayerSet((3, 7, 20), (5,), 30)
+    objective = Distance(hidden)
+    result = LayerSearch(Space.of(30), objective).run(170)
+    assert hidden in objective.scored[:70]
+    assert [len(one) for one in objective.scored[64:70]] == [2, 3, 4, 6, 8, 12]
+    assert result.best.layer_set == hidden
+
+
 def test_leaving_out_nothing_is_no_result() -> None:
     result = LayerSearch(Space.of(2), Distance(LayerSet((), (), 2))).run(16)
     assert len(result.trials) == 16
