@@ -107,6 +107,14 @@ def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> Non
     assert second.best.value <= first.best.value
 
 
+def test_a_search_that_goes_on_computes_with_the_costs_it_began_with(tmp_path: Path) -> None:
+    journal = tmp_path / "search.trials"
+    objectives = [ExpectedTime(None, costs) for costs in (COSTS, Costs(0.3, 0.3, (1.0, 2.0)))]  # type: ignore[arg-type]
+    for objective in objectives:
+        LayerSearch(Space.of(6), objective, journal=journal, resume=True)
+    assert replace(objectives[1].costs, seconds=0.0) == replace(COSTS, seconds=0.0)
+
+
 def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     journal = tmp_path / "set.trials"
     LayerSearch(Space.of(6), Distance(HIDDEN), journal=journal, identity={"prompts": "a"}).run(2)

@@ -13,7 +13,7 @@ from typing import Any
 
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.errors import ConfigError
-from foretoken.tune.objective import Objective, Score
+from foretoken.tune.objective import Costs, ExpectedTime, Objective, Score
 from foretoken.tune.space import Space
 
 _PROBE_SHARE = 0.4
@@ -104,6 +104,7 @@ class LayerSearch:
         self._result = SearchResult()
         self._seen: dict[tuple[bool, ...], Score] = {}
         self._study = self._open(journal, resume)
+        self._keep_costs()
         self._check_identity({"num_layers": space.num_layers, "kept": sorted(space.kept), **(identity or {})})
         self._recall()
         seed += len(self._result.trials)  # a resumed search draws from another stream than the one that made them
@@ -123,6 +124,16 @@ class LayerSearch:
             raise ConfigError(f"the trials cannot be kept in {journal}: {error.strerror or error}") from None
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{journal} is not a journal of a search ({error}); remove it") from None
+
+    def _keep_costs(self) -> None:
+        """Compute with the costs of the journal's first search: trials by other ones would not be comparable."""
+        if not isinstance(self._objective, ExpectedTime):
+            return
+        known = self._study.user_attrs.get("costs")
+        if known is None:
+            self._study.set_user_attr("costs", asdict(self._objective.costs))
+        else:
+            self._objective.costs = Costs(**{**known, "verify": tuple(known["verify"])})
 
     def _check_identity(self, identity: dict[str, Any]) -> None:
         known = self._study.user_attrs.get("identity")
