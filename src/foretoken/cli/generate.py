@@ -19,6 +19,7 @@ from foretoken.cli.options import (
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm
 from foretoken.cli.writers import JsonWriter, TextWriter
+from foretoken.config.engine import EngineConfig
 from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ def generate(
         str | None,
         typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
     ] = None,
+    prefill_chunk_size: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Prompt tokens that running rows wait for at once; {EngineConfig.prefill_chunk_size} by default."
+        ),
+    ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="With --json: what every step planned and drafted.")] = False,
     trace_plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
@@ -64,7 +71,11 @@ def generate(
         if trace_plot is not None:
             check_picture(trace_plot)
         name = model.chosen()
-        asked_for = {"max_num_seqs": max_num_seqs, "max_kv_bytes": max_kv_bytes}
+        asked_for = {
+            "max_num_seqs": max_num_seqs,
+            "max_kv_bytes": max_kv_bytes,
+            "prefill_chunk_size": prefill_chunk_size,
+        }
         rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
         llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading), **rows)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)

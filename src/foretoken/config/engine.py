@@ -16,7 +16,8 @@ class EngineConfig:
     Args:
       max_num_seqs: rows that run at once.
       max_model_len: limit for prompt and output together; the model's context by default.
-      prefill_chunk_size: prompt tokens of one row per prefill step.
+      prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most so many tokens before
+        they go on: smaller chunks mean shorter pauses and a longer time to the first token.
       acceptance: "match", "standard" (rejection), "block", or "typical", which changes the law of the text.
       exactness: "strict" runs every step at shapes that keep the bits of a row on this machine, so that plain and
         speculative decoding round alike and agree bit for bit, whatever the dtype; trees are reduced to chains.

@@ -24,6 +24,8 @@ _NO_THRESHOLDS = (
 )
 _PROCESSOR = "it is not a parameter here; pass transformers' own processor for it through logits_processors"
 
+_CHUNKS = "prompts are read in chunks, of which running rows wait for one at most; use prefill_chunk_size"
+
 LLM_ARGUMENTS = {
     # vLLM
     "tensor_parallel_size": Foreign(_ONE_PROCESS, (None, 1)),
@@ -63,6 +65,8 @@ LLM_ARGUMENTS = {
     "max_num_batched_tokens": Foreign(
         "a step is bounded by rows and by the prompt tokens of each; use max_num_seqs and prefill_chunk_size"
     ),
+    "long_prefill_token_threshold": Foreign(_CHUNKS, (None, 0)),
+    "chunked_prefill_size": Foreign(_CHUNKS, (None,)),
     "enable_chunked_prefill": Foreign("prompts are always prefilled in chunks of prefill_chunk_size", (None, True)),
     "enable_prefix_caching": Foreign(
         "how many prefixes are kept is a number; use num_cached_prefixes=N", (None, False)

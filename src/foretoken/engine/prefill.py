@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import Drafter, PromptChunk
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 class Prefill:
     """Reads the prompts of a batch chunk by chunk, all tokens but the last.
 
-    Every prompt gets a chunk; then rows that decode have a step.
+    Prompts take turns. While rows decode, they have a step after every forward, and a forward reads one chunk, or
+    several short ones that are no longer together: however many prompts come, running rows wait for one chunk at most.
+    Where nothing decodes, all prompts that may be read together are.
 
     Args:
-      chunk_size: tokens of a prompt per forward.
+      chunk_size: tokens of a prompt per forward. Where a chunk begins depends on its own prompt alone.
     """
 
     def __init__(self, batch: Batch, forwards: Forwards, drafter: Drafter, chunk_size: int) -> None:
@@ -29,15 +31,17 @@ class Prefill:
         self._drafter = drafter
         self._chunk_size = chunk_size
         self._due: set[Member] = set()  # that have not had their chunk in this round
-        self._has_read = False  # since rows have last decoded
+        self._has_read = False  # since rows have last had their turn
 
     @property
     def is_due(self) -> bool:
         """Whether a prompt is to be read now; a no lets the rows that decode have their step."""
+        if self._has_read and self._batch.num_decoding:
+            self._has_read = False
+            return False
         prefilling = self._batch.prefilling
         self._due &= set(prefilling)
-        if not self._due and not (self._has_read and self._batch.num_decoding):
-            self._due = set(prefilling)
+        self._due = self._due or set(prefilling)
         self._has_read = bool(self._due)
         return self._has_read
 
@@ -72,7 +76,11 @@ class Prefill:
         if shape is None:
             return [first]
         neighbours = prefilling[prefilling.index(first) :]
-        return list(takewhile(lambda member: member in self._due and self._shape(member) == shape, neighbours))
+        alike = list(takewhile(lambda member: member in self._due and self._shape(member) == shape, neighbours))
+        if not self._batch.num_decoding:
+            return alike
+        totals = accumulate(map(self._length, alike))
+        return alike[: max(1, sum(total <= self._chunk_size for total in totals))]
 
     def _shape(self, member: Member) -> tuple[int, ...] | None:
         return self._forwards.prompt_shape(member.num_prefilled, self._length(member))
