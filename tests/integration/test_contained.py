@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -297,3 +299,53 @@ def test_a_text_that_cannot_be_read_ends_its_own_row_of_a_call(
     assert "".join(delta.text for delta in stream) == sound[0].text
     assert llm.num_unfinished == 0
     assert llm.generate(prompts[1], given)[0].outputs[0].token_ids == sound[1].token_ids
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+class Cut(KeyboardInterrupt):
+    """Ctrl-C at a chosen line."""
+
+
+def cut_at(place: tuple[str, str], number: int, call: Callable[[], Any]) -> None:
+    """Call with Ctrl-C before the n-th line that runs in a function of a file."""
+    file, name = place
+    count = [0]
+
+    def line(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            count[0] += 1
+            if count[0] == number:
+                raise Cut
+        return line
+
+    def enter(frame: Any, *_: Any) -> Any:
+        return line if frame.f_code.co_name == name and frame.f_code.co_filename.endswith(file) else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        with contextlib.suppress(Cut):
+            call()
+    finally:
+        sys.settrace(before)
+
+
+PLACES = [("engine/engine.py", "_exclusive"), ("serving/runner.py", "_step"), ("serving/runner.py", "open")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("number", range(1, 13))
+def test_an_llm_that_is_cut_off_at_any_line_goes_on(place: tuple[str, str], number: int) -> None:
+    """Also between taking the turn and the block that gives it back, and where a call has queued but half its rows."""
+    llm = LLM(toy_model(VOCAB_SIZE), "ngram", max_num_seqs=3)
+    prompts: list[Any] = [{"prompt_token_ids": text} for text in TEXTS]
+    given = [params(number) for number in range(len(TEXTS))]
+    cut_at(place, number, lambda: llm.generate(prompts[:3], given[:3]))
+    found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, given)]
+    assert found == plain()
+    assert llm.num_unfinished == 0
+    engine = llm._runner._engine
+    assert not engine.has_unfinished
+    assert engine.cache.num_rows == 0

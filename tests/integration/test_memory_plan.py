@@ -182,19 +182,50 @@ def test_strict_mode_has_no_plan() -> None:
         EngineConfig(max_kv_bytes="1GB", exactness="strict")
 
 
-def test_sizes_are_read_and_shares_are_of_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
+def test_sizes_are_read() -> None:
     assert memory_size("x", "500MB") == 500_000_000
     assert memory_size("x", "1.5 GiB") == 3 * 2**29
     assert memory_size("x", 7) == memory_size("x", "7B") == 7
-    meminfo = tmp_path / "meminfo"
+
+
+def told(folder: Path, limit: object, used: int, droppable: int = 0, version: int = 2) -> None:
+    """Write what a cgroup says of itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    line = "inactive_file" if version == 2 else "total_inactive_file"
+    (folder / "memory.stat").write_text(f"anon 5\n{line} {droppable}\nfile 7\n")
+
+
+def test_shares_are_of_the_smaller_of_machine_and_cgroup(tmp_path: Path) -> None:
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
-    assert available_bytes(meminfo, tmp_path) == 4_096_000
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert available_bytes(meminfo, tmp_path) == 2_000_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(meminfo, tmp_path) == 4_096_000
-    assert available_bytes(tmp_path / "none", tmp_path) is None
+    assert available_bytes(meminfo, tmp_path, own) == 4_096_000
+    told(tmp_path, 3_000_000, 1_000_000)
+    assert available_bytes(meminfo, tmp_path, own) == 2_000_000
+    told(tmp_path, 3_000_000, 3_000_001)
+    assert available_bytes(meminfo, tmp_path, own) == 0
+    told(tmp_path, "max", 1_000_000)
+    assert available_bytes(meminfo, tmp_path, own) == 4_096_000
+    assert available_bytes(tmp_path / "none", tmp_path, own) is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_the_own_cgroup_and_of_those_above_it_hold(version: int, tmp_path: Path) -> None:
+    """A service of systemd, or a job of a scheduler, on a machine whose root has no limit."""
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable:    4000 kB\n")
+    own.write_text("4:memory:/jobs/one\n1:name=systemd:/elsewhere\n0::/\n" if version == 1 else "0::/jobs/one\n")
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    told(root / "jobs" / "one", 2_500_000, 1_000_000, version=version)
+    assert available_bytes(meminfo, tmp_path, own) == 1_500_000
+    told(root / "jobs", 9_000_000, 8_000_000, version=version)  # its siblings have used that
+    assert available_bytes(meminfo, tmp_path, own) == 1_000_000
+    told(root / "jobs", 9_000_000, 8_000_000, droppable=400_000, version=version)  # files that were read
+    assert available_bytes(meminfo, tmp_path, own) == 1_400_000
+    told(root / "jobs" / "two", 10, 10, version=version)  # of others
+    assert available_bytes(meminfo, tmp_path, own) == 1_400_000
 
 
 def test_an_llm_tells_its_plan(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,22 +33,49 @@ def memory_size(name: str, value: object) -> int:
     return size
 
 
-def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:
-    """Memory that can still be allocated: what the system has, or what is left of the cgroup's limit if that is less.
+def available_bytes(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP, own: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Memory that can still be allocated: what the system has, or what is left of a cgroup's limit if that is less.
 
-    None where neither is told.
+    The limits of this process' own cgroup and of all above it hold, in both versions. Files that a cgroup has in the
+    cache and does not use (a model that was just read) count as free, as they do in MemAvailable.
+
+    Args:
+      meminfo: what the system has.
+      cgroup: where the hierarchy of cgroups is mounted.
+      own: which of them this process is in.
+
+    Returns: bytes; None where neither is told.
     """
-    found = []
     lines = _read(meminfo).splitlines()
-    found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        most, held = _read(cgroup / limit).strip(), _read(cgroup / used).strip()
-        if most.isdigit() and held.isdigit():
-            found.append(max(0, int(most) - int(held)))
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    for line in ["0::/", "0:memory:/", *_read(own).splitlines()]:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _left(cgroup, path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _left(cgroup / "memory", path, names)
     return min(found, default=None)
+
+
+def _left(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:
+    """What is left of the limits of a cgroup and of those above it.
+
+    Args:
+      names: of the files with limit and usage, and of the line of memory.stat that says what could be dropped.
+    """
+    left = []
+    place = mount / path.strip("/")
+    for folder in (place, *place.parents):
+        most, held = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+        if most.isdigit() and held.isdigit():
+            stat = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+            left.append(max(0, int(most) - int(held) + int(stat.get(names[2], 0))))
+        if folder == mount:
+            break
+    return left
 
 
 def _read(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -126,6 +127,11 @@ class Batch:
     def _fits(self, members: list[Member], room: int) -> bool:
         """Whether they may be in the cache together; one alone always may, since others have been refused."""
         return self._plan is None or len(members) == 1 or self._plan.fits(members, room)
+
+    @property
+    def max_nodes(self) -> int:
+        """How many nodes a draft may have: what the plan leaves behind the longest row, a step of it at least."""
+        return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self.cache.lengths))
 
     def too_many(self) -> Member | None:
         """The member that came last, where all of them together have grown too long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from foretoken.engine.reuse import Reuse
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
+from foretoken.engine.turns import Turn
 from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
@@ -99,7 +100,7 @@ class Engine:
         self._proposing = Proposing(drafter, target, self._forwards, self.config, self._governing)
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._is_broken = False
-        self._entered = threading.Lock()
+        self._turn = Turn()
 
     def __repr__(self) -> str:
         return (
@@ -208,18 +209,20 @@ class Engine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        if not self._entered.acquire(blocking=False):
+        caller = sys._getframe(2)  # that of the with statement
+        if not self._turn.take(caller):
             raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
         try:
             if self._is_broken:
                 self._end_all()
+            self._is_broken = True  # unless it comes to its end
             yield
+            self._is_broken = False
         except BaseException:
-            self._is_broken = True
             self._end_all()
             raise
         finally:
-            self._entered.release()
+            self._turn.give_back()
 
     def _end_all(self) -> None:
         self._scheduler.end_all()
@@ -231,7 +234,7 @@ class Engine:
         """One round over all rows that decode."""
         clock = Clock(self.profile)
         rows = [member.row for member in members]
-        trees = self._proposing.step(members)
+        trees = self._proposing.step(members, self._batch.max_nodes)
         self._erase_doubtful(members)
         clock.lap("propose_seconds")
         output = self._forwards.verify(trees)

@@ -77,6 +77,14 @@ class MemoryPlan:
         longest = max((len(member.row.token_ids) for member in members), default=0) + room
         return len(members) * self._columns(longest) <= self.max_cells
 
+    def max_nodes(self, lengths: Seq[int]) -> int:
+        """How many nodes a draft may have so that the cache need not grow beyond the plan.
+
+        Args:
+          lengths: columns of all rows of the cache, at least one.
+        """
+        return self.max_cells // len(lengths) - max(lengths)
+
     def _columns(self, length: int) -> int:
         return -(-length // self._step) * self._step + self._step
 

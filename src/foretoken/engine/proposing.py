@@ -43,13 +43,13 @@ class Proposing:
         self._config = config
         self._governing = governing
 
-    def step(self, members: Seq[Member]) -> list[DraftTree]:
-        """One draft per member, cut to what its row may still emit.
+    def step(self, members: Seq[Member], max_nodes: int) -> list[DraftTree]:
+        """One draft per member, cut to what its row may still emit, and to so many nodes.
 
         Raises: TreeError for a draft that does not start with the pending token, or leaves the vocabulary.
         """
         longest = self._forwards.longest_chain
-        budgets = self._budgets(members, longest if self._config.is_strict else NO_LIMIT)
+        budgets = self._budgets(members, longest if self._config.is_strict else NO_LIMIT, max_nodes)
         rows = [member.row for member in members]
         budgets = self._governing.budgets(rows, budgets)
         trees = []
@@ -61,8 +61,8 @@ class Proposing:
             trees.append(budget.cut(tree))
         return self._governing.trimmed(rows, trees)
 
-    def _budgets(self, members: Seq[Member], limit: int) -> list[Budget]:
+    def _budgets(self, members: Seq[Member], limit: int, max_nodes: int) -> list[Budget]:
         """Accepted tokens and the bonus together fit what is left of a row; a row in doubt runs without a draft."""
         chains_only = self._config.is_strict or not self._config.rule.takes_trees or not self._target.supports_trees
         depths = [0 if member.is_in_doubt else min(member.row.num_remaining_tokens - 1, limit) for member in members]
-        return [Budget(depth, chains_only=chains_only) for depth in depths]
+        return [Budget(min(depth, max_nodes - 1), max_nodes, chains_only) for depth in depths]

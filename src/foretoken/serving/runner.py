@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
+from foretoken.engine.turns import Turn
 from foretoken.errors import EngineBusyError, PromptError
 from foretoken.serving.outputs import RequestOutput, StreamOutput
 from foretoken.serving.payoff import PayoffWatch
@@ -53,7 +55,7 @@ class Runner:
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
         self._payoff = payoff
-        self._is_stepping = False
+        self._turn = Turn()  # of the thread that has the lock
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
         self._abandoned: deque[Session] = deque()
@@ -77,7 +79,7 @@ class Runner:
           it one that cannot be decoded exactly.
         """
         with self._lock:
-            if self._is_stepping:
+            if self._turn.is_taken:
                 raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
             self._follow_target()
             requests: list[Request] = []
@@ -106,8 +108,7 @@ class Runner:
         if target.num_changes != self._num_changes:
             self._engine.forget_prefixes()
             self._num_changes = target.num_changes
-        while self._abandoned:
-            self.end(self._abandoned.popleft())
+        self._end_abandoned()
         if target.execution is not self._execution and not self._session_of:
             self._renew_engine()  # its drafter and its cache are made for the model as it was
             self._execution = target.execution
@@ -138,21 +139,23 @@ class Runner:
                     raise session.failure
                 if session.news or session.is_closed or session.is_finished:
                     return
-                while self._abandoned:
-                    self.end(self._abandoned.popleft())
+                self._end_abandoned()
                 self._step(session)
 
     def _step(self, session: Session) -> None:
         """Step on behalf of a session."""
         started = perf_counter()
-        self._is_stepping = True
+        self._turn.take(sys._getframe())
         try:
             outputs = self._engine.step()
             ended = perf_counter()
             self._payoff.step(outputs, ended - started, self._engine.profile)
             for output in outputs:
-                is_read = self._session_of[output.row.id].take(output, started, ended)
-                if not is_read and not output.row.is_finished:
+                owner = self._session_of.get(output.row.id)
+                if owner is None:  # of a call that was cut off before it could wait for it
+                    self._engine.abort(output.row.request_id)
+                    continue
+                if not owner.take(output, started, ended) and not output.row.is_finished:
                     self._engine.abort_row(output.row, "error")
                 if output.row.is_finished:
                     del self._session_of[output.row.id]
@@ -163,7 +166,7 @@ class Runner:
             if not is_of_others:
                 raise
         finally:
-            self._is_stepping = False
+            self._turn.give_back()
 
     def _fail(self, error: BaseException) -> set[Session]:
         """End the sessions that had rows in what broke off; the engine has ended these rows already."""
@@ -192,7 +195,7 @@ class Runner:
     def end(self, session: Session) -> None:
         """Take what is unfinished of a session out of the engine."""
         with self._lock:
-            if self._is_stepping:
+            if self._turn.is_taken:
                 self.abandon(session)
                 return
             session.is_closed = True
@@ -201,6 +204,11 @@ class Runner:
             except BaseException as error:  # cut off in the engine, which then ends all rows that run
                 self._fail(error)
                 raise
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self.end(self._abandoned[0])
+            self._abandoned.popleft()
 
     def abandon(self, session: Session) -> None:
         """End a session before the next step; may be called from anywhere, a garbage collection included."""

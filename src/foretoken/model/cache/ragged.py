@@ -26,7 +26,7 @@ class KVCache(Cache):  # type: ignore[misc]
     """A preallocated `transformers` cache whose rows have lengths of their own.
 
     ``lengths[row]`` columns of a row are committed; a forward writes its nodes behind them, and nothing counts
-    before ``commit``. Columns grow by doubling, rows too. Sliding-window layers keep every position and are
+    before ``commit``. Columns grow in steps, rows too. Sliding-window layers keep every position and are
     restricted by the mask, so that rollback stays exact after the window has filled.
 
     Args:
@@ -97,7 +97,7 @@ class KVCache(Cache):  # type: ignore[misc]
         return None
 
     def reserve(self, capacity: int, num_slots: int = 0) -> None:
-        """Grow to at least ``capacity`` columns and ``num_slots`` rows, by doubling, one buffer after the other."""
+        """Grow to at least ``capacity`` columns and ``num_slots`` rows, in steps, one buffer after the other."""
         if capacity <= self.capacity and num_slots <= self.num_slots:
             return
         columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)

@@ -118,12 +118,17 @@ class Window:
             self.row_index = flat.listed(self.row_index.expand_as(columns))
 
 
-def grown(columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None) -> tuple[int, int]:
-    """Columns and rows to allocate, each given as what there is and what is needed: by doubling, within a limit.
+SMALL_COLUMNS, SMALL_ROWS = 2048, 16
+"""Sizes up to which a cache doubles when it grows; beyond, it grows by quarters."""
 
-    Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns.
+
+def grown(columns: tuple[int, int], rows: tuple[int, int], max_cells: int | None) -> tuple[int, int]:
+    """Columns and rows to allocate, each given as what there is and what is needed: in steps, within a limit.
+
+    Of 256 columns and 4 rows, 300 and 5 become 512 and 8; where only 2,000 may be, 5 rows of 400 columns. 8,192 columns
+    become 10,240.
     """
-    wide, high = _doubled(*columns), _doubled(*rows)
+    wide, high = _enlarged(*columns, SMALL_COLUMNS), _enlarged(*rows, SMALL_ROWS)
     if max_cells is None or wide * high <= max_cells:
         return wide, high
     return max(columns[1], min(wide, max_cells // rows[1])), rows[1]
@@ -135,7 +140,7 @@ def held(layers: Sequence[RaggedLayer], num_slots: int, capacity: int) -> tuple[
     return min([num_slots, *(shape[0] for shape in shapes)]), min([capacity, *(shape[2] for shape in shapes)])
 
 
-def _doubled(size: int, wanted: int) -> int:
+def _enlarged(size: int, wanted: int, small: int) -> int:
     while size < wanted:
-        size *= 2
+        size += size if size < small else size // 4
     return size

@@ -1,0 +1,182 @@
+"""Memory of caches: how they grow, what a plan counts, and long texts under a plan that holds few of them."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import SamplingParams
+from foretoken.config.engine import EngineConfig
+from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.sequence import Sequence
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.cache.storage import RaggedLayer
+from foretoken.model.lm import CausalLM
+from foretoken.testing import toy_model
+from foretoken.testing.divergence import token_gap
+from foretoken.tree import DraftTree
+
+VOCAB_SIZE = 32
+
+
+@cache
+def long_target() -> CausalLM:
+    """As small as a model can be, over a long context."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = toy_model(VOCAB_SIZE, scale=0.6, num_hidden_layers=1, max_position_embeddings=8192, **sizes)
+    return CausalLM(model, execution="eager")
+
+
+def text(number: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return (torch.randint(0, VOCAB_SIZE, (19,), generator=generator).tolist() * length)[:length]
+
+
+def run(target: CausalLM, drafter: Drafter, requests: list[Any], **config: Any) -> tuple[list[Sequence], Engine, int]:
+    """The rows, and the most bytes that keys and values held after any step."""
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=64, **config))
+    rows = [engine.add_request(prompt, given)[0] for prompt, given in requests]
+    most = 0
+    while engine.has_unfinished:
+        engine.step()
+        most = max(most, engine.cache.num_bytes)
+    return rows, engine, most
+
+
+# -- how a cache grows ---------------------------------------------------------------------------------------------
+
+
+def grow(
+    num_layers: int, capacities: list[int], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """What a cache holds before it grows, and what all buffers took together at most while it did; in bytes."""
+    allocate, alive, peak = RaggedLayer._allocate, list[Any](), [0]
+
+    def counted(*args: Any) -> torch.Tensor:
+        buffer = allocate(*args)
+        alive.append(weakref.ref(buffer))
+        buffers = [one() for one in alive]
+        peak[0] = max(peak[0], sum(one.numel() * one.element_size() for one in buffers if one is not None))
+        return buffer
+
+    monkeypatch.setattr(RaggedLayer, "_allocate", staticmethod(counted))
+    kv = KVCache(num_layers, num_rows=num_rows, capacity=256)
+    states = torch.zeros(num_rows, 2, 1, 8)
+    kv.open(0, num_rows, 1)
+    for layer in kv.layers:
+        layer.update(states, states)
+    found = []
+    for capacity in capacities:
+        before, peak[0] = kv.num_bytes, 0
+        kv.reserve(capacity)
+        found.append((before, peak[0]))
+    return found
+
+
+def test_a_long_cache_is_never_doubled_and_grows_buffer_by_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 8,000 columns a quarter is added, and of what there was one buffer is held twice, not all."""
+    num_layers = 10
+    (_, (before, peak)) = grow(num_layers, [8000, 10_000], 4, monkeypatch)
+    one_buffer = before / (2 * num_layers)
+    assert before >= 4 * 8000 * num_layers * 2 * 2 * 8 * 4
+    assert before < peak <= 1.25 * before + one_buffer
+
+
+def test_a_cache_that_grows_token_by_token_copies_little() -> None:
+    """What is copied in all is a small multiple of what there is in the end, so steps are no quadratic cost."""
+    kv = KVCache(1)
+    kv.layers[0].lazy_initialization(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    sizes = [kv.capacity]
+    for length in range(257, 32_768):
+        kv.reserve(length)
+        if kv.capacity != sizes[-1]:
+            sizes.append(kv.capacity)
+    assert all(new <= (2.0 if old < 2048 else 1.25) * old for old, new in pairwise(sizes))
+    assert sum(sizes[:-1]) <= 5 * sizes[-1]
+
+
+# -- what a plan counts --------------------------------------------------------------------------------------------
+
+
+class Wide(Drafter):
+    """Drafts trees that are wider than the room that a plan leaves for drafts."""
+
+    name = "wide"
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        return [
+            DraftTree.from_paths(row.pending, [(token, other) for token in range(12) for other in range(12)])
+            if budget > 1
+            else DraftTree.root(row.pending)
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+
+
+def test_wide_trees_stay_within_a_plan() -> None:
+    """157 nodes where the plan counts on 64: what does not fit is not verified."""
+    target = long_target()
+    requests = [(text(i, 190), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for i in range(5)]
+    free, *_ = run(target, EmptyDrafter(), requests)
+    size = 1024 * bytes_per_token(target)
+    rows, _, most = run(target, Wide(), requests, max_kv_bytes=size)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert most <= size
+
+
+# -- long texts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "length", "max_tokens"),
+    [(6, 500, 100), pytest.param(64, 4000, 130, marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_long_texts_under_a_plan_for_few_finish_as_without_one(
+    num_requests: int, length: int, max_tokens: int, method: str
+) -> None:
+    """64 texts of 4,000 tokens where 8 fit; they grow until some have to leave, and are read again. float64."""
+    target, num_at_once = long_target(), max(2, num_requests // 8)
+    requests = [
+        (
+            text(i, length - i % 7),
+            SamplingParams(temperature=0.0 if i % 2 else 0.8, max_tokens=max_tokens, seed=i, ignore_eos=True),
+        )
+        for i in range(num_requests)
+    ]
+    free, *_ = run(target, EmptyDrafter(), requests)
+    size = num_at_once * (length + 192) * bytes_per_token(target)
+    drafter = NGramDrafter(4, prompt_lookup_min=1) if method == "ngram" else EmptyDrafter()
+    rows, engine, most = run(target, drafter, requests, max_kv_bytes=size)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+    assert {row.finish_reason for row in rows} == {"length"}
+    assert most <= size
+    assert engine.profile.num_preemptions == sum(row.stats.num_preemptions for row in rows) > 0
+
+
+def test_in_float32_texts_part_only_where_two_tokens_tie() -> None:
+    """What is read again is rounded otherwise; a difference needs a gap below 1e-4."""
+    target = CausalLM(toy_model(64, dtype=torch.float32, max_position_embeddings=1024), execution="eager")
+    given = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.7, max_tokens=130, seed=i, ignore_eos=True) for i in range(4)
+    ]
+    requests = [(text(i, 200), params) for i, params in enumerate(given)]
+    free, *_ = run(target, EmptyDrafter(), requests)
+    size = 2 * 416 * bytes_per_token(target)
+    rows, engine, most = run(target, NGramDrafter(4, prompt_lookup_min=1), requests, max_kv_bytes=size)
+    assert engine.profile.num_preemptions > 0
+    assert most <= size
+    for (prompt, params), row, plain in zip(requests, rows, free, strict=True):
+        pairs = enumerate(zip(row.output_ids, plain.output_ids, strict=True))
+        place = next((i for i, (got, want) in pairs if got != want), None)
+        if place is not None:
+            tokens = row.output_ids[place], plain.output_ids[place]
+            assert token_gap(target, prompt, plain.output_ids[:place], params, 0, tokens) < 1e-4
