@@ -104,7 +104,7 @@ class Forwards:
         if self._has_one_shape:
             return self._config.max_num_seqs * self._config.strict_width
         bucket = self.bucket
-        if bucket is None or not are_chains:
+        if bucket is None or not (are_chains and self.pads_chains):
             return sum(sizes)
         return len(sizes) * bucket.width(len(sizes), max(sizes))
 
@@ -114,8 +114,8 @@ class Forwards:
 
     @property
     def pads_chains(self) -> bool:
-        """Whether chains are run as wide as the longest of them."""
-        return self._has_one_shape or self.bucket is not None
+        """Whether a chain costs what the longest beside it costs; not where every node attends by itself."""
+        return self._has_one_shape or (self.bucket is not None and self._target.execution.kernels is None)
 
     def verify(self, trees: Seq[DraftTree]) -> Output:
         """Run drafts, one for each of the first rows; logits of every node."""
