@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 import torch
 
+import eagle_heads
+import toy_heads
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.memory import available_bytes, memory_size
+from foretoken.drafters.compose.union import UnionDrafter
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.heads.hydra import HydraDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.drafters.parts.sparse_view import SparseView
 from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine.drafter import Drafter
@@ -106,8 +112,8 @@ def test_rows_that_grow_too_long_leave_for_a_while_and_are_counted() -> None:
     """Short prompts that say much: three rows of 20 tokens come in where two of 145 have room."""
     requests = [(text(i, 20), params(i, 125)) for i in range(3)]
     free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
-    for name in ("ngram", "draft-model"):
-        rows, engine, most_rows, most_cells = run(DRAFTERS[name](), plan(576), requests)
+    for name, share in (("ngram", 1), ("draft-model", 2)):  # which keeps as much of every token as the target does
+        rows, engine, most_rows, most_cells = run(DRAFTERS[name](), plan(share * 576), requests)
         assert [row.output_ids for row in rows] == [row.output_ids for row in free]
         assert engine.profile.num_preemptions > 0
         assert sum(row.stats.num_preemptions for row in rows) == engine.profile.num_preemptions
@@ -125,6 +131,57 @@ def test_one_long_row_and_many_short_ones_share_a_plan() -> None:
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
     assert most_rows > 1
     assert most_cells <= 500
+
+
+@pytest.mark.parametrize("method", ["draft-model", "eagle2", "hydra++", "union"])
+def test_caches_of_drafters_that_grow_are_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What target and drafter have allocated together stays within the plan, and the texts are those without one."""
+    lm, drafter = make_counted(method)
+    (own, *_) = drafter.own_caches()
+    requests = [(text(i, 50 + 9 * (i % 3)), params(i, 30)) for i in range(12)]
+    num_bytes = 6 * 192 * bytes_per_token(lm)
+    with caplog.at_level(logging.INFO, logger="foretoken"):
+        engine = Engine(lm, drafter, EngineConfig(max_num_seqs=12, max_kv_bytes=num_bytes))
+    assert f"and {sum(each.column_bytes for each in drafter.own_caches())} of its drafter" in caplog.text
+    rows = [row for prompt, given in requests for row in engine.add_request(prompt, given)]
+    most = most_of_drafter = 0
+    while engine.has_unfinished:
+        engine.step()
+        most_of_drafter = max(most_of_drafter, own.cache.num_bytes)
+        most = max(most, engine.cache.num_bytes + sum(each.cache.num_bytes for each in drafter.own_caches()))
+    assert 0 < most_of_drafter < most <= num_bytes
+    shape = own.cache.num_slots, own.cache.capacity
+    assert own.cache.num_bytes == own.column_bytes * shape[0] * shape[1]  # what is counted is what is allocated
+    free, *_ = run(EmptyDrafter(), EngineConfig(), requests)
+    assert [row.output_ids for row in rows] == [row.output_ids for row in free]
+
+
+def make_counted(method: str) -> tuple[CausalLM, Drafter]:
+    if method == "eagle2":
+        growth: dict[str, Any] = {"num_branches": 2, "reranks": True, "max_nodes": 6}
+        lm = eagle_heads.target()
+        drafter: Drafter = Eagle2Drafter(
+            eagle_heads.trained(1), lm, policy=Fixed(3), target_vocab_size=VOCAB_SIZE, **growth
+        )
+        return lm, drafter
+    if method == "hydra++":
+        tree = RankTree.grown([[0.6, 0.1]] * 3, 6)
+        lm = toy_heads.target()
+        return lm, HydraDrafter(toy_heads.hydra_heads(True), 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=3)
+    if method == "union":
+        return target(), UnionDrafter([DRAFTERS["ngram"](), DRAFTERS["draft-model"]()])
+    return target(), DRAFTERS[method]()
+
+
+def test_views_of_constant_size_are_told_and_come_besides(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 16 + 8 columns and room for a draft, per row."""
+    with caplog.at_level(logging.INFO, logger="foretoken"):
+        engine = Engine(target(), DRAFTERS["sparse-kv"](), plan(1000))
+    megabytes = (16 + 8 + 32) * bytes_per_token(target()) / 1e6
+    assert f"besides {megabytes:.1f} MB per row for views of constant size" in caplog.text
+    assert "and 0 of its drafter: 1000 tokens" in caplog.text
+    (own,) = engine.drafter.own_caches()
+    assert own.most_columns == 56
 
 
 def test_samples_of_one_prompt_wait_for_room() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "ContextDrafter",
     "Drafter",
     "Features",
+    "OwnCache",
     "PromptChunk",
     "Requirements",
     "StepResult",
@@ -110,6 +111,21 @@ class StepResult:
         return self.features.at(self.path) if self.text_features is None else self.text_features
 
 
+@dataclass(frozen=True)
+class OwnCache:
+    """Keys and values that a drafter keeps beside the target's.
+
+    Args:
+      cache: of all its rows.
+      column_bytes: memory of one column of one row.
+      most_columns: of a row, however long its text is, of caches that do not grow with it; None for those that do.
+    """
+
+    cache: KVCache
+    column_bytes: int
+    most_columns: int | None = None
+
+
 class Drafter(ABC):
     """Proposes continuations. The output of the engine does not depend on it, only the speed does.
 
@@ -138,6 +154,10 @@ class Drafter(ABC):
         pending one. A drafter may write after the committed columns, and must leave ``cache.lengths`` as they were, and
         nothing that is not finite (`KVCache.erase`): 0 * NaN is NaN, in masked columns, too.
         """
+
+    def own_caches(self) -> Seq[OwnCache]:
+        """The caches that it keeps beside the target's, to be counted in plans of memory; asked once it is bound."""
+        return ()
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """Take over what ``keep`` has left of a row whose first ``num_tokens`` tokens are those of this prompt.

@@ -91,7 +91,7 @@ class Engine:
         drafter.bind(target, self.cache)
         self.profile = StepProfile()
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
-        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache)
+        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, drafter)
         self._batch = Batch(self.cache, self.config.max_num_seqs, self._plan)
         self._scheduler = Scheduler(self._batch, drafter, self._reuse)
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)

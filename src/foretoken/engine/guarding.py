@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, TypeVar
 
 from foretoken.engine.budget import Budget
-from foretoken.engine.drafter import Drafter, PromptChunk, StepResult
+from foretoken.engine.drafter import Drafter, OwnCache, PromptChunk, StepResult
 from foretoken.errors import ConfigError, TreeError
 from foretoken.law.faults import described, is_fatal
 from foretoken.tree import DraftTree
@@ -50,6 +50,9 @@ class GuardedDrafter(Drafter):
         self._cache = cache
         self._vocab_size = target.vocab_size
         self._drafter.bind(target, cache)
+
+    def own_caches(self) -> Seq[OwnCache]:
+        return self._drafter.own_caches()
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         if row.stats.drafter_error:

@@ -12,6 +12,7 @@ from foretoken.model.nodes import Nodes
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
     from foretoken.engine.batch import Member
+    from foretoken.engine.drafter import Drafter, OwnCache
     from foretoken.engine.forwards import Forwards
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
@@ -31,42 +32,52 @@ class MemoryPlan:
     last leaves its slot, waits before all others, and is read again with what it has said so far.
 
     Args:
-      num_bytes: of keys and values of the target, drafts included; drafters with a cache of their own come besides.
+      num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
       target: whose cache it is.
       is_padded: whether steps are padded to shapes that keep bits.
+      own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come besides.
 
     Exactness: what is read again is rounded as a prompt is, and not as it was when it was decoded, as kept prefixes
       are; in float64 no token changes.
     Raises: ConfigError for a plan that does not hold one row of any length.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, *, is_padded: bool) -> None:
+    def __init__(self, num_bytes: int, target: CausalLM, *, is_padded: bool, own_caches: Seq[OwnCache] = ()) -> None:
         self.num_bytes = num_bytes
-        self.bytes_per_token = bytes_per_token(target)
+        of_target = bytes_per_token(target)
+        of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
+        self.bytes_per_token = of_target + of_drafter
         self.max_cells = num_bytes // self.bytes_per_token
         self._step = PADDED_STEP if is_padded else STEP
         if self.max_cells < 2 * self._step:
             raise ConfigError(
-                f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} "
-                f"({self.bytes_per_token} bytes each); it must hold {2 * self._step}: give "
+                f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} and its drafter "
+                f"({of_target} + {of_drafter} bytes each); it must hold {2 * self._step}: give "
                 f"{2 * self._step * self.bytes_per_token} or more"
             )
+        besides = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
         logger.info(
-            "keys and values: %.1f MB at most, %d bytes per token of %s: %d tokens, all rows together as long as the "
-            "longest.",
+            "keys and values: %.1f MB at most, %d bytes per token of %s and %d of its drafter: %d tokens, all rows "
+            "together as long as the longest; besides %.1f MB per row for views of constant size.",
             num_bytes / 1e6,
-            self.bytes_per_token,
+            of_target,
             target.name,
+            of_drafter,
             self.max_cells,
+            besides / 1e6,
         )
 
     @classmethod
-    def of(cls, config: EngineConfig, target: CausalLM, forwards: Forwards, cache: KVCache) -> MemoryPlan | None:
-        """The plan that a config asks for, if it does, to which an empty cache is bound."""
+    def of(
+        cls, config: EngineConfig, target: CausalLM, forwards: Forwards, cache: KVCache, drafter: Drafter
+    ) -> MemoryPlan | None:
+        """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
         if config.max_kv_bytes is None:
             return None
-        plan = cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None)
-        cache.max_cells, cache.capacity = plan.max_cells, min(cache.capacity, plan.max_cells)
+        own_caches = drafter.own_caches()
+        plan = cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None, own_caches=own_caches)
+        for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
+            each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
         return plan
 
     def fits(self, members: Seq[Member], room: int = 0) -> bool:

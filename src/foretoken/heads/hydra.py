@@ -59,6 +59,7 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
+        self.shape = shape
         self.rotary = Rotary(shape)
         self.layer = DecoderLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.eps)

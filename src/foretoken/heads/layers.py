@@ -52,6 +52,11 @@ class LayerShape:
     has_bias: bool = False
     has_head_norms: bool = False
 
+    @property
+    def kv_numbers(self) -> int:
+        """How many numbers keys and values of one token are."""
+        return 2 * self.num_kv_heads * self.head_dim
+
     @classmethod
     def of(cls, config: Any) -> LayerShape:
         """That of the decoder layers of a target, by its config."""

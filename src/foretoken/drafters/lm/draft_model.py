@@ -14,7 +14,7 @@ from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
 from foretoken.drafters.parts.rows import CachedRows, Place, feed, known_tokens, neighbours, reach
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -22,6 +22,7 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.engine.memory as memory_of
     import foretoken.model.lm as lm
     from foretoken.drafters.materials import Materials
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
+    memory_of = Lazy("foretoken.engine.memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,11 @@ class DraftModelDrafter(Drafter):
         self._drafts: dict[int, GrowingDraft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
+
+    def own_caches(self) -> list[OwnCache]:
+        column_bytes = memory_of.bytes_per_token(self.model)
+        found = [OwnCache(self._cache, column_bytes)]
+        return found if self._view is None else [*found, self._view.own_cache(column_bytes)]
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """Load what an earlier row has left; what is missing of the prompt is fed at the start."""

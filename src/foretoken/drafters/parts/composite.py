@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.calibration import Calibration
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftPlan, DraftTree
@@ -42,6 +42,9 @@ class CompositeDrafter(Drafter):
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         for part in self.parts:
             part.bind(target, cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [own for part in self.parts for own in part.own_caches()]
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """As many tokens as every part recalls."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.rows import CachedRows, Frontier, Place, frontier_nodes
-from foretoken.engine.drafter import Features, PromptChunk, Requirements, StepResult
+from foretoken.engine.drafter import Features, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -76,6 +76,11 @@ class EagleRows:
     def __contains__(self, row: Sequence) -> bool:
         """Whether there is anything to draft from: a prompt of one token has no entry."""
         return row.id in self._last
+
+    def own_caches(self) -> list[OwnCache]:
+        """Its cache, which grows with the text."""
+        shape = self.head.shape
+        return [OwnCache(self.cache, shape.num_layers * shape.layer.kv_numbers * self.head.dtype.itemsize)]
 
     # -- rows --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.rows import CachedRows, neighbours
-from foretoken.engine.drafter import Features, PromptChunk, StepResult
+from foretoken.engine.drafter import Features, OwnCache, PromptChunk, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -44,6 +44,10 @@ class RowContexts(ABC):
     def of(self, rows: Seq[Sequence]) -> torch.Tensor:
         """Of several rows, (B, H)."""
         return torch.stack([self._of[row.id] for row in rows])
+
+    def own_caches(self) -> list[OwnCache]:
+        """Caches that grow with the text."""
+        return []
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """How much of a prompt need not be read again: never its last token, whose state is wanted."""
@@ -114,8 +118,12 @@ class PrefixStates(RowContexts):
     def __init__(self, layer: PrefixLayer, take: TakeStates, device: torch.device) -> None:
         super().__init__(take)
         self.layer = layer
+        self._column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
         self.cache = ragged.KVCache(1, device=device)
         self.rows = CachedRows(self.cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [OwnCache(self.cache, self._column_bytes)]
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         if not (isinstance(memory, PrefixMemory) and memory.layer is self.layer):

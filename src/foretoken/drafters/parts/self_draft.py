@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.rows import Place, feed, reach
-from foretoken.engine.drafter import Budget, Drafter, StepResult
+from foretoken.engine.drafter import Budget, Drafter, OwnCache, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.engine.memory as memory_of
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.drafters.parts.sparse_view import SparseView
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 else:
     lm = Lazy("foretoken.model.lm")
+    memory_of = Lazy("foretoken.engine.memory")
 
 
 class SelfDrafter(Drafter):
@@ -61,6 +63,9 @@ class SelfDrafter(Drafter):
         if target is not self._target:
             self._target, self.model = target, self._variant(target)
         self.growth.takes_trees = target.supports_trees
+
+    def own_caches(self) -> list[OwnCache]:
+        return [] if self._view is None else [self._view.own_cache(memory_of.bytes_per_token(self.model))]
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         self._before_drafting(rows)

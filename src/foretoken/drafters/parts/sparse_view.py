@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.rows import CachedRows, Place
+from foretoken.engine.drafter import OwnCache
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
@@ -130,6 +131,10 @@ class SparseView:
         self.cache = views.ViewCache(model.num_layers, capacity=room, device=model.device)
         self.rows = CachedRows(self.cache)
         return self.cache
+
+    def own_cache(self, column_bytes: int) -> OwnCache:
+        """The cache of the view, whose rows do not grow with their text."""
+        return OwnCache(self.cache, column_bytes, self.cache.capacity)
 
     def follow(self, drafts: Seq[GrowingDraft], source_rows: Seq[int] | None = None) -> list[Place]:
         """Bring the view up to date; the places of the rows, in front and in this order, with nothing behind them.

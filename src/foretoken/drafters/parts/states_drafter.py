@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Generic, Protocol, TypeVar
 
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
+from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, StepResult
 from foretoken.engine.sequence import Sequence
 
 
@@ -13,6 +13,8 @@ class RowStates(Protocol):
     """What a drafter knows of its rows; the verbs are those of `Drafter`."""
 
     def __contains__(self, row: Sequence) -> bool: ...
+
+    def own_caches(self) -> Seq[OwnCache]: ...
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int: ...
 
@@ -38,6 +40,9 @@ class StatesDrafter(Drafter, Generic[States]):
     """
 
     states: States
+
+    def own_caches(self) -> Seq[OwnCache]:
+        return self.states.own_caches()
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         return self.states.recall(row, memory, num_tokens)
