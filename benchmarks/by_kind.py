@@ -78,6 +78,9 @@ class Table:
             for kind, wanted in KINDS.items()
         }
 
+        if empty := [kind for kind, prompts in self.prompts.items() if not prompts]:
+            raise SystemExit(f"no prompts of {', '.join(empty)} are as short as {options.max_prompt_tokens} tokens")
+
     def arms(self) -> list[EngineArm]:
         config = EngineConfig(max_num_seqs=1)
         made = [EngineArm("plain", self.target, EmptyDrafter(), (), config, is_governed=False)]
