@@ -3,6 +3,7 @@
     python benchmarks/sparse_kv.py acceptance --documents BOOKS --contexts 1024 2048 --budgets 64 256 1024
     python benchmarks/sparse_kv.py cost --documents BOOKS --contexts 1024 2048 4096 7168
     python benchmarks/sparse_kv.py speed --documents BOOKS --contexts 2048 7168 --batch-sizes 1 2 4 8 16
+    python benchmarks/sparse_kv.py view --contexts 1024 7168 --batch-sizes 1 8
 
 BOOKS is a folder of .txt files; a prompt is a piece of one, followed by one of three tasks: go on, answer, summarise.
 Every text is compared with plain decoding of the same prompt. Acceptance can be taken on a busy machine; the other two
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -176,6 +177,52 @@ def speed(llm: LLM, options: argparse.Namespace) -> None:
                 )
 
 
+@torch.inference_mode()
+def view(llm: LLM, options: argparse.Namespace) -> None:
+    """One layer of a draft: over a copy of chosen columns that is made once, or gathered anew for every token.
+
+    Microseconds of processor time, least of many, in turns. The copy has what may be kept besides, 64 columns, as well.
+    """
+    config, dtype = llm.target.config, llm.target.dtype
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    group = config.num_attention_heads // heads
+    for context in options.contexts:
+        for rows in options.batch_sizes:
+            keys, values = (torch.randn(rows, heads, context, size).to(dtype) for _ in range(2))
+            query = torch.randn(rows, heads, group, size).to(dtype)
+            for budget in options.budgets:
+                if budget > context:
+                    continue
+                chosen = torch.rand(rows, heads, context).topk(budget).indices.sort().values
+                index = chosen[..., None].expand(-1, -1, -1, size)
+                wide = torch.arange(min(context, budget + 64))
+                kept = [part[:, :, wide].clone() for part in (keys, values)]
+                arms = {
+                    "copy": lambda kept=kept: attend(query, *kept),  # noqa: B023
+                    "gather": lambda index=index: attend(query, keys.gather(2, index), values.gather(2, index)),  # noqa: B023
+                    "slices": lambda budget=budget: attend(query, ends(keys, budget), ends(values, budget)),  # noqa: B023
+                    "copying": lambda index=index: (keys.gather(2, index), values.gather(2, index)),  # noqa: B023
+                }
+                taken: dict[str, list[float]] = {name: [] for name in arms}
+                for _ in range(options.repeats):
+                    for name, arm in arms.items():
+                        start = process_time()
+                        for _ in range(20):
+                            arm()
+                        taken[name].append((process_time() - start) / 20)
+                least = {f"{name}_us": round(1e6 * min(times), 1) for name, times in taken.items()}
+                show(options, context=context, batch=rows, budget=budget, **least)
+
+
+def ends(states: torch.Tensor, budget: int) -> torch.Tensor:
+    """The first four and the last columns."""
+    return torch.cat([states[:, :, :4], states[:, :, 4 - budget :]], dim=2)
+
+
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+
+
 def show(options: argparse.Namespace, **found: Any) -> None:
     print(
         json.dumps(found) if options.json else "  ".join(f"{key} {value}" for key, value in found.items()), flush=True
@@ -184,7 +231,7 @@ def show(options: argparse.Namespace, **found: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("acceptance", "cost", "speed"))
+    parser.add_argument("what", choices=("acceptance", "cost", "speed", "view"))
     parser.add_argument("--documents", type=Path, help="folder of .txt files")
     parser.add_argument("--model", default="zoo:smollm2")
     parser.add_argument("--dtype", default="auto")
@@ -202,7 +249,7 @@ def main() -> int:
     options = parser.parse_args()
     llm = LLM(options.model, dtype=options.dtype)
     print(f"{options.model} {llm.target.dtype} {llm.target.execution.describe()} torch {torch.__version__}", flush=True)
-    {"acceptance": acceptance, "cost": cost, "speed": speed}[options.what](llm, options)
+    {"acceptance": acceptance, "cost": cost, "speed": speed, "view": view}[options.what](llm, options)
     return 0
 
 
