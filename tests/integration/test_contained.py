@@ -264,7 +264,7 @@ def test_a_text_ends_before_the_token_that_cannot_be_read_whatever_was_drafted(n
 
 
 @pytest.mark.parametrize("others", [{}, {"stop": ["zz"]}, {"logprobs": 2}])
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "ngram"])
 def test_a_text_that_cannot_be_read_ends_its_own_row_of_a_call(
     method: str, others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,11 +81,12 @@ class MemoryPlan:
         return plan
 
     def fits(self, members: Seq[Member], room: int = 0) -> bool:
-        """Whether these may be in the cache together, each with ``room`` further tokens.
+        """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
 
         Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
         """
-        longest = max((len(member.row.token_ids) for member in members), default=0) + room
+        rows = [member.row for member in members]
+        longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
         return len(members) * self._columns(longest) <= self.max_cells
 
     def max_nodes(self, lengths: Seq[int]) -> int:
