@@ -5,7 +5,8 @@
         --method suffix+eagle3 --out tau.jsonl
 
 Every method drafts in every step, and as much as it is allowed: no governor runs, and lengths that a method would
-choose by itself are fixed. "chain" is a chain of five, or of num_speculative_tokens where a method's config names them;
+choose by itself are fixed. "chain" is a chain of five, or of num_speculative_tokens where a method's config names them
+(a union merges the chains of its parts into a tree of as many nodes);
 a number is that of nodes, root included, of trees whose shape the method chooses; without --nodes a method drafts what
 its config says. Prompts of Spec-Bench's parts of chat count as one kind. Intervals are bootstraps over prompts.
 
