@@ -105,7 +105,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
         drafter = make_drafter(SpeculativeConfig(method, **keys), Materials(target, draft))
         engines[title] = drafter, governor(drafter) if title in GOVERNED else None
     limits: dict[str, Any] = {"max_model_len": 192, "prefill_chunk_size": 24, "contains_faults": True}
-    plan = EngineConfig(max_num_seqs=6, max_kv_bytes=7 * 128 * bytes_per_token(target), **limits)
+    plan = EngineConfig(max_num_seqs=6, max_kv_bytes=5 * 128 * bytes_per_token(target), **limits)
     alone = EngineConfig(max_num_seqs=1, **limits)
     return World(target, engines, Texts(rng), plan, alone, EOS, Letters())
 
@@ -136,6 +136,7 @@ def toy_params(rng: random.Random, prompt: list[int]) -> SamplingParams:
     def sometimes(value: Any, off: Any, share: float = 0.2) -> Any:
         return value if rng.random() < share else off
 
+    is_long = rng.random() < 0.25
     failing_at = len(prompt) + rng.randint(0, 20)
 
     def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -145,7 +146,7 @@ def toy_params(rng: random.Random, prompt: list[int]) -> SamplingParams:
 
     return SamplingParams(
         n=rng.choice([1, 1, 1, 1, 2, 3]),
-        max_tokens=rng.choice([None, None, 1, 2, 4, 8, 16, 32, 32, 150, 150]),
+        max_tokens=None if is_long else rng.choice([1, 2, 4, 8, 16, 32, 32]),
         temperature=rng.choice([0.0, 0.0, 0.5, 1.0, 1.5]),
         top_p=sometimes(0.8, 1.0),
         top_k=sometimes(12, 0),
@@ -156,10 +157,10 @@ def toy_params(rng: random.Random, prompt: list[int]) -> SamplingParams:
         repetition_penalty=sometimes(1.3, 1.0),
         no_repeat_ngram_size=sometimes(2, 0),
         min_tokens=sometimes(1, 0),
-        stop=sometimes(["ab", "Q", "7z"], ()),
-        stop_token_ids=sometimes((3, 40), ()),
+        stop=() if is_long else sometimes(["ab", "Q", "7z"], ()),
+        stop_token_ids=() if is_long else sometimes((3, 40), ()),
         bad_words_ids=sometimes([[5, 6], [11]], ()),
-        ignore_eos=rng.random() < 0.5,
+        ignore_eos=is_long or rng.random() < 0.5,
         logit_bias=sometimes({rng.randrange(VOCAB_SIZE): rng.uniform(-3, 3)}, None),
         logprobs=sometimes(2, None),
         logits_processors=sometimes([broken], (), 0.08),

@@ -28,12 +28,12 @@ METHODS = [
 
 @cache
 def base() -> LLM:
-    """Two rows at once, prompts in chunks of five, room for two short rows or one long one."""
+    """Two rows at once, prompts in chunks of five, a plan that has room for caches of drafters, too."""
     return LLM(
         toy_model(64, dtype=torch.float32, max_position_embeddings=LIMIT),
         max_num_seqs=2,
         prefill_chunk_size=5,
-        max_kv_bytes=2 * 128 * 2 * 2 * 2 * 8 * 4,
+        max_kv_bytes=8 * 128 * 2 * 2 * 2 * 8 * 4,
         num_cached_prefixes=2,
     )
 
