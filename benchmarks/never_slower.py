@@ -3,8 +3,8 @@
     python benchmarks/never_slower.py --prompts-file question.jsonl [--model zoo:smollm2] [--dtype bfloat16]
         [--cells 1/chat/ngram 8/random/wrong] [--max-new-tokens 64] [--repeats 3] [--out cells.json]
 
-A cell is batch / text / method. Texts: chat (the questions of MT-Bench), summary (summarisation), random (tokens drawn
-evenly). Methods run as they do by default, governed; "wrong" drafts random tokens at no cost, "itself" drafts with the
+A cell is batch / text / method. Texts: chat (the questions of MT-Bench), summary (summarisation), copy (the beginnings
+of these articles, said once and begun again), random (tokens drawn evenly). Methods run as they do by default, governed; "wrong" drafts random tokens at no cost, "itself" drafts with the
 target as its own draft model, right and slower than the target. Both arms of a cell decode the same prompts,
 interleaved (A B B A), after one run of each that is not counted; ends of text are passed over. Tokens of rows are
 compared. The time is that of decode steps; the governor's learning in the counted runs is part of it.
@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ class Cells:
             return [tuple(rng.randrange(self.target.vocab_size) for _ in range(100)) for _ in range(count)]
         wanted = CHAT if kind == "chat" else ("summarization",)
         chosen = [question for question in self.questions if question.category in wanted]
+        if kind == "copy":
+            chosen = [replace(question, category="copy", text=question.text[:700]) for question in chosen]
         found = load_prompts(self.pair.tokenizer, chosen, max_length=self.options.max_prompt_tokens)
         if len(found) < count:
             raise SystemExit(f"{self.options.prompts_file} has {len(found)} prompts of {kind}; {count} are needed")
