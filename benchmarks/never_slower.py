@@ -4,10 +4,11 @@
         [--cells 1/chat/ngram 8/random/wrong] [--max-new-tokens 64] [--repeats 3] [--out cells.json]
 
 A cell is batch / text / method. Texts: chat (the questions of MT-Bench), summary (summarisation), copy (the beginnings
-of these articles, said once and begun again), random (tokens drawn evenly). Methods run as they do by default, governed; "wrong" drafts random tokens at no cost, "itself" drafts with the
-target as its own draft model, right and slower than the target. Both arms of a cell decode the same prompts,
-interleaved (A B B A), after one run of each that is not counted; ends of text are passed over. Tokens of rows are
-compared. The time is that of decode steps; the governor's learning in the counted runs is part of it.
+of these articles, said once and begun again), random (tokens drawn evenly). Methods run as they do by default,
+governed; "wrong" drafts random tokens at no cost, "itself" drafts with the target as its own draft model, right and
+slower than the target. Both arms of a cell decode the same prompts, interleaved (A B B A), after one run of each that
+is not counted; ends of text are passed over. Tokens of rows are compared. The time is that of decode steps; the
+governor's learning in the counted runs is part of it.
 """
 
 from __future__ import annotations
