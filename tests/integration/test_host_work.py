@@ -76,7 +76,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": made("suffix"),
     "token_recycling": made("token_recycling", max_draft_nodes=16),
     "jacobi": made("jacobi", num_speculative_tokens=4),
-    "lookahead": made("lookahead", num_speculative_tokens=3),
+    "lookahead": made("lookahead", num_speculative_tokens=3, guess_set_size=2),  # else the longer text fills the pool
     "layer_skip": made("layer_skip", skipped_attention=[1], num_speculative_tokens=3),
     "draft_model": made("draft_model", num_speculative_tokens=3),
     "sparse_kv": made("sparse_kv", **VIEW),
