@@ -18,8 +18,13 @@ struct Attention {
 };
 
 enum { STEP = 2 * LANES, MOST_SCORED = 4, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
+enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
 
-static inline int64_t padded(int64_t columns) { return (columns + STEP - 1) / STEP * STEP; }
+// Columns up to a whole step; rows of scores that begin in the same set of a cache are kept apart.
+static inline int64_t padded(int64_t columns) {
+  const int64_t whole = (columns + STEP - 1) / STEP * STEP;
+  return whole % 1024 ? whole : whole + STEP;
+}
 
 static const float UNIT = 1099511627776.0f;  // 2^40
 static const float FACTORS[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};  // of a series for e^x
@@ -244,12 +249,13 @@ struct Pair {
 
   // Scores of one query to weights between 0 and 1. Returns: their sum.
   float weigh(float* scores) const {
+    const int64_t end = (columns + STEP - 1) / STEP * STEP;  // columns behind the last one were scored, as unseen
     Vector most = all(-__builtin_inff());
-    for (int64_t column = 0; column < stride; column += LANES) most = larger(most, read(scores + column));
+    for (int64_t column = 0; column < end; column += LANES) most = larger(most, read(scores + column));
     const Vector shift = all(-largest(most)), one = all(1.0f);
-    for (int64_t column = 0; column < stride; column += LANES)
+    for (int64_t column = 0; column < end; column += LANES)
       write(scores + column, exponential(add_product(read(scores + column), one, shift)));
-    return (float)((double)whole_sum(scores, stride) / UNIT);
+    return (float)((double)whole_sum(scores, end) / UNIT);
   }
 
   template <int COUNT, int VECTORS>
@@ -289,13 +295,15 @@ struct Pair {
     }
   }
 
-  // Sums of values under the weights, from place `at` of a value on, up to `STEP` places; written out.
-  void finish(int64_t at, const float* weights, const float* totals, float* sums) const {
-    const int64_t places = least(STEP, call->value_size - at);
-    if (places == STEP)
-      sum_values<2>(at, weights, sums);
-    else
-      sum_values<1>(at, weights, sums);
+  // Sums of values under the weights, from place `at` of a value on, `most` of them at most; written out.
+  void finish(int64_t at, int64_t most, const float* weights, const float* totals, float* sums) const {
+    const int64_t places = least(most, call->value_size - at);
+    switch (places / LANES) {
+      case 4: sum_values<4>(at, weights, sums); break;
+      case 3: sum_values<3>(at, weights, sums); break;
+      case 2: sum_values<2>(at, weights, sums); break;
+      default: sum_values<1>(at, weights, sums);
+    }
     for (int64_t i = 0; i < count; ++i) {
       T* to = out + i / call->group * call->heads * call->group * call->value_size + i % call->group * call->value_size + at;
       for (int64_t j = 0; j < places; ++j) store(to + j, sums[i * call->value_size + at + j] / totals[i]);
@@ -350,7 +358,8 @@ static void attend(const Attention* call, const void* query, const void* keys, c
       pair.read_queries(queries);
       pair.score(0, pair.columns, queries, by_input, scores);
       for (int64_t i = 0; i < pair.count; ++i) totals[i] = pair.weigh(scores + i * pair.stride);
-      for (int64_t at = 0; at < call->value_size; at += STEP) pair.finish(at, scores, totals, totals + room.totals);
+      for (int64_t at = 0; at < call->value_size; at += WIDTH * LANES)
+        pair.finish(at, WIDTH * LANES, scores, totals, totals + room.totals);
     }
     return;
   }
@@ -383,7 +392,7 @@ static void attend(const Attention* call, const void* query, const void* keys, c
     for (int64_t task = 0; task < pairs * parts; ++task) {
       const Pair<T> pair(call, query, keys, values, mask, out, task / parts);
       float* scores = scratch + task / parts * room.of_pair();
-      pair.finish(task % parts * STEP, scores, scores + room.scores, scores + room.scores + room.totals);
+      pair.finish(task % parts * STEP, STEP, scores, scores + room.scores, scores + room.scores + room.totals);
     }
   }
 }
