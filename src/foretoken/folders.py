@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import tempfile
@@ -54,6 +55,17 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise PermissionError(errno.EPERM, "others can write to it", str(folder))
+
+
+def keep_json(file: Path, content: object) -> None:
+    """Write a file that other processes see whole or not at all; its folder is made where there is none.
+
+    Raises: OSError.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".part", delete=False) as part:
+        json.dump(content, part, indent=1)
+    os.replace(part.name, file)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
-from foretoken.folders import cache_folder
+from foretoken.folders import cache_folder, keep_json
 from foretoken.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -136,9 +135,6 @@ def _read(file: Path) -> Curve | None:
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     """Keep a measurement; a folder that cannot be written only means that it is made again."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(content, part, indent=1)
-        os.replace(part.name, file)
+        keep_json(file, content)
     except OSError as error:
         logger.debug("costs are not kept in %s: %s", file, error)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from foretoken.folders import cache_folder
+from foretoken.folders import cache_folder, keep_json
 from foretoken.machine import cpu_name
 from foretoken.model.execution.native import Library, NativeMatrix, fits, instruction_set, library, source_digest
 
@@ -85,11 +83,7 @@ class _Choices:
         """Keep one; a folder that cannot be written costs the next process the time of a measurement."""
         self.known[name] = choice
         with suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            handle, made = tempfile.mkstemp(dir=self._file.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(self.known, stream, indent=1)
-            os.replace(made, self._file)
+            keep_json(self._file, self.known)
 
 
 def _is_faster(inputs: int, outputs: int, dtype: torch.dtype, kernels: Library, other: Pack) -> bool:

@@ -26,6 +26,7 @@ from foretoken.model.execution.builds import build_of, check, layout_of, same_co
 from foretoken.model.execution.calls import NUM_NODES, Calls, LayerCall, call_of, value_at
 from foretoken.model.execution.inductor import NotTraceableError, Source
 from foretoken.model.execution.linears import RowLimit
+from foretoken.model.execution.native import COMPILERS
 from foretoken.model.execution.operators import Runner
 from foretoken.model.execution.segments import BoundSegment
 from foretoken.model.execution.tracing import LayerGraph, Tracer
@@ -35,8 +36,6 @@ logger = logging.getLogger("foretoken")
 MIN_WEIGHTS = 2**25
 """Smaller models are not compiled unless that is asked for: the first compilation on a machine takes ten seconds or
 more, and every later one two."""
-
-COMPILERS = ("g++", "clang++", "c++")
 
 _graphs: dict[Any, LayerGraph] = {}
 """Graphs of this process, by the build of the layer."""
