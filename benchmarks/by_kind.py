@@ -63,6 +63,7 @@ class Table:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.done: list[dict[str, Any]] = []
         pair = load_pair(options.model, options.draft_model, options.dtype)
         self.pair = scaled(pair, options.scale) if options.scale else pair
         self.target = CausalLM(self.pair.target, execution=options.execution)
@@ -76,6 +77,7 @@ class Table:
                 max_length=options.max_prompt_tokens,
             )[: options.prompts_per_kind]
             for kind, wanted in KINDS.items()
+            if kind in options.kinds
         }
 
         if empty := [kind for kind, prompts in self.prompts.items() if not prompts]:
@@ -115,9 +117,22 @@ class Table:
                     same[kind, arm.name] += texts[arm.name] == texts["plain"]
             speeds = {arm.name: sum(seconds[kind, "plain"]) / sum(seconds[kind, arm.name]) for arm in arms}
             print(kind, {name: round(speed, 2) for name, speed in speeds.items()}, file=sys.stderr, flush=True)
+            self._keep(arms, seconds, same, temperature)
+        return self._cells(arms, seconds, same, temperature)
+
+    def _keep(self, arms: list[EngineArm], seconds: Any, same: Any, temperature: float) -> None:
+        """Write what there is so far, so that a run which is cut off is not lost."""
+        if self.options.out:
+            cells = [*self.done, *self._cells(arms, seconds, same, temperature)]
+            self.options.out.write_text(json.dumps({"conditions": provenance(), "cells": cells}, indent=1))
+
+    def _cells(self, arms: list[EngineArm], seconds: Any, same: Any, temperature: float) -> list[dict[str, Any]]:
+        """The kinds that are done."""
         found = []
         for arm in arms[1:]:
             for kind, prompts in self.prompts.items():
+                if (kind, "plain") not in seconds:
+                    continue
                 plain, other = seconds[kind, "plain"], seconds[kind, arm.name]
                 found.append(
                     {
@@ -145,6 +160,7 @@ def main() -> None:
     parser.add_argument("--scale")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--execution", default="auto")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts-per-kind", type=int, default=2)
@@ -154,16 +170,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     table = Table(options)
-    found = [cell for temperature in options.temperature for cell in table.run(temperature)]
-    print("\n| method | T | " + " | ".join(KINDS) + " | same texts |\n|---|---|" + "---|" * (len(KINDS) + 1))
+    for temperature in options.temperature:
+        table.done += table.run(temperature)
+    found = table.done
+    print("\n| method | T | " + " | ".join(options.kinds) + " | same texts |")
+    print("|---|---|" + "---|" * (len(options.kinds) + 1))
     for temperature in options.temperature:
         for method in dict.fromkeys(cell["method"] for cell in found):
             cells = [cell for cell in found if cell["method"] == method and cell["temperature"] == temperature]
             shown = [f"{c['speed']:.2f} ({c['interval'][0]:.2f}-{c['interval'][1]:.2f})" for c in cells]
             same, total = sum(c["same"] for c in cells), sum(c["prompts"] for c in cells)
             print(f"| `{method}` | {temperature:g} | " + " | ".join(shown) + f" | {same}/{total} |")
-    if options.out:
-        options.out.write_text(json.dumps({"conditions": provenance(), "cells": found}, indent=1))
     slow = [c for c in found if c["speed"] < 0.97]
     print(f"\n{len(slow)} of {len(found)} cells below 0.97; torch {torch.__version__}")
 

@@ -219,6 +219,8 @@ class Soak:
             if left or engine.cache.num_rows or engine.num_running:
                 raise AssertionError(f"{title} is empty, and of its rows there is left: {left or engine.cache.lengths}")
         self.memory.append({"requests": self.counts["requests"], **memory()})
+        if not self.world.is_exact:
+            print(self.memory[-1], dict(self.counts), f"{len(self.differing)} differ", file=sys.stderr, flush=True)
 
 
 def is_same(row: Sequence, plain: Sequence, asked: Asked) -> bool:

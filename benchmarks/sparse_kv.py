@@ -6,8 +6,9 @@
     python benchmarks/sparse_kv.py view --contexts 1024 7168 --batch-sizes 1 8
 
 BOOKS is a folder of .txt files; a prompt is a piece of one, followed by one of three tasks: go on, answer, summarise.
-Every text is compared with plain decoding of the same prompt. Acceptance can be taken on a busy machine; the other two
-take times, interleaved with plain decoding: leave the machine alone meanwhile.
+Every text is compared with plain decoding of the same prompt. Acceptance can be taken on a busy machine; the others
+take times, interleaved with plain decoding: leave the machine alone meanwhile, or let `speed` count the processor time
+of one thread (--processor-time).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -29,9 +31,11 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
+from foretoken.engine import stats
 from foretoken.engine.costs import Forward, filled_cache, forward_times
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.governing import AnyGovernor
 from foretoken.model.cache.prefixes import PrefixStore
 
 TASKS = (
@@ -68,10 +72,18 @@ def sparse(llm: LLM, num_drafted: int, **keys: Any) -> Drafter:
     return make_drafter(config, Materials(llm.target, tokenizer=llm.tokenizer))
 
 
-def run(llm: LLM, drafter: Drafter, texts: list[list[int]], options: argparse.Namespace, prefixes: PrefixStore) -> Any:
+def run(
+    llm: LLM,
+    drafter: Drafter,
+    texts: list[list[int]],
+    options: argparse.Namespace,
+    prefixes: PrefixStore,
+    governor: AnyGovernor | None = None,
+) -> Any:
     """Decode one batch; its rows and the seconds of its decode steps."""
     params = SamplingParams(max_tokens=options.new_tokens, temperature=options.temperature, seed=1, ignore_eos=True)
-    engine = Engine(llm.target, drafter, EngineConfig(max_num_seqs=max(32, len(texts))), prefixes=prefixes)
+    config = EngineConfig(max_num_seqs=max(32, len(texts)))
+    engine = Engine(llm.target, drafter, config, prefixes=prefixes, governor=governor)
     rows = [engine.add_request(text, params)[0] for text in texts]
     while engine.has_unfinished:
         engine.step()
@@ -92,12 +104,17 @@ def acceptance(llm: LLM, options: argparse.Namespace) -> None:
                 rows, _ = run(llm, drafter, texts, options, prefixes)
                 drafted = sum(row.stats.num_draft_tokens for row in rows)
                 kept = sum(row.stats.num_accepted_draft_tokens for row in rows)
+                depths = sum((row.stats.acceptance_histogram for row in rows), Counter[int]())
                 show(
                     options,
                     context=context,
                     selector=selector,
                     budget=budget,
                     acceptance=round(kept / drafted, 3),
+                    survival=[
+                        round(sum(n for depth, n in depths.items() if depth >= least) / depths.total(), 3)
+                        for least in range(1, options.num_drafted + 1)
+                    ],
                     tokens_per_step=round(
                         sum(row.stats.num_emitted_tokens for row in rows) / sum(row.stats.num_steps for row in rows), 2
                     ),
@@ -245,11 +262,16 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--keys", type=json.loads, default={}, help="further keys of sparse_kv, as JSON")
+    parser.add_argument("--processor-time", action="store_true", help="count it instead of the clock; one thread")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.processor_time:
+        torch.set_num_threads(1)
+        stats.perf_counter = process_time  # type: ignore[attr-defined]
     llm = LLM(options.model, dtype=options.dtype)
     print(f"{options.model} {llm.target.dtype} {llm.target.execution.describe()} torch {torch.__version__}", flush=True)
-    {"acceptance": acceptance, "cost": cost, "speed": speed, "view": view}[options.what](llm, options)
+    todo = {"acceptance": acceptance, "cost": cost, "speed": speed, "view": view}
+    todo[options.what](llm, options)
     return 0
 
 

@@ -6,9 +6,12 @@
 
 Every method drafts in every step, and as much as it is allowed: no governor runs, and lengths that a method would
 choose by itself are fixed. "chain" is a chain of five, or of num_speculative_tokens where a method's config names them
-(a union merges the chains of its parts into a tree of as many nodes);
-a number is that of nodes, root included, of trees whose shape the method chooses; without --nodes a method drafts what
-its config says. Prompts of Spec-Bench's parts of chat count as one kind. Intervals are bootstraps over prompts.
+(a union merges the chains of its parts into a tree of as many nodes); a number is that of nodes, root included, of
+trees whose shape the method chooses; without --nodes a method drafts what its config says. Prompts of Spec-Bench's
+parts of chat count as one kind. Intervals are bootstraps over prompts. --timed N decodes N of the prompts alone, too:
+the least and the median processor time of a draft (propose and observe, where tokens were drafted) and of a step. With
+--out, cells that the file holds already, measured under the same settings, are not measured again, so a long list can
+be broken off.
 
 Two baselines are no methods of the library. "bigram", with --bigram, drafts what followed a token most often in answers
 of the target: the whole text before the pending token does not matter to it. "argmax" chains the target's own argmax
@@ -18,16 +21,16 @@ behind nothing but the token before. A method that looks at the text has to do b
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from found import Found, kept, of_record
 from successors import CHAIN_LENGTH, Argmax, Bigrams, SuccessorDrafter
 
 from foretoken import LLM, SamplingParams
@@ -39,55 +42,18 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.stats import SequenceStats
 from foretoken.tree import DraftTree
 
 ARGMAX, BIGRAM, CHAIN = "argmax", "bigram", "chain"
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-NUM_BRANCHES, NUM_POSITIONS, NUM_RESAMPLES = 4, 5, 2000
+NUM_BRANCHES, WIDTH_OF_MANY, MANY = 4, 10, 32
+UNSEEN = ("setting", "by_prompt", "conditions")
 
 
 @dataclass(frozen=True)
 class Question:
     kind: str
     token_ids: tuple[int, ...]
-
-
-@dataclass
-class Found:
-    """Counters of one method, by question, and the processor time of its drafts."""
-
-    questions: Seq[Question]
-    stats: list[SequenceStats] = field(default_factory=list)
-    outputs: list[list[int]] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    num_proposals: int = 0
-
-    def tau(self, places: Iterable[int]) -> float:
-        several = [self.stats[place] for place in places]
-        return sum(one.num_emitted_tokens for one in several) / max(1, sum(one.num_steps for one in several))
-
-    def interval(self) -> tuple[float, float]:
-        """Of tau over all prompts, 95 %, by bootstrap over them."""
-        drawn, places = random.Random(0), range(len(self.stats))
-        taus = sorted(self.tau(drawn.choices(places, k=len(places))) for _ in range(NUM_RESAMPLES))
-        return taus[round(0.025 * NUM_RESAMPLES)], taus[-1 - round(0.025 * NUM_RESAMPLES)]
-
-    def gain_over(self, other: Found) -> tuple[float, float, float]:
-        """Difference of tau, with its interval by bootstrap over prompts, the same ones on both sides."""
-        drawn, places = random.Random(0), range(len(self.stats))
-        samples = [drawn.choices(places, k=len(places)) for _ in range(NUM_RESAMPLES)]
-        gains = sorted(self.tau(sample) - other.tau(sample) for sample in samples)
-        return self.tau(places) - other.tau(places), gains[round(0.025 * NUM_RESAMPLES)], gains[-1 - 50]
-
-    def by_position(self) -> list[float]:
-        """Share of steps in which at least 1, 2, .. drafted tokens were accepted."""
-        histogram: Counter[int] = Counter()
-        for one in self.stats:
-            histogram.update(one.acceptance_histogram)
-        steps = max(1, sum(one.num_steps for one in self.stats))
-        deeper = (sum(n for length, n in histogram.items() if length >= k) for k in range(1, NUM_POSITIONS + 1))
-        return [round(count / steps, 3) for count in deeper]
 
 
 def questions(llm: LLM, options: argparse.Namespace) -> list[Question]:
@@ -120,9 +86,12 @@ def _forced(config: SpeculativeConfig, given: dict[str, Any], nodes: str) -> dic
     known = config.definition.keys
     size = CHAIN_LENGTH + 1 if nodes == CHAIN else int(nodes)
     wanted: dict[str, Any] = {"max_draft_nodes": size, "length_policy": "fixed"}
-    wanted |= (
-        {"num_draft_branches": 1} if nodes == CHAIN else {"num_draft_branches": NUM_BRANCHES, "draft_rerank": True}
-    )
+    if nodes == CHAIN:
+        wanted["num_draft_branches"] = 1
+    else:
+        wanted |= {"num_draft_branches": NUM_BRANCHES, "draft_rerank": True}
+        if size >= MANY:  # as published: ten children each of the ten best of a level
+            wanted |= {"num_draft_branches": WIDTH_OF_MANY, "draft_beam_width": WIDTH_OF_MANY}
     if nodes == CHAIN:
         length = int(given.get("num_speculative_tokens", CHAIN_LENGTH))
         wanted |= {
@@ -140,34 +109,45 @@ def _forced(config: SpeculativeConfig, given: dict[str, Any], nodes: str) -> dic
     return {**given, **{key: value for key, value in wanted.items() if key in known}}
 
 
+def named(method: str) -> tuple[str, str]:
+    """The name and the config of "NAME={json}"; others are named as they are given."""
+    name, sign, config = method.partition("=")
+    return (name, config) if sign and not method.startswith("{") else (method, method)
+
+
 def run(
     llm: LLM, drafter: Drafter, asked: Seq[Question], params: SamplingParams, *, is_chain: bool, rows: int
 ) -> Found:
     """Decode all prompts, so many at a time, with drafts of a fixed budget."""
-    found = Found(asked)
-    propose, observe = drafter.propose, drafter.observe
+    found = Found([question.kind for question in asked])
+    propose, observe, begun, is_draft = drafter.propose, drafter.observe, [0.0], [False]
 
     def timed_propose(rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         start = time.process_time()
+        if begun[0]:
+            found.step_seconds.append(start - begun[0])
+        begun[0] = start
         given = [Budget.of(budget) for budget in budgets]
         if is_chain:
             given = [Budget(min(CHAIN_LENGTH, one.depth), one.nodes, chains_only=True) for one in given]
         trees = propose(rows, given)
-        found.draft_seconds += time.process_time() - start
-        found.num_proposals += 1
+        is_draft[0] = any(tree.num_draft_tokens for tree in trees)
+        if is_draft[0]:
+            found.draft_seconds.append(time.process_time() - start)
         return trees
 
     def timed_observe(*told: Any) -> None:
         start = time.process_time()
         observe(*told)
-        found.draft_seconds += time.process_time() - start
+        if is_draft[0]:  # neither what is read of a prompt before its first draft, nor where nothing was drafted
+            found.draft_seconds[-1] += time.process_time() - start
 
     drafter.propose, drafter.observe = timed_propose, timed_observe  # type: ignore[method-assign, assignment]
     engine = Engine(llm.target, drafter, EngineConfig(max_num_seqs=rows), eos_token_ids=llm._eos_token_ids)
     running = [engine.add_request(question.token_ids, params)[0] for question in asked]
     for _ in engine.run():
         pass
-    found.stats = [row.stats for row in running]
+    found.add(row.stats for row in running)
     found.outputs = [list(row.output_ids) for row in running]
     return found
 
@@ -177,7 +157,7 @@ def main() -> None:
     parser.add_argument("--model", default="zoo:tiny")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--execution", default="auto")
-    parser.add_argument("--method", action="append", default=[], help="a name, a+b, or JSON; may be repeated")
+    parser.add_argument("--method", action="append", default=[], help="a name, a+b, JSON or NAME=JSON; may be repeated")
     parser.add_argument("--nodes", nargs="+", default=[None], help="chain, or numbers of nodes, root included")
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--kind", action="append", default=[])
@@ -187,10 +167,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, action="append", default=[])
     parser.add_argument("--rows", type=int, default=8, help="prompts that are decoded together")
     parser.add_argument("--bigram", type=Path, help="prompts with answers of the target, as of foretoken train")
-    parser.add_argument("--timed", type=int, default=0, help="prompts that are decoded alone too, to time drafts")
+    parser.add_argument("--timed", type=int, default=0, help="prompts that are decoded alone too, to time their steps")
     parser.add_argument("--against", default="", help="method whose tau is taken from that of others")
     parser.add_argument("--check", action="store_true", help="compare texts with those of plain decoding")
-    parser.add_argument("--out", type=Path, help="JSON lines, with counts by prompt")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines with counts by prompt; what is there is not measured again"
+    )
     options = parser.parse_args()
     llm = LLM(options.model, dtype=options.dtype, execution=options.execution)
     asked = questions(llm, options)
@@ -209,44 +191,49 @@ def main() -> None:
         plain = run(llm, EmptyDrafter(), asked, params, is_chain=True, rows=options.rows) if options.check else None
         for nodes in options.nodes:
             results: dict[str, Found] = {}
-            for method in [first, *options.method]:
-                is_chain = nodes == CHAIN
-                found = run(llm, drafter_of(method, nodes), asked, params, is_chain=is_chain, rows=options.rows)
-                results[method] = found
-                alone = asked[:: max(1, len(asked) // options.timed)][: options.timed] if options.timed else []
-                timed = run(llm, drafter_of(method, nodes), alone, params, is_chain=is_chain, rows=1) if alone else None
-                report(method, temperature, nodes, found, timed, plain, options.out)
-            for method, found in results.items():
-                if options.against in results and method != options.against:
+            for name, method in [(first, first), *map(named, options.method)]:
+                cell = {
+                    "method": name, "temperature": temperature, "nodes": nodes,
+                    "setting": setting(llm, options, asked, method),
+                }  # fmt: skip
+                record = kept(options.out, cell)
+                if record is None:
+                    is_chain = nodes == CHAIN
+                    found = run(llm, drafter_of(method, nodes), asked, params, is_chain=is_chain, rows=options.rows)
+                    if options.timed:
+                        alone = asked[:: max(1, len(asked) // options.timed)][: options.timed]
+                        timed = run(llm, drafter_of(method, nodes), alone, params, is_chain=is_chain, rows=1)
+                        found.draft_seconds, found.step_seconds = timed.draft_seconds, timed.step_seconds
+                    else:
+                        found.draft_seconds, found.step_seconds = [], []
+                    record = cell | found.record()
+                    if plain is not None:
+                        record["equals_plain"] = found.outputs == plain.outputs
+                    record |= {"by_prompt": found.counts, "conditions": provenance()}
+                    if options.out is not None:
+                        with options.out.open("a", encoding="utf-8") as lines:
+                            lines.write(json.dumps(record) + "\n")
+                print(" ".join(f"{key}={record[key]}" for key in record if key not in UNSEEN), flush=True)
+                results[name] = of_record([one.kind for one in asked], record)
+            for name, found in results.items():
+                if options.against in results and name != options.against:
                     gain, low, high = found.gain_over(results[options.against])
-                    print(f"    {method} - {options.against}: {gain:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
+                    print(f"    {name} - {options.against}: {gain:+.3f} ({low:+.3f} to {high:+.3f})", flush=True)
 
 
-def report(
-    method: str, temperature: float, nodes: str | None, found: Found, timed: Found | None, plain: Found | None,
-    out: Path | None,
-) -> None:  # fmt: skip
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, question in enumerate(found.questions):
-        places[question.kind].append(place)
-    low, high = found.interval()
-    steps = max(1, sum(one.num_steps for one in found.stats))
-    record: dict[str, Any] = {
-        "method": method, "temperature": temperature, "nodes": nodes,
-        "tau": round(found.tau(range(len(found.stats))), 3), "low": round(low, 3), "high": round(high, 3),
-        "by_position": found.by_position(),
-        "by_kind": {kind: round(found.tau(several), 2) for kind, several in places.items()},
-        "nodes_per_step": round(1 + sum(one.num_draft_tokens for one in found.stats) / steps, 1),
-    }  # fmt: skip
-    if timed is not None:
-        record["draft_ms"] = round(1000 * timed.draft_seconds / max(1, timed.num_proposals), 2)
-    if plain is not None:
-        record["equals_plain"] = found.outputs == plain.outputs
-    print(" ".join(f"{key}={value}" for key, value in record.items()), flush=True)
-    if out is not None:
-        counts = [(one.num_emitted_tokens, one.num_steps) for one in found.stats]
-        with out.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({**record, "by_prompt": counts, "conditions": provenance()}) + "\n")
+def setting(llm: LLM, options: argparse.Namespace, asked: Seq[Question], method: str) -> str:
+    """Names all that tau depends on beside the method's name, temperature and nodes."""
+    parts = [
+        llm.model_info.name,
+        str(llm.target.dtype),
+        options.execution,
+        options.max_new_tokens,
+        options.rows,
+        method,
+    ]
+    parts += [options.timed, options.check, str(options.bigram) if method == BIGRAM else ""]
+    parts += [question.token_ids for question in asked]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -236,12 +236,12 @@ def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
     """Only the last token of a step is looked at."""
     emit = engine_module.emit
 
-    def wrong(member: Any, tree: DraftTree, verdict: Verdict, logits: Any, config: Any) -> Any:
+    def wrong(member: Any, tree: DraftTree, verdict: Verdict, *others: Any) -> Any:
         check = member.checker.check
         remaining = itertools.count(len(verdict.path), -1)
         member.checker.check = lambda token: check(token) if next(remaining) == 1 else None
         try:
-            return emit(member, tree, verdict, logits, config)
+            return emit(member, tree, verdict, *others)
         finally:
             member.checker.check = check
 

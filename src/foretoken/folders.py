@@ -8,12 +8,15 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 
 from filelock import FileLock, Timeout
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
+
+_NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def cache_folder(*parts: str) -> Path:
@@ -58,14 +61,62 @@ def make_private(folder: Path) -> None:
 
 
 def keep_json(file: Path, content: object) -> None:
-    """Write a file that other processes see whole or not at all; its folder is made where there is none.
-
-    Raises: OSError.
-    """
+    """`keep_text` of JSON; the file's folder is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".part", delete=False) as part:
-        json.dump(content, part, indent=1)
-    os.replace(part.name, file)
+    keep_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def keep_text(file: Path, text: str) -> None:
+    """Write a file that others see whole or not at all.
+
+    What is no file, /dev/stdout for instance, is written to as it is.
+
+    Raises: OSError, after which a file is what it was before.
+    """
+    file = Path(os.path.realpath(file))
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
+    part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
+    with replacing(file, part):
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(file: Path, part: Path) -> Iterator[None]:
+    """Let what is written to ``part`` inside take the place of a file; after an error only the file is left."""
+    try:
+        yield
+        os.replace(part, file)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def append_lines(file: Path, lines: str) -> None:
+    """Add whole lines to a file; where the last one was cut off by a kill or a full disk, they begin after it.
+
+    Raises: OSError, after which a part of them may be there.
+    """
+    with file.open("ab+") as opened:
+        if opened.tell() > 0:
+            opened.seek(-1, os.SEEK_END)
+            lines = lines if opened.read(1) == b"\n" else "\n" + lines
+        opened.write(lines.encode())
+
+
+def is_no_room(error: BaseException | None) -> bool:
+    """Whether something could not be written since the disk is full, or the file or the user's share may not grow.
+
+    safetensors say so in words alone, and torch raises an error of its own beside that of the file.
+    """
+    if error is None:
+        return False
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    is_told = any(f"(os error {number})" in str(error) for number in _NO_ROOM)
+    return is_told or is_no_room(error.__context__)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the processor says of itself."""
+"""What the processor and the system say of themselves."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def cpu_fact(key: str) -> str | None:
 def cpu_name() -> str:
     """The name the processor gives itself."""
     return cpu_fact("model name") or platform.processor() or platform.machine()
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that the system can still allocate without swapping; None where it does not say (Linux does)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None

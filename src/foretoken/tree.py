@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class DraftTree:
     plan: DraftPlan | None = None
 
     def __post_init__(self) -> None:
+        if len(self.tokens) == 1 and self.parents == (-1,) and self.scores is None and self.sources is None:
+            return
         if not self.tokens or len(self.tokens) != len(self.parents):
             raise TreeError(f"{len(self.tokens)} tokens and {len(self.parents)} parents; want as many, at least one")
         if self.parents[0] != -1:
@@ -146,7 +148,7 @@ class DraftTree:
             depths.append(depths[parent] + 1)
         return tuple(depths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Length of the longest continuation."""
         return max(self.depths)
@@ -187,7 +189,17 @@ class DraftTree:
 
     def planned(self, plan: DraftPlan | None) -> DraftTree:
         """This draft with what a length policy had planned for it."""
-        return self if plan is None else replace(self, plan=plan)
+        return self if plan is None else self._with(plan=plan)
+
+    def _with(self, **changes: Any) -> DraftTree:
+        """This draft with other values of fields that say nothing of its shape, or of all that do: nothing is checked.
+
+        What was derived from the old shape must not be kept, so ``tokens`` are given wherever the shape changes.
+        """
+        other = object.__new__(DraftTree)
+        kept = {name: self.__dict__[name] for name in _FIELDS} if "tokens" in changes else self.__dict__
+        other.__dict__.update(kept, **changes)
+        return other
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -195,6 +207,8 @@ class DraftTree:
 
     def cut(self, max_depth: int) -> DraftTree:
         """The tree without the nodes deeper than ``max_depth``."""
+        if self.depth <= max_depth:
+            return self
         return self.restricted([node for node, depth in enumerate(self.depths) if depth <= max_depth])
 
     def restricted(self, nodes: Sequence[int]) -> DraftTree:
@@ -202,8 +216,7 @@ class DraftTree:
         if len(nodes) == len(self):
             return self
         new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
-        return replace(
-            self,
+        return self._with(
             tokens=tuple(self.tokens[node] for node in nodes),
             parents=tuple(new_index[self.parents[node]] for node in nodes),
             probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
@@ -222,4 +235,7 @@ class DraftTree:
         while self.children[nodes[-1]]:
             nodes.append(self.children[nodes[-1]][0])
         probs = None if self.probs is None else self.probs[nodes[:-1]]
-        return replace(self.restricted(nodes), probs=probs)
+        return self.restricted(nodes)._with(probs=probs)
+
+
+_FIELDS = tuple(one.name for one in fields(DraftTree))

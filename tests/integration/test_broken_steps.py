@@ -143,7 +143,7 @@ def tokens(outputs: list[Any]) -> list[Any]:
 def places(llm: LLM) -> list[tuple[Any, str, int]]:
     """Where a step may be cut off: owner, name, and at which call."""
     drafter = type(llm.drafting.new_drafter())
-    verbs = [(drafter, name, 2) for name in ("propose", "observe")]
+    verbs = [(drafter, name, 2) for name in (("propose", "observe") if drafter.observes else ("propose",))]
     forwards = [(CausalLM, "forward", number) for number in (1, 2, 4)]  # of the target or of a draft model
     return [*verbs, (drafter, "start", 1), (drafter, "forget", 1), *forwards]
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
-from transformers import PreTrainedModel
 
-from architectures import ARCHITECTURES
+from compiled_models import ALL, UNCOMPILED, build
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model import groups
@@ -33,31 +32,11 @@ pytestmark = [
     pytest.mark.skipif(not any(map(regions.shutil.which, regions.COMPILERS)), reason="no C++ compiler"),
 ]
 
-FAST = ("llama", "gemma3", "gpt2", "phi")  # grouped heads, windows, learned positions, parallel branches
-UNCOMPILED = {  # and why
-    "qwen3-moe": "GuardOnDataDependentSymNode",
-    "mixtral": "GuardOnDataDependentSymNode",
-    "deepseek-v3": "does not read the cache",
-    "falcon": "attention of its own",
-    "falcon-multi-query": "attention of its own",
-    "gemma2": "attention of its own",
-    "gpt-oss": "attention of its own",
-}
-ALL = [
-    pytest.param(name, marks=[] if name in FAST else pytest.mark.full)
-    for name in ARCHITECTURES
-    if name not in UNCOMPILED
-]
 TREES = (
     [DraftTree.root(3)],
     [DraftTree.chain(3, (4, 5, 6))],
     [DraftTree((7, 8, 9, 4, 5), (-1, 0, 0, 1, 2)), DraftTree.chain(3, (1,)), DraftTree.root(9)],
 )
-
-
-def build(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    architecture = ARCHITECTURES[name]
-    return architecture.build(architecture.attention[0], dtype)
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +206,7 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
 
 
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "_graphs", {})
     run = CompiledLayer._attend
     monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
     lm = CausalLM(build("llama"), execution="compiled", packs_all=True, probe=False)
@@ -266,9 +246,10 @@ def test_small_models_and_machines_without_a_compiler_are_not_compiled_by_themse
     assert not worth_compiling([large])
 
 
-def test_an_interrupted_compilation_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "_graphs", {})
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    mine = str(tmp_path / "mine")  # torch makes relative paths absolute when inductor is imported
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     model = build("llama")
     with monkeypatch.context() as patch:
 
@@ -278,13 +259,14 @@ def test_an_interrupted_compilation_leaves_nothing_behind(monkeypatch: pytest.Mo
         patch.setattr(inductor.Inductor, "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
             CausalLM(model, execution="compiled", packs_all=True, probe=False)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine
     assert CausalLM(model, execution="compiled", packs_all=True, probe=False).execution.num_compiled == 2
 
 
-def test_two_threads_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "_graphs", {})
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    mine = str(tmp_path / "mine")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     made: list[CausalLM] = []
 
     def make(name: str) -> None:
@@ -296,13 +278,14 @@ def test_two_threads_compile_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert [lm.execution.num_compiled for lm in made] == [2, 2, 2]
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine
 
 
 FORK = """
 import os, sys, threading, torch
 sys.path.insert(0, sys.argv[1])
 from architectures import ARCHITECTURES
+from compiled_models import ALL, FAST, UNCOMPILED
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 

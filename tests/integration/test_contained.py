@@ -7,21 +7,16 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
 from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import bytes_per_token
@@ -29,31 +24,8 @@ from foretoken.engine.sequence import Sequence
 from foretoken.law.faults import is_fatal, told
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
-from foretoken.testing import PerfectDrafter, check_cache_lengths, perturbed, toy_model
+from foretoken.testing import PerfectDrafter, check_cache_lengths, toy_model
 from foretoken.tree import DraftTree
-
-VOCAB_SIZE = 64
-TEXTS = [[5, 6, 7, 5, 6, 7, 5], [9, 3, 9, 3, 9, 3, 9, 4, 4, 4, 4], [11], [2, 4, 2, 4, 2], [5, 6, 7]]
-CONTAINED = EngineConfig(max_num_seqs=3, contains_faults=True)
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def small() -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
-
-
-def layer_skip() -> LayerSkipDrafter:
-    return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
-
-
-def draft_model() -> DraftModelDrafter:
-    return DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE)
-
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
@@ -61,26 +33,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "layer-skip": layer_skip,
     "union": lambda: UnionDrafter([draft_model(), layer_skip()]),
 }
-
-
-def params(number: int, **others: Any) -> SamplingParams:
-    temperature = 0.0 if number % 2 else 0.9
-    return SamplingParams(temperature=temperature, max_tokens=14, seed=number, ignore_eos=True, **others)
-
-
-def run(drafter: Drafter, config: EngineConfig = CONTAINED, given: Any = params, **others: Any) -> list[Sequence]:
-    """Five rows, three at a time."""
-    engine = Engine(target(), drafter, config, **others)
-    rows = [engine.add_request(text, given(number))[0] for number, text in enumerate(TEXTS)]
-    while engine.has_unfinished:
-        engine.step()
-        check_cache_lengths(engine)
-    return rows
-
-
-@cache
-def plain() -> list[list[int]]:
-    return [row.output_ids for row in run(EmptyDrafter())]
 
 
 def raising(drafter: Drafter, verb: str, which: Callable[[list[Sequence]], bool], fault: BaseException) -> Drafter:

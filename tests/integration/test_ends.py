@@ -12,8 +12,14 @@ import torch
 from test_broken_steps import CONFIGS, completed, given
 
 from foretoken import LLM, SamplingParams
+from foretoken.config.engine import EngineConfig
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.forwards import Forwards
+from foretoken.engine.prefill import Prefill
+from foretoken.engine.proposing import Proposing
 from foretoken.errors import ContextLengthError, PromptError
+from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import check_cache_lengths, toy_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7] * 4, [9, 3] * 9, [2, 4] * 11, [11]]
@@ -119,6 +125,70 @@ def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_pa
     outputs = llm.generate(given(PROMPTS), params())
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == plain()
     assert llm.num_unfinished == 0
+
+
+PLACES: dict[str, tuple[type, str]] = {
+    "reading": (Prefill, "step"),
+    "drafting": (Proposing, "step"),
+    "verifying": (Forwards, "verify"),
+    "committing": (KVCache, "commit"),
+    "observing": (Engine, "_observe"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("config", METHODS)
+def test_a_stream_that_is_closed_anywhere_in_a_step_harms_nobody(
+    config: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the work of a part of the step and after it; the row beside it gives the plain tokens."""
+    if place == "observing" and config["method"] == "none":
+        pytest.skip("a drafter that does not observe is not told")
+    llm = base().with_speculative_config(completed(config, tmp_path))
+    owner, name = PLACES[place]
+    sound = getattr(owner, name)
+    for is_after in (False, True):
+        first = llm.stream(given(PROMPTS[:1])[0], params(max_tokens=None))
+        if place != "reading":
+            next(first)
+        calls = [0]
+
+        def closing(*args: Any, **others: Any) -> Any:
+            calls[0] += 1  # noqa: B023
+            if calls[0] == 3 and not is_after:  # noqa: B023
+                first.close()  # noqa: B023
+            found = sound(*args, **others)
+            if calls[0] == 3 and is_after:  # noqa: B023
+                first.close()  # noqa: B023
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, closing)
+            second = llm.generate(given(PROMPTS[1:2])[0], params())
+        assert calls[0] >= 3
+        assert tuple(second[0].outputs[0].token_ids) == plain()[1]
+        list(first)
+        ended = first.outputs()[0].outputs[0]
+        assert ended.finish_reason == "abort"
+        assert tuple(ended.token_ids) == plain(None)[0][: len(ended.token_ids)]
+        assert llm.num_unfinished == 0
+        llm._runner._engine.forget_prefixes()
+
+
+def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:
+    """It says that it is busy; contained, that is a fault of the drafter, and no token changes."""
+
+    class Aborting(NGramDrafter):
+        def propose(self, rows: Any, budgets: Any) -> Any:
+            engine.abort("0")
+            return super().propose(rows, budgets)
+
+    engine = Engine(base().target, Aborting(3), EngineConfig(contains_faults=True))
+    rows = [engine.add_request(prompt, params(), str(i))[0] for i, prompt in enumerate(PROMPTS)]
+    for _ in engine.run():
+        pass
+    assert [tuple(row.output_ids) for row in rows] == plain()
+    assert all("EngineBusyError" in row.stats.drafter_error for row in rows)
 
 
 @pytest.mark.parametrize("config", METHODS)

@@ -5,68 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 import foretoken
+from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
 from foretoken import LLM, SamplingParams
-from foretoken.config.engine import EngineConfig
-from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
 from foretoken.errors import NumericsError, TreeError
 from foretoken.model.lm import CausalLM
-from foretoken.testing import check_cache_lengths, check_drafter, perturbed, toy_model
+from foretoken.testing import check_drafter, toy_model
 from foretoken.tree import DraftTree
-
-VOCAB_SIZE = 64
-TEXTS = [[5, 6, 7, 5, 6, 7, 5], [9, 3, 9, 3, 9, 3, 9], [11], [2, 4, 2, 4, 2], [5, 6, 7]]
-CONTAINED = EngineConfig(max_num_seqs=3, contains_faults=True)
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-def params(number: int) -> SamplingParams:
-    temperature = 0.0 if number % 2 else 0.9
-    return SamplingParams(temperature=temperature, max_tokens=14, seed=number, ignore_eos=True)
-
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
-    "layer-skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
-    "draft-model": lambda: DraftModelDrafter(
-        CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
-    ),
+    "layer-skip": layer_skip,
+    "draft-model": draft_model,
     "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=12),
 }
-
-
-def run(drafter: Drafter, config: EngineConfig = CONTAINED, given: Any = params) -> list[Sequence]:
-    """Five rows, three at a time."""
-    engine = Engine(target(), drafter, config)
-    rows = [engine.add_request(text, given(number))[0] for number, text in enumerate(TEXTS)]
-    while engine.has_unfinished:
-        engine.step()
-        check_cache_lengths(engine)
-    return rows
-
-
-@cache
-def plain() -> list[list[int]]:
-    return [row.output_ids for row in run(EmptyDrafter())]
 
 
 def failing(drafter: Drafter, verb: str, number: int, fault: BaseException, *, after: bool) -> Drafter:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +18,7 @@ import torch
 
 from foretoken import SamplingParams
 from foretoken.config.engine import EngineConfig
+from foretoken.config.memory import memory_size
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
@@ -130,6 +137,65 @@ def test_wide_trees_stay_within_a_plan() -> None:
     rows, _, most = run(target, Wide(), requests, max_kv_bytes=size)
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
     assert most <= size
+
+
+# -- limits of the process -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def address_space(num_bytes: int) -> Iterator[None]:
+    """So many bytes more than the process has now, as ``ulimit -v`` would set it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold this limit")
+def test_a_share_is_of_what_the_limits_of_the_process_leave() -> None:
+    with address_space(100_000_000):
+        assert 0 < memory_size("max_kv_bytes", "50%") <= 50_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold this limit")
+def test_where_memory_ends_the_step_breaks_off_and_a_plan_keeps_within_it() -> None:
+    """64 samples of a text of 1,000 tokens want 140 MB and find 60: without a plan the call fails, and later ones run.
+
+    With a plan for a third of it all of them finish, and say what they say where there is room.
+    """
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    target = CausalLM(toy_model(VOCAB_SIZE, max_position_embeddings=4096, **sizes), execution="eager")
+    prompt = text(1, 1000)
+
+    def samples(num_rows: int, **config: Any) -> tuple[Engine, list[Sequence]]:
+        engine = Engine(target, NGramDrafter(3), EngineConfig(max_num_seqs=64, **config))
+        return engine, engine.add_request(prompt, SamplingParams(n=num_rows, max_tokens=4, seed=1, ignore_eos=True))
+
+    plain, few = samples(3)
+    for _ in plain.run():
+        pass
+    with address_space(60_000_000):
+        engine, rows = samples(64)
+        with pytest.raises((MemoryError, RuntimeError), match="allocate"):
+            list(engine.run())
+        assert {row.finish_reason for row in rows} == {"abort"}
+        assert not engine.has_unfinished
+        (again,) = engine.add_request(prompt[:50], SamplingParams(max_tokens=4, temperature=0))
+        for _ in engine.run():
+            pass
+        assert again.finish_reason == "length"
+    del engine
+    gc.collect()
+    with address_space(60_000_000):
+        planned, rows = samples(64, max_kv_bytes=20_000_000)
+        for _ in planned.run():
+            pass
+        assert planned.cache.num_bytes <= 20_000_000
+    assert {row.finish_reason for row in rows} == {"length"}
+    assert [row.output_ids for row in rows[:3]] == [row.output_ids for row in few]
 
 
 # -- long texts ----------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 
 import pytest
 
+from contained import VOCAB_SIZE, small, target
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -17,23 +17,11 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.model.lm import CausalLM
-from foretoken.testing import GREEDY, SAMPLED, check_cache_lengths, perturbed, toy_model
+from foretoken.testing import GREEDY, SAMPLED, check_cache_lengths, toy_model
 from harness import random_ids
 
-VOCAB_SIZE = 64
 LENGTHS = (70, 5, 100, 3, 41, 6)
 """Of prompts that come while two rows run."""
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
-
-
-@cache
-def small() -> CausalLM:
-    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

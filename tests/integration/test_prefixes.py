@@ -167,6 +167,17 @@ def test_a_prompt_that_was_cut_off_while_it_was_fed_is_kept() -> None:
     assert answer(going_on, PROMPTS[0]).output_ids == answer(engine(), PROMPTS[0]).output_ids
 
 
+def test_as_many_texts_are_kept_as_there_is_room_for() -> None:
+    """The third of four once dropped the first: what was too many was counted below zero, from the end."""
+    store = PrefixStore(4)
+    going_on = engine(prefixes=store)
+    kept = []
+    for first in (10, 20, 30, 40, 50):
+        answer(going_on, (first, 3, first + 1), replace(GREEDY, max_tokens=2))
+        kept.append(len(store))
+    assert kept == [1, 2, 3, 4, 4]
+
+
 def test_rows_that_ended_in_an_error_leave_nothing() -> None:
     class Failing:
         calls = 0

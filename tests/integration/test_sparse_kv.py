@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from test_compiled import FAST as COMPILED
-from test_compiled import build
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from transformers import DynamicCache
 
 from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
+from compiled_models import FAST as COMPILED
+from compiled_models import build
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
@@ -60,15 +60,17 @@ FAST = {"streaming": COMPILED, "snapkv": COMPILED, "streaming-tree": ("gemma3",)
 OWN_ATTENTION = ("gemma2", "gpt-oss", "falcon", "falcon-multi-query")
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [
-        pytest.param(name, drafter, marks=[] if name in FAST.get(drafter, ()) else pytest.mark.slow)
-        for drafter in DRAFTERS
+def everywhere(drafters: Iterable[str], fast: Mapping[str, Collection[str]]) -> list[Any]:
+    """Every architecture with every drafter that can run on it; those that are not named as fast are slow."""
+    return [
+        pytest.param(name, drafter, marks=[] if name in fast.get(drafter, ()) else pytest.mark.slow)
+        for drafter in drafters
         for name in ARCHITECTURES
         if "streaming" in drafter or name not in OWN_ATTENTION
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS, FAST))
 def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
     compare(run_mixed(name, DRAFTERS[drafter]()), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
@@ -203,6 +205,14 @@ def naive_choice(attentions: torch.Tensor, budget: int, sinks: int, window: int,
     return chosen
 
 
+def columns_of(kept: torch.Tensor, whole: torch.Tensor, length: int, size: int) -> list[list[int]]:
+    """Where the first keys of a row of a view lie in the whole row, head by head."""
+    return [
+        [int((keys[:length] == key).all(-1).nonzero()[0, 0]) for key in chosen[:size]]
+        for keys, chosen in zip(whole, kept, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("execution", ["eager", "packed"])
 @torch.inference_mode()
 def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
@@ -226,10 +236,9 @@ def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
     for layer, attention in enumerate(attentions):
         whole, kept = source.layers[layer].keys[1], drafter._cache.layers[layer].keys[1]
         expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
-        for head, columns in enumerate(expected):
-            found = [int((whole[head, :40] == key).all(-1).nonzero()[0, 0]) for key in kept[head, :8]]
-            assert found == sorted(columns)
-            differ += found != [0, *range(33, 40)]
+        found = columns_of(kept, whole, 40, 8)
+        assert found == [sorted(columns) for columns in expected]
+        differ += sum(of_head != [0, *range(33, 40)] for of_head in found)
     assert differ  # heads vote for more than the last columns
 
 

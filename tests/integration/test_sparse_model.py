@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
-from test_sparse_kv import OWN_ATTENTION, draft_of, model_over_kept_keys, naive_choice, view
+from test_sparse_kv import columns_of, draft_of, everywhere, model_over_kept_keys, naive_choice, view
 
-from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
+from architectures import VOCAB_SIZE, draft_model, target_model
 from foretoken import LLM
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.union import UnionDrafter
@@ -50,15 +50,7 @@ DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
 FAST = {"streaming": ("llama", "gemma3"), "snapkv": ("llama",), "streaming-tree": ("gpt2",), "union": ("llama",)}
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [
-        pytest.param(name, drafter, marks=[] if name in FAST.get(drafter, ()) else pytest.mark.slow)
-        for drafter in DRAFTERS
-        for name in ARCHITECTURES
-        if "streaming" in drafter or name not in OWN_ATTENTION
-    ],
-)
+@pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS, FAST))
 def test_a_small_model_over_a_part_of_its_cache_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
     made = DRAFTERS[drafter](draft_adapter(name))
@@ -122,10 +114,8 @@ def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
         for layer, attention in enumerate(attentions):
             whole, kept = drafter._cache.layers[layer].keys[source], drafter._seen.layers[layer].keys[slot]
             expected = naive_choice(attention[0], 8, 1, 3, whole.shape[0])
-            for head, columns in enumerate(expected):
-                size = min(8, len(text))
-                found = [int((whole[head, : len(text)] == key).all(-1).nonzero()[0, 0]) for key in kept[head, :size]]
-                assert found == (sorted(columns) if len(text) > 8 else list(range(len(text))))
+            wanted = [sorted(columns) if len(text) > 8 else list(range(len(text))) for columns in expected]
+            assert columns_of(kept, whole, len(text), min(8, len(text))) == wanted
 
 
 class Watched(SparseModelDrafter):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compiled_models import own_products
 from foretoken import LLM, SamplingParams
-from foretoken.model.execution import choices, native
+from foretoken.model.execution import native
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.tree import DraftTree
@@ -21,12 +22,8 @@ DTYPES = [torch.bfloat16, torch.float32]
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let small models run by these kernels, too."""
-    monkeypatch.setattr(choices, "MIN_ELEMENTS", 0)
-    monkeypatch.setattr(choices, "_is_faster", lambda *_: True)
-    monkeypatch.setattr(choices._Choices, "add", lambda self, name, choice: self.known.update({name: choice}))
-    choices._Choices.of.cache_clear()
-    yield
-    choices._Choices.of.cache_clear()
+    with own_products(monkeypatch):
+        yield
 
 
 def model(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -83,6 +80,41 @@ def test_a_path_of_a_tree_is_plain_decoding(dtype: torch.dtype) -> None:
         alone.commit([[0]])  # type: ignore[attr-defined]
     assert torch.equal(again[0, 0], lm.forward(Nodes.from_chains([[77]]), alone)[0, 0])
     assert torch.equal(again[2, 0], plain[2][1])
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_nodes", [31, 64])
+@torch.inference_mode()
+def test_a_path_of_a_wide_tree_is_plain_decoding(dtype: torch.dtype, num_nodes: int) -> None:
+    lm = CausalLM(model(dtype), execution="compiled", packs_all=True)
+    said = [20, 21, 22, 23, 24]
+
+    def begun() -> object:
+        cache = lm.new_cache(1)
+        lm.forward(Nodes.from_chains([[5, 6, 7, 8] * 20]), cache)
+        cache.commit([list(range(80))])
+        return cache
+
+    cache, plain = begun(), []
+    for token in said:
+        plain.append(lm.forward(Nodes.from_chains([[token]]), cache)[0, 0].clone())
+        cache.commit([[0]])  # type: ignore[attr-defined]
+    tokens, parents, path = [said[0]], [-1], [0]
+    for token in said[1:]:  # others before and behind it, below what comes before it
+        for other in range((num_nodes - 1) // 4 - 1):
+            tokens.append(100 + other)
+            parents.append(path[-1])
+        path.append(len(tokens))
+        tokens.append(token)
+        parents.append(path[-2])
+    tree = DraftTree(
+        (*tokens, *range(200, 200 + num_nodes - len(tokens))), (*parents, *[0] * (num_nodes - len(tokens)))
+    )
+    assert len(tree) == num_nodes
+    logits = lm.forward(Nodes.from_trees([tree]), begun())
+    for depth, node in enumerate(path):
+        assert torch.equal(logits[0, node], plain[depth]), node
 
 
 @pytest.mark.usefixtures("always")

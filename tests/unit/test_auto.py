@@ -10,7 +10,8 @@ import pytest
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import AutoDrafter
 from foretoken.engine.arms import ArmsGovernor
-from foretoken.engine.drafter import Budget, ContextDrafter
+from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
+from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -98,9 +99,9 @@ def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
 
 
 def test_a_model_that_is_given_is_one_more_to_choose_from() -> None:
-    assert [part.method for part in SpeculativeConfig("auto").parts] == ["ngram", "suffix"]
+    assert [part.method for part in SpeculativeConfig("auto").parts] == ["suffix", "token_recycling"]
     config = SpeculativeConfig("auto", model="zoo:tiny")
-    assert [part.method for part in config.parts] == ["ngram", "suffix", "draft_model"]
+    assert [part.method for part in config.parts] == ["suffix", "token_recycling", "draft_model"]
     assert config.parts[-1].model == "zoo:tiny"
     assert config.title == "auto"
 
@@ -108,3 +109,38 @@ def test_a_model_that_is_given_is_one_more_to_choose_from() -> None:
 def test_it_refuses_a_length_policy_that_keeps_it_from_choosing() -> None:
     with pytest.raises(ConfigError, match=r"auto.*measured time.*fixed"):
         SpeculativeConfig("auto", length_policy="fixed")
+
+
+def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
+    """And as soon as it adds something again, in every step."""
+    one = drafter(Says("a", 1), Says("b", 2), free=2)
+    governor = Governor(StepCosts({1: 0.02, 8: 0.021}))
+
+    def asked(wanted: int, num_steps: int) -> int:
+        before = one.parts[1].num_asked
+        row = SimpleNamespace(id=0, token_ids=[9], is_finished=False, pending=9)
+        for _ in range(num_steps):
+            budgets = governor.budgets([row], [Budget(1)], lambda sizes, _: sum(sizes))
+            (tree,) = one.propose([row], budgets)
+            hit = tree.child(0, wanted)
+            path = (0,) if hit is None else (0, hit)
+            one.observe([row], [StepResult(tree, path, (wanted,))])
+        return one.parts[1].num_asked - before
+
+    assert asked(2, 20) == 20
+    asked(1, 60)
+    assert asked(1, 40) == 10
+    asked(2, 40)
+    assert asked(2, 20) == 20
+
+
+def test_a_part_is_not_asked_where_another_promises_enough() -> None:
+    one = drafter(Says("a", *range(1, 9)), Says("b", 20), free=2)
+    row = SimpleNamespace(id=0, token_ids=[9])
+    for _ in range(40):
+        (tree,) = one.propose([row], [Budget(8)])
+        one.observe([row], [StepResult(tree, tuple(range(9)) if tree.is_chain else tree.path(8), tree.tokens[1:])])
+    before = one.parts[1].num_asked
+    (tree,) = one.propose([row], [Budget(8)])
+    assert one.parts[1].num_asked == before
+    assert tree.tokens == (9, *range(1, 9))

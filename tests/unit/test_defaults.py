@@ -54,6 +54,7 @@ OF_THEIR_OWN = {
     "start": "made of the options",
     "learned": "made of the options",
     "vocab_size": "of the target",
+    "Growth.least_mass": "no key",
     "RestDrafter.min_token_prob": "no key",
     "SuffixDrafter.min_match": "no key",
     "SuffixDrafter.escape": "no key",

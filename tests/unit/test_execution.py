@@ -191,7 +191,7 @@ class TestMemory:
         assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "packed"
 
     def test_the_system_is_asked(self) -> None:
-        available = packing.available_memory_bytes()
+        available = execution_module.available_memory_bytes()
         assert available is None or 10**6 < available < 10**14
 
 

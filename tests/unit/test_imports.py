@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 LAYERS = (
     ("errors", "lazy", "folders", "machine", "progress"),
+    ("compiling",),
     ("tree", "config"),
     ("law",),
     ("accept",),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foretoken.model.execution import choices, native
-from foretoken.model.execution.few_nodes import FewNodes
+from foretoken.model.execution.few_nodes import MOST_IN_TREES, FewNodes
 from foretoken.model.execution.packing import OneDNNMatrix, PackedProduct, can_pack
 
 HALF = torch.bfloat16
@@ -102,10 +102,20 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 
 
 class Step:
-    """Rows of a step at random: queries, a cache, and which columns every node sees."""
+    """Rows of a step at random: queries, a cache, and which columns every node sees.
+
+    Args:
+      loose: last columns of a row among which some are hidden; None for all.
+    """
 
     def __init__(
-        self, counts: list[int], columns: list[int], heads: tuple[int, int], size: int, dtype: torch.dtype
+        self,
+        counts: list[int],
+        columns: list[int],
+        heads: tuple[int, int],
+        size: int,
+        dtype: torch.dtype,
+        loose: int | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(len(counts) + size)
         self.counts, self.columns = counts, columns
@@ -115,11 +125,17 @@ class Step:
         self.query = torch.randn(1, total, heads[0], size, generator=generator).to(dtype).transpose(1, 2)
         self.visible = torch.rand(num_rows, max(counts), longest, generator=generator) < 0.7
         self.visible[..., 0] = True
-        self.mask = torch.zeros(self.visible[:, None].shape, dtype=dtype)
-        self.mask.masked_fill_(~self.visible[:, None], torch.finfo(dtype).min)
+        for row, length in enumerate(columns):
+            self.visible[row, :, : 0 if loose is None else length - loose] = True
+
+    @property
+    def mask(self) -> torch.Tensor:
+        mask = torch.zeros(self.visible[:, None].shape, dtype=self.query.dtype)
+        return mask.masked_fill_(~self.visible[:, None], torch.finfo(mask.dtype).min)
 
     def run(self, kernels: native.Library) -> torch.Tensor:
-        output = FewNodes(kernels, self.counts, self.columns)(self.query, self.keys, self.values, self.mask, None)
+        few = FewNodes(kernels, self.counts, self.columns, MOST_IN_TREES)
+        output = few(self.query, self.keys, self.values, self.mask, None)
         assert output is not None
         return output
 
@@ -145,6 +161,7 @@ STEPS = [
     ([16], [130], (3, 1), 48),
     ([3, 3, 3], [65, 64, 31], (4, 4), 32),
     ([5], [1100], (9, 3), 16),
+    ([2, 0, 6], [100, 90, 280], (6, 2), 64),
 ]
 
 
@@ -172,7 +189,7 @@ class TestFewNodes:
         step: tuple[list[int], list[int], tuple[int, int], int],
     ) -> None:
         """As a node of a draft among siblings, and later, when its ancestors have moved to the front of their row."""
-        rows = Step(*step, dtype)
+        rows = Step(*step, dtype, loose=MOST_IN_TREES)
         result = rows.run(kernels)
         before = torch.get_num_threads()
         for row, node, number in rows.nodes():
@@ -188,9 +205,37 @@ class TestFewNodes:
             finally:
                 torch.set_num_threads(before)
 
+    @pytest.mark.parametrize("window", [None, 150], ids=["whole", "sliding"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_the_largest_tree_has_the_bits_of_plain_decoding(
+        self, kernels: native.Library, dtype: torch.dtype, window: int | None
+    ) -> None:
+        """Behind rows of any length, where whole blocks of columns begin and end; each node is its own plain step."""
+        for head in (7, 33, 95, 96, 129, 700):
+            rows = Step([MOST_IN_TREES], [head + MOST_IN_TREES], (3, 1), 64, dtype, loose=MOST_IN_TREES)
+            rows.visible[0, :, head:].logical_and_(torch.ones(MOST_IN_TREES, MOST_IN_TREES, dtype=torch.bool).tril())
+            rows.visible[0, range(MOST_IN_TREES), range(head, head + MOST_IN_TREES)] = True
+            for node in range(MOST_IN_TREES):
+                depth = int(rows.visible[0, node, head:].sum())
+                if window is not None:
+                    rows.visible[0, node, : max(0, head + depth - window)] = False
+            result = rows.run(kernels)
+            for node in range(MOST_IN_TREES):
+                seen = rows.visible[0, node].clone()
+                first = int(seen.nonzero()[0])
+                seen[:first] = True  # a row keeps what its window has left behind
+                keys, values = rows.keys[:, :, : len(seen)][:, :, seen], rows.values[:, :, : len(seen)][:, :, seen]
+                length = keys.shape[2]
+                mask = torch.zeros(1, 1, 1, length, dtype=dtype)
+                mask[..., :first] = torch.finfo(dtype).min
+                plain = FewNodes(kernels, [1], [length])(rows.query[:, :, node : node + 1], keys, values, mask, None)
+                assert plain is not None
+                assert torch.equal(plain[0], result[node]), (head, node)
+
     def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library) -> None:
-        many = Step([17], [40], (2, 2), 32, torch.float32)
-        assert FewNodes(kernels, [17], [40])(many.query, many.keys, many.values, None, None) is None
+        many = Step([33], [80], (2, 2), 32, torch.float32)
+        assert FewNodes(kernels, [33], [80])(many.query, many.keys, many.values, None, None) is None
+        assert FewNodes(kernels, [33], [80], 64)(many.query, many.keys, many.values, None, None) is not None
         odd = Step([2], [40], (2, 2), 24 if kernels.lanes == 16 else 20, torch.float32)
         assert FewNodes(kernels, [2], [40])(odd.query, odd.keys, odd.values, None, None) is None
         few = Step([2], [40], (2, 2), 32, torch.float32)

@@ -74,14 +74,13 @@ def match(tree: DraftTree, choose_at: Callable[[int], int]) -> Verdict:
     token by token when the choice at a node depends on nothing but the tokens before it.
     Randomness: that of ``choose_at``.
     """
-    steps = walk(tree)
-    node = next(steps)
+    path = [0]
     while True:
-        try:
-            node = steps.send(choose_at(node))
-        except StopIteration as end:
-            verdict: Verdict = end.value
-            return verdict
+        token = choose_at(path[-1])
+        child = tree.child(path[-1], token)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
 
 
 def walk(tree: DraftTree) -> Generator[int, int, Verdict]:

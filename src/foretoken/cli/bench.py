@@ -13,6 +13,7 @@ import typer
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model
+from foretoken.folders import keep_json
 
 
 @takes_groups
@@ -100,10 +101,17 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
 
 
 def _write(output: Path | None, results: dict[str, Any]) -> None:
-    """All that was measured so far, so that an interrupted run leaves it."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    """All that was measured so far, so that an interrupted run leaves it; nothing is lost where that cannot be."""
+    if output is None:
+        return
+    try:
+        keep_json(output, results)
+    except OSError as error:
+        typer.echo(
+            f"foretoken: {output} cannot be written ({error.strerror}); what was measured is shown all the same, "
+            "and kept with the next result if there is room by then",
+            err=True,
+        )
 
 
 def _default_model() -> str:

@@ -95,7 +95,7 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     )
     details: dict[str, Any] = {"found_by": "foretoken tune profile", "share_of_steps": observed.share}
     if options.check:
-        best = next((one for one in found.settings if one.num_rows == 1), None)
+        best = profiles.nearest_setting(found.settings, prompts, options.max_new_tokens)
         if best is None or best.num_speculative_tokens == 0:
             raise ConfigError("there is nothing to check: plain decoding is expected to be best at one row")
         say("checking by decoding")

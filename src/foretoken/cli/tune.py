@@ -18,6 +18,7 @@ from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
+from foretoken.folders import keep_json
 
 if TYPE_CHECKING:
     from foretoken.tune.layer_sets import SearchResult
@@ -117,7 +118,7 @@ def profile(
         found, details = find_profile(options, say)
         report = {**found.as_dict(), **details}
         with _writing(out):
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            keep_json(out, report)
         if as_json:
             sys.stdout.write(json.dumps({"out": str(out), **report}) + "\n")
         else:

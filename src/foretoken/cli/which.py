@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED
+from foretoken.errors import ConfigError
+from foretoken.folders import keep_text
 
 if TYPE_CHECKING:
     from foretoken.bench.candidates import Candidate
@@ -75,8 +77,11 @@ def compare_methods(
     report.show_provenance(console, facts, which.label, kind, which.target.execution.describe())
     which_report.show(console, latest[0], model, notes)
     if save_config is not None:
-        save_config.parent.mkdir(parents=True, exist_ok=True)
-        save_config.write_text(json.dumps(results["recommended_config"]) + "\n", encoding="utf-8")
+        try:
+            save_config.parent.mkdir(parents=True, exist_ok=True)
+            keep_text(save_config, json.dumps(results["recommended_config"]) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{save_config} cannot be written: {error.strerror}; the config is shown above") from None
         console.print(f"  --speculative-config @{save_config}", markup=False, soft_wrap=True)
     return code or (EXIT_DIFFERS if latest[0].different else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from foretoken.errors import ConfigError
@@ -36,10 +37,11 @@ def memory_size(name: str, value: object) -> int:
 def available_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP, own: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """Memory that can still be allocated: what the system has, or what is left of a cgroup's limit if that is less.
+    """Memory that can still be allocated: what the system has, or what is left of a limit if that is less.
 
-    The limits of this process' own cgroup and of all above it hold, in both versions. Files that a cgroup has in the
-    cache and does not use (a model that was just read) count as free, as they do in MemAvailable.
+    The limits of this process' address space and data (``ulimit -v``, ``ulimit -d``) hold, and those of its own cgroup
+    and of all above it, in both versions. Files that a cgroup has in the cache and does not use (a model that was just
+    read) count as free, as they do in MemAvailable.
 
     Args:
       meminfo: what the system has.
@@ -57,7 +59,19 @@ def available_bytes(
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             found += _left(cgroup / "memory", path, names)
-    return min(found, default=None)
+    return min(found + _left_of_process(), default=None)
+
+
+def _left_of_process(statm: Path = Path("/proc/self/statm")) -> list[int]:
+    """What is left of the limits that a shell or a scheduler has set for this process; empty where it has set none."""
+    fields = _read(statm).split()
+    if len(fields) < 6 or find_spec("resource") is None:
+        return []
+    import resource
+
+    held = ((resource.RLIMIT_AS, fields[0]), (resource.RLIMIT_DATA, fields[5]))
+    limits = [(resource.getrlimit(kind)[0], int(pages) * resource.getpagesize()) for kind, pages in held]
+    return [max(0, most - used) for most, used in limits if most != resource.RLIM_INFINITY]
 
 
 def _left(mount: Path, path: str, names: tuple[str, str, str]) -> list[int]:

@@ -12,7 +12,7 @@ from foretoken.accept.rules import Verdict, block, match, rejection, walk
 from foretoken.accept.typical import typical
 from foretoken.config.acceptance import RULES, TYPICAL, TypicalLimits
 from foretoken.engine.sequence import Sequence
-from foretoken.law.sampling import argmax, choose, probs
+from foretoken.law.sampling import argmax, choose, choose_at, probs
 from foretoken.model.nodes import Logits, NodeLogits
 from foretoken.tree import DraftTree
 
@@ -71,7 +71,7 @@ def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Ch
     """
     choices = _argmaxes(rows, trees, logits)
     sampled = [i for i in range(len(rows)) if i not in choices]
-    paths = [path for i in sampled for path in _paths(trees[i])]
+    paths = [trees[i].path_tokens(node) for i in sampled for node in range(len(trees[i]))]
     nodes = [(i, node) for i in sampled for node in range(len(trees[i]))]
     chosen = iter(_choose(rows, logits, nodes, paths) if nodes else ())
     choices |= {i: tuple(next(chosen) for _ in trees[i].tokens) for i in sampled}
@@ -91,8 +91,12 @@ def match_rows(
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
-    if choices is None and logits.device.type != "cpu":
-        choices = choose_all(rows, trees, logits)
+    if choices is None:
+        if logits.device.type != "cpu":
+            choices = choose_all(rows, trees, logits)
+        elif len(rows) == 1:
+            of_row = logits.values if isinstance(logits, NodeLogits) else logits[0]
+            return [_match_one(rows[0], trees[0], of_row)]
     known = _argmaxes(rows, trees, logits) if choices is None else dict(enumerate(choices))
     verdicts = {i: match(trees[i], tokens.__getitem__) for i, tokens in known.items()}
     walks = {i: walk(tree) for i, tree in enumerate(trees) if i not in verdicts}
@@ -108,6 +112,18 @@ def match_rows(
                 verdicts[i] = end.value
                 del nodes[i]
     return [verdicts[i] for i in range(len(rows))]
+
+
+def _match_one(row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+    """`match_rows` of one row on the CPU, whose nodes have the logits (N, V): of those that are visited alone."""
+    law, length = row.law, len(row.token_ids)
+    path: list[int] = []
+
+    def chosen(node: int) -> int:
+        path.append(choose_at(logits, node, law, path, length + len(path)))
+        return path[-1]
+
+    return match(tree, chosen)
 
 
 def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> dict[int, tuple[int, ...]]:
@@ -151,11 +167,3 @@ def _choose(rows: Seq[Sequence], logits: Logits, nodes: Seq[tuple[int, int]], pa
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
     chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen
-
-
-def _paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    """The draft tokens that lead to every node, () for the root."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return paths

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 TRIAL = 16  # steps that every arm gets at first
 TURN = 8  # steps that an arm runs before another is considered
-TRIAL_SHARE = 0.015  # of the time, for arms that are not expected to be the fastest
+TRIAL_SHARE = 0.01  # of the time, for arms that are not expected to be the fastest
 
 
 class ArmsGovernor:
     """Chooses among the arms of a drafter, each of which has a governor of its own.
 
-    The arm whose tokens took the least time of late runs; the others get a turn as often as 1.5 % of the time allows
+    The arm whose tokens took the least time of late runs; the others get a turn as often as 1 % of the time allows
     for what they are expected to lose, so that one which has become better is noticed.
 
     Args:

@@ -89,6 +89,8 @@ class Batch:
     def admit(self) -> list[Member]:
         """Give waiting members a slot while there is room; those that just got one, short prompts first."""
         admitted: list[Member] = []
+        if not self.waiting:
+            return admitted
         for member in islice(self.waiting, self._max_num_rows - len(self._members)):
             if not self._fits([*self._members, *admitted, member], HEADROOM):
                 break
@@ -120,6 +122,8 @@ class Batch:
     def put_last(self, is_last: Callable[[Sequence], object]) -> list[Member]:
         """Bring members that decode and whose rows are such behind the others; all that decode, in their new order."""
         last = [member for member in self._members[: self.num_decoding] if is_last(member.row)]
+        if len(last) == self.num_decoding:
+            return self.decoding
         for place, member in enumerate(reversed(last), 1):
             self._swap(self._members.index(member), self.num_decoding - place)
         return self.decoding
@@ -135,7 +139,7 @@ class Batch:
 
     def too_many(self) -> Member | None:
         """The member that came last, where all of them together have grown too long."""
-        if self._fits(self._members, 0) or not self._members:
+        if self._plan is None or self._fits(self._members, 0) or not self._members:
             return None
         return max(self._members, key=lambda member: member.row.id)
 

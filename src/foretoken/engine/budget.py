@@ -49,5 +49,7 @@ class Budget(int):
 
     def cut(self, tree: DraftTree) -> DraftTree:
         """Cut a draft to the budget; if it has too many nodes, the first ones stay."""
+        if len(tree) == 1:
+            return tree
         tree = (tree.main_chain() if self.chains_only else tree).cut(self.depth)
         return tree if len(tree) <= self.nodes else tree.restricted(range(max(1, self.nodes)))

@@ -188,6 +188,11 @@ class Drafter(ABC):
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Learn from a step. ``row.token_ids`` already holds the emitted tokens."""
 
+    @property
+    def observes(self) -> bool:
+        """Whether it is to be told of steps: where it does something then."""
+        return getattr(self.observe, "__func__", None) is not Drafter.observe
+
     def keep(self, row: Sequence) -> object:
         """What is known of a row that is about to be forgotten, for prompts that begin like it; None for nothing.
 

@@ -10,16 +10,17 @@ from foretoken.law.faults import is_fatal, told
 from foretoken.law.sampling import failure
 
 if TYPE_CHECKING:
-    import torch
-
     from foretoken.accept.rules import Verdict
     from foretoken.config.engine import EngineConfig
     from foretoken.engine.batch import Member
     from foretoken.engine.stopping import Finish, StopChecker
+    from foretoken.model.nodes import Logits
     from foretoken.tree import DraftTree
 
 
-def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor, config: EngineConfig) -> RowOutput:
+def emit(
+    member: Member, tree: DraftTree, verdict: Verdict, logits: Logits, place: int, config: EngineConfig
+) -> RowOutput:
     """Append what was decided to a row, count it, and end the row where it ends.
 
     A drafted token that the model cannot digest harms the nodes beside it, since 0 * NaN is NaN in every masked
@@ -27,13 +28,14 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
     goes without a draft, over clean columns, and only if that fails, too, the row does.
 
     Args:
-      logits: (N, V), of the nodes of the tree.
+      logits: of the nodes of all rows.
+      place: of this row among them.
     """
     row = member.row
     row.num_steps += 1
     has_failed = verdict.next_token < 0
     member.is_in_doubt = has_failed and not member.is_in_doubt
-    error = failure(logits[verdict.path[-1]], row.law) if has_failed and not member.is_in_doubt else None
+    error = failure(logits[place][verdict.path[-1]], row.law) if has_failed and not member.is_in_doubt else None
     decided = [tree.tokens[node] for node in verdict.path[1:]] + ([] if has_failed else [verdict.next_token])
     tokens, finish, fault = _until_the_end(member.checker, decided)
     if fault is not None:
@@ -41,16 +43,21 @@ def emit(member: Member, tree: DraftTree, verdict: Verdict, logits: torch.Tensor
             raise fault
         error, member.is_in_doubt = fault, False
     accepted = verdict.path[1 : len(tokens) + 1]
-    chosen_at = Emitted(row, tree, verdict.path[: len(tokens)], logits)
-    output = RowOutput(
-        row,
-        tuple(tokens),
-        len(accepted),
-        logprobs=chosen_at.logprobs(tokens),
-        error=None if finish is not None else error,
-        scores=chosen_at.scores() if config.output_scores else None,
-        logits=chosen_at.logits() if config.output_logits else None,
-    )
+    if finish is not None:
+        error = None
+    if row.params.logprobs is None and not config.output_scores and not config.output_logits:
+        output = RowOutput(row, tuple(tokens), len(accepted), error=error)
+    else:
+        chosen_at = Emitted(row, tree, verdict.path[: len(tokens)], logits[place])
+        output = RowOutput(
+            row,
+            tuple(tokens),
+            len(accepted),
+            logprobs=chosen_at.logprobs(tokens),
+            error=error,
+            scores=chosen_at.scores() if config.output_scores else None,
+            logits=chosen_at.logits() if config.output_logits else None,
+        )
     row.record(tree, accepted, len(tokens))
     row.extend(tokens)
     if finish is not None:

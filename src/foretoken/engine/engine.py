@@ -193,6 +193,7 @@ class Engine:
           with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
         with self._exclusive():
+            self._forwards.begin_step()
             self._scheduler.admit(self.profile)
             if self._prefill.is_due:
                 start = perf_counter()
@@ -244,7 +245,7 @@ class Engine:
         verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
         outputs = [
-            emit(member, tree, verdict, logits[i], self.config)
+            emit(member, tree, verdict, logits, i, self.config)
             for i, (member, tree, verdict) in enumerate(zip(members, trees, verdicts, strict=True))
         ]
         clock.lap("emit_seconds")
@@ -252,7 +253,8 @@ class Engine:
         self.cache.commit(paths)
         self._erase_doubtful(members)
         clock.lap("commit_seconds")
-        self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
+        if self.drafter.observes:
+            self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
         for member in members:
             if member.row.is_finished:
                 self._scheduler.retire(member)

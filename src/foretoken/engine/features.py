@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.engine.accepting import Choices
+    from foretoken.law import kernels
     from foretoken.model.capture import Output
 else:
     torch = Lazy("torch")
+    kernels = Lazy("foretoken.law.kernels")
 
 _BLOCK = 128
 
@@ -118,7 +120,8 @@ class RowFeatures(Features):
         logits = self._forward.output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
-        return largest_ids(_selected(logits, nodes), k)
+        found = kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
+        return largest_ids(_selected(logits, nodes), k) if found is None else found
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -136,12 +139,14 @@ def _selected(values: torch.Tensor, nodes: Seq[int]) -> torch.Tensor:
 def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Ids (M, k) of the k largest of every row (M, V), best first; fewer where V is smaller.
 
-    torch's own search through long rows takes ten times as long as one pass for the largest of every block: the k
-    largest lie in the k blocks with the largest maxima. With V = 8, blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0)
-    the maxima are 5 4 3 0, so blocks 0 and 1 hold 5 and 4.
+    One pass over every row where kernels are compiled. torch's own search through long rows takes ten times as long as
+    one pass for the largest of every block: the k largest lie in the k blocks with the largest maxima. With V = 8,
+    blocks of 2 and k = 2: of (5 0 | 1 4 | 3 2 | 0 0) the maxima are 5 4 3 0, so blocks 0 and 1 hold 5 and 4.
     """
     num_rows, num_scores = scores.shape
     k = min(k, num_scores)
+    if (found := kernels.best(scores, k)) is not None:
+        return found
     num_blocks = num_scores // _BLOCK
     if num_blocks < 4 * k or scores.device.type != "cpu":
         return scores.topk(k, dim=-1).indices

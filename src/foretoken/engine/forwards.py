@@ -46,11 +46,20 @@ class Forwards:
         self._keeps_prompt_logits = requires.prompt_logits
         is_half = target.dtype in HALVES and packed_dtype(target.dtype) == target.dtype
         self._wants_bucket = config.is_strict or (config.exactness == "default" and is_half)
+        self._bucket: Bucket | None = None
+        self._is_current = False
+
+    def begin_step(self) -> None:
+        """Ask anew which shapes keep bits: the number of threads may have changed, or the model."""
+        self._is_current = False
 
     @property
     def bucket(self) -> Bucket | None:
         """The shapes at which steps of chains run, or None where each runs at its own."""
-        return self._target.kernel_facts(self._config.strict_width).bucket if self._wants_bucket else None
+        if not self._is_current:
+            self._bucket = self._target.kernel_facts(self._config.strict_width).bucket if self._wants_bucket else None
+            self._is_current = True
+        return self._bucket
 
     @property
     def _has_one_shape(self) -> bool:
@@ -110,7 +119,10 @@ class Forwards:
 
     def fitted(self, trees: list[DraftTree]) -> list[DraftTree]:
         """Drafts cut to the longest chain that keeps bits, where all are chains."""
-        return [tree.cut(self.longest_chain) for tree in trees] if all(tree.is_chain for tree in trees) else trees
+        if all(len(tree) == 1 for tree in trees):
+            return trees
+        longest = self.longest_chain
+        return [tree.cut(longest) for tree in trees] if all(tree.is_chain for tree in trees) else trees
 
     @property
     def pads_chains(self) -> bool:

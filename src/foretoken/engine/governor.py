@@ -22,7 +22,8 @@ FIRST_DEPTH = 2  # of the first draft, whose cost is not known
 PROBE_DEPTH = 2
 DEAR = 0.5  # plain steps, above which a probe has one level only
 FEW_DRAFTS = 2  # of which the first one may have been slow for once
-PROBE_SHARE = 0.015  # of the time, for drafts that are not expected to pay
+PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
+RARELY = 1024  # steps after which a draft is tried that would not make up for its time if it were never wrong
 PROBE_INTERVAL = 8  # steps between the first ones
 PLAIN_INTERVAL = 128  # steps after which one goes without a draft, to keep its cost known
 FIRST_PLAIN_INTERVAL = 24
@@ -41,7 +42,7 @@ class Governor:
     A node is worth verifying where its chance to be accepted is larger than the tokens that its time would make
     otherwise; a level is worth drafting where the same holds for its nodes and the time of drafting it. Chances are
     learned per drafter, depth and rank or score, and per row (`Survival`); times per number of rows and nodes
-    (`StepCosts`). Where drafting does not pay, 1.5 % of the time goes into drafts that show whether it would.
+    (`StepCosts`). Where drafting does not pay, 1 % of the time goes into drafts that show whether it would.
 
     One governor serves all requests of a drafter: what it learns, it keeps.
 
@@ -144,7 +145,19 @@ class Governor:
             depth = 1
         if self.costs.times_drafted(num_rows) < FEW_DRAFTS:
             return depth if self._since_draft >= PROBE_INTERVAL else 0
+        if not self._can_pay(num_rows, cap, num_nodes):
+            return depth if self._since_draft >= RARELY else 0
         return depth if self._has_credit((self.costs.draft(num_rows, depth) or 0.0) / plain) else 0
+
+    def _can_pay(self, num_rows: int, cap: int, num_nodes: NumNodes) -> bool:
+        """Whether drafts that are never wrong would make up for their time."""
+        plain, are_chains = self._plain(num_rows, num_nodes), not self.trimming.has_cut_trees
+
+        def cost(depth: int) -> float:
+            verifying = self.costs.verify(num_rows, num_nodes([depth + 1] * num_rows, are_chains)) - plain
+            return verifying + (self.costs.draft(num_rows, depth) or 0.0)
+
+        return any(depth * plain > cost(depth) for depth in {1, min(cap, PROBE_DEPTH), cap})
 
     def _has_credit(self, cost: float) -> bool:
         """Whether enough time has passed for a probe of this cost, in plain steps."""

@@ -79,22 +79,28 @@ class GuardedDrafter(Drafter):
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         asked = self._with_drafts(rows)
-        found = [DraftTree.root(row.pending) for row in rows]
-        if asked:
+        none: list[DraftTree] = []
+        if len(asked) == len(rows):
+            of_rows, of_budgets = rows, budgets
+        else:
             of_rows, of_budgets = [rows[i] for i in asked], [budgets[i] for i in asked]
-            none: list[DraftTree] = []
-            trees = self._try(of_rows, lambda: self._checked(of_rows, of_budgets), none)
-            if not trees and self._drafts_in_cache:  # what it has written may not be finite
-                for slot, length in enumerate(self._cache.lengths):
-                    self._cache.erase(slot, length)
-            for i, tree in zip(asked, trees, strict=False):
-                found[i] = tree
+        trees = self._try(of_rows, lambda: self._checked(of_rows, of_budgets), none) if asked else none
+        if len(trees) == len(rows):
+            return trees
+        if asked and not trees and self._drafts_in_cache:  # what it has written may not be finite
+            for slot, length in enumerate(self._cache.lengths):
+                self._cache.erase(slot, length)
+        found = [DraftTree.root(row.pending) for row in rows]
+        for i, tree in zip(asked, trees, strict=False):
+            found[i] = tree
         return found
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         with_drafts = self._with_drafts(rows)
         if with_drafts:
-            of_rows, outcomes = [rows[i] for i in with_drafts], [results[i] for i in with_drafts]
+            of_rows, outcomes = rows, results
+            if len(with_drafts) < len(rows):
+                of_rows, outcomes = [rows[i] for i in with_drafts], [results[i] for i in with_drafts]
             self._try(of_rows, lambda: self._drafter.observe(of_rows, outcomes), None)
 
     def keep(self, row: Sequence) -> object:
@@ -156,8 +162,16 @@ class GuardedDrafter(Drafter):
         if len(trees) != len(rows):
             raise TreeError(f"{len(trees)} drafts for {len(rows)} rows")
         for row, tree in zip(rows, trees, strict=True):
-            if tree.tokens[0] != row.pending:
-                raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
-            if min(tree.tokens) < 0 or max(tree.tokens) >= self._vocab_size:
-                raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self._vocab_size - 1}")
+            check_draft(tree, row, self._vocab_size)
         return trees
+
+
+def check_draft(tree: DraftTree, row: Sequence, vocab_size: int) -> None:
+    """Refuse a draft that does not fit its row.
+
+    Raises: TreeError for one that does not start with the pending token, or leaves the vocabulary.
+    """
+    if tree.tokens[0] != row.pending:
+        raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
+    if min(tree.tokens) < 0 or max(tree.tokens) >= vocab_size:
+        raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{vocab_size - 1}")

@@ -40,6 +40,9 @@ class Prefill:
             self._has_read = False
             return False
         prefilling = self._batch.prefilling
+        if not prefilling:
+            self._due, self._has_read = set(), False
+            return False
         self._due &= set(prefilling)
         self._due = self._due or set(prefilling)
         self._has_read = bool(self._due)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.forwards import NO_LIMIT
-from foretoken.errors import TreeError
+from foretoken.engine.guarding import GuardedDrafter, check_draft
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
@@ -30,14 +30,10 @@ class Proposing:
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: CausalLM,
-        forwards: Forwards,
-        config: EngineConfig,
-        governing: Governing,
+        self, drafter: Drafter, target: CausalLM, forwards: Forwards, config: EngineConfig, governing: Governing
     ) -> None:
         self._drafter = drafter
+        self._is_checked = isinstance(drafter, GuardedDrafter)
         self._target = target
         self._forwards = forwards
         self._config = config
@@ -54,10 +50,8 @@ class Proposing:
         budgets = self._governing.budgets(rows, budgets)
         trees = []
         for row, tree, budget in zip(rows, self._drafter.propose(rows, budgets), budgets, strict=True):
-            if tree.tokens[0] != row.pending:
-                raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
-            if min(tree.tokens) < 0 or max(tree.tokens) >= self._target.vocab_size:
-                raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{self._target.vocab_size - 1}")
+            if not self._is_checked:  # by the guard
+                check_draft(tree, row, self._target.vocab_size)
             trees.append(budget.cut(tree))
         return self._governing.trimmed(rows, trees)
 

@@ -37,6 +37,8 @@ class Scheduler:
             member.row.stats.num_preemptions += 1
             profile.num_preemptions += 1
         admitted = self._batch.admit()
+        if not admitted:
+            return
         for slot, member in enumerate(admitted, len(self._batch) - len(admitted)):
             profile.num_cached_tokens += self._reuse.recall(member, slot)
         # those of one token, and those that earlier rows have left whole

@@ -60,7 +60,8 @@ class SequenceStats:
         """Count the nodes of a draft, and those that were accepted, by the drafters that proposed them."""
         if tree.sources is None:
             self.drafted_by[tree.source] += tree.num_draft_tokens
-            self.accepted_by[tree.source] += len(accepted)
+            if accepted:
+                self.accepted_by[tree.source] += len(accepted)
         else:
             self.drafted_by.update(tree.sources[1:])
             self.accepted_by.update(tree.sources[node] for node in accepted)
@@ -168,6 +169,6 @@ class Clock:
 
     def lap(self, name: str) -> None:
         now = perf_counter()
-        self.laps[name] = now - self._last
-        setattr(self._profile, name, getattr(self._profile, name) + self.laps[name])
+        self.laps[name] = taken = now - self._last
+        self._profile.__dict__[name] += taken
         self._last = now

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError
+from foretoken.folders import keep_text, replacing
 
 CONFIG = "config.json"
 WEIGHTS = (
@@ -83,12 +84,14 @@ def read_checkpoint(location: str | os.PathLike[str], revision: str | None = Non
 
 
 def write_checkpoint(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write config.json and model.safetensors into a folder, which is made."""
+    """Write config.json and model.safetensors into a folder, which is made; what was there stays until both are."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, path / WEIGHTS[0], metadata={"format": "pt"})
+    beside = path / f".{WEIGHTS[0]}"
+    with replacing(path / WEIGHTS[0], beside):
+        save_file(copies, beside, metadata={"format": "pt"})
+        keep_text(path / CONFIG, json.dumps(dict(config), indent=2) + "\n")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -112,6 +112,11 @@ class Rotary(nn.Module):
             frequencies, self.factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
             self._frequencies = frequencies.double()
 
+    @property
+    def frequencies(self) -> Tensor:
+        """Of every pair of a head's numbers, float64 (head_dim / 2,): the angle of position 1."""
+        return self._frequencies
+
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions (B, N) -> cosines and sines (B, 1, N, head_dim) of this dtype."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.law import noise
+from foretoken.law import kernels, noise
 from foretoken.law.nucleus import candidates
 from foretoken.law.race import Race, healthy_rows, ranked
 from foretoken.law.support import Warper
@@ -38,6 +38,8 @@ def argmax(logits: Tensor) -> Tensor:
         if not logits.is_contiguous():
             return torch.stack([argmax(row) for row in logits])  # numpy would copy a part of a wider table
         return argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:2])
+    if (found := kernels.argmax(logits)) is not None:
+        return found
     if (infinity := INFINITY_BITS.get(logits.dtype)) is not None:
         return torch.from_numpy(_argmax_of_halves(logits.detach().view(torch.int16).numpy(), infinity))
     table = logits.detach().float().numpy()
@@ -125,6 +127,10 @@ def perturbed_best(
     """
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k, columns)
+    if k == 1 and columns is None and not warper.truncates:
+        best = kernels.race(scores, warper.temperature, keys)
+        if best is not None:
+            return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
     race = Race(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())
     found, values = race.run()
     return torch.from_numpy(found), torch.from_numpy(_distances(values))

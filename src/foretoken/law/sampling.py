@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import NumericsError, ShapeError
-from foretoken.law import noise
+from foretoken.law import kernels, noise
 from foretoken.law.choice import argmax, largest, perturbed_best
 from foretoken.law.race import healthy_rows
 from foretoken.law.support import Warper
 from foretoken.law.target import Path, SamplingLaw, check_shapes, process, processed
 
-__all__ = ["SamplingLaw", "argmax", "choose", "choose_siblings", "failure", "log_probs", "probs", "process", "scores"]
+__all__ = [
+    "SamplingLaw", "argmax", "choose", "choose_at", "choose_siblings", "failure", "log_probs", "probs", "process",
+    "scores",
+]  # fmt: skip
 
 
 def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
@@ -101,6 +104,19 @@ def choose(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], p
         check_shapes(logits, laws, paths)
         return argmax(logits)
     return choose_siblings(logits, laws, paths, positions, 1)[0][:, 0]
+
+
+def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position: int) -> int:
+    """`choose` at one of the nodes whose logits are (N, V): its token, or -1."""
+    if not law.is_processed:
+        found = None
+        if law.is_greedy:
+            found = kernels.argmax_at(logits, node)
+        elif not law.warper.truncates:
+            found = kernels.race_at(logits, node, law.warper.temperature, noise.row_key(law.seed, position))
+        if found is not None:
+            return found
+    return int(choose(logits[node : node + 1], [law], [path], [position]))
 
 
 def choose_siblings(

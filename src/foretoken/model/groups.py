@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.model.execution.few_nodes import FewNodes
+from foretoken.model.execution.few_nodes import MOST_IN_TREES, MOST_NODES, FewNodes
+from foretoken.model.execution.many_nodes import ManyNodes
 from foretoken.model.masks import FULL, Masks, folded
 from foretoken.model.nodes import FlatNodes, Nodes
 
@@ -37,7 +38,7 @@ class RowGroup:
       columns: T, over which they run attention.
       masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
       head: columns before the first node, of one row with a chain; None for others.
-      few: attention of these rows by kernels of the library's own; None where there are none.
+      few, many: attention of these rows by kernels of the library's own; None where there are none.
     """
 
     rows: range
@@ -47,6 +48,7 @@ class RowGroup:
     masks: dict[str, torch.Tensor | None]
     head: int | None = None
     few: FewNodes | None = None
+    many: ManyNodes | None = None
     _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -118,12 +120,17 @@ class Grouping:
             length = columns or (needed if bucket is None else bucket.view_length(needed))
             size = sum(counts[row] for row in rows)
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
-            masks = self._masks_of(nodes, rows, wide, [heads[row] for row in rows], starts, positions, length)
-            is_chain = len(rows) == 1 and nodes.ancestors is None and nodes.num_fed == 0
-            head = heads[rows[0]] if is_chain else None
+            before = [heads[row] for row in rows]
+            masks = self._masks_of(nodes, rows, wide, before, starts, positions, length)
+            are_chains = nodes.ancestors is None and nodes.num_fed == 0
+            head = before[0] if are_chains and len(rows) == 1 else None
             seen = [min(heads[row] + counts[row], length) for row in rows]
-            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen)
-            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, few))
+            most = MOST_NODES if nodes.ancestors is None else MOST_IN_TREES
+            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen, most)
+            many = None
+            if few is not None and not few.is_few and are_chains:
+                many = ManyNodes(few.kernels, flat.counts, before, self._masks.windows)
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, few, many))
             first += size
         return tuple(found)
 

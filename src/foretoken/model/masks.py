@@ -40,12 +40,17 @@ class Masks:
         """Kinds of attention that the model has."""
         return tuple(dict.fromkeys(self.layer_types))
 
+    @property
+    def windows(self) -> dict[str, int | None]:
+        """Positions that a node looks back by kind of attention, its own included; None for all."""
+        return {kind: None if kind == FULL else self.window for kind in self.kinds}
+
     def of_chains(self, kind: str, lengths: Sequence[int], width: int, columns: int) -> torch.Tensor:
         """Mask (R, 1, N, T) of chains behind rows of these lengths; padding sees what a longer chain would.
 
         All rows see the same band, each at its own place: the mask of one is a view of one band, kept for all steps.
         """
-        template = self._templates.setdefault(kind, _Template(self, None if kind == FULL else self.window))
+        template = self._templates.setdefault(kind, _Template(self, self.windows[kind]))
         masks = [template.cut(length, width, columns) for length in lengths]
         return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
 

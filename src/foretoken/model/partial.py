@@ -9,6 +9,7 @@ import torch
 
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.execution import Execution
+from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.reduced import reduced
 
@@ -24,7 +25,10 @@ def first_layers(lm: CausalLM, num_layers: int) -> CausalLM:
     if count >= lm.num_layers:
         return lm
     copied = shadow(lm.shadow)
-    return lm.over(copied, lm.execution.over(copied), num_layers=count)
+    other = lm.over(copied, lm.execution.over(copied), num_layers=count)
+    detach(other.layers)
+    other.compile_again()  # in a chain of their own
+    return other
 
 
 def representative(lm: CausalLM, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:

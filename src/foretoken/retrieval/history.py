@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
@@ -142,6 +143,8 @@ class OutputHistory:
                 os.fsync(file.fileno())
             os.replace(beside, path)
         except OSError as error:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
             raise DatastoreError(
                 f"the history cannot be saved to {path}: {error.strerror or error}; choose a directory that you may "
                 "write to"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
+from foretoken.folders import append_lines
 from foretoken.llm import LLM
 from foretoken.serving.prompts import chat_prompt
 from foretoken.train.examples import Asked, prompt_ids
@@ -59,12 +60,13 @@ def answered(
         batch = missing[start : start + ROWS]
         prompts = [{"prompt_token_ids": list(prompt_ids(one, llm.tokenizer, is_raw=is_raw))} for _, one in batch]
         outputs = llm.generate(prompts, [how.params(i) for i, _ in batch], use_tqdm=False)
-        with file.open("a", encoding="utf-8") as lines:
-            for (_, one), output in zip(batch, outputs, strict=True):
-                (text,) = output.outputs
-                known[one.digest] = text.text, text.finish_reason != "length"
-                entry = {"prompt": one.text, "answer": text.text, "ended": text.finish_reason != "length"}
-                lines.write(json.dumps(entry) + "\n")
+        lines = []
+        for (_, one), output in zip(batch, outputs, strict=True):
+            (text,) = output.outputs
+            known[one.digest] = text.text, text.finish_reason != "length"
+            entry = {"prompt": one.text, "answer": text.text, "ended": text.finish_reason != "length"}
+            lines.append(json.dumps(entry) + "\n")
+        append_lines(file, "".join(lines))
         if report is not None:
             report(start + len(batch), len(missing))
     return [

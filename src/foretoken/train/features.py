@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretoken.folders import append_lines
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.train.examples import Example
@@ -129,16 +130,15 @@ class FeatureCache:
         try:
             save_file(tensors, beside)
             os.replace(beside, self._folder / name)
-            with (self._folder / INDEX).open("a", encoding="utf-8") as index:
-                index.write("".join(lines))
-        except OSError as error:
+            append_lines(self._folder / INDEX, "".join(lines))
+        except (OSError, SafetensorError) as error:
             beside.unlink(missing_ok=True)
             self._is_full = True
             logger.warning(
                 "features are not kept any more: %s cannot be written (%s). Training goes on; what is not kept is "
                 "computed again in every epoch",
                 self._folder,
-                error.strerror or error,
+                getattr(error, "strerror", None) or error,
             )
 
     def _read_index(self) -> None:
@@ -152,7 +152,10 @@ class FeatureCache:
         whole = text[: text.rfind("\n") + 1]
         self._num_read += len(whole.encode())
         for line in whole.splitlines():
-            key, file, start, stop = json.loads(line)
+            try:
+                key, file, start, stop = json.loads(line)
+            except ValueError:  # cut off
+                continue
             if self._has_all(file):
                 self._places[key] = (file, start, stop)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ import torch
 
 from foretoken.bench.provenance import provenance
 from foretoken.errors import ConfigError, PromptError
+from foretoken.folders import append_lines, keep_json, keep_text
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
@@ -22,6 +22,7 @@ from foretoken.train.curve import draw
 from foretoken.train.evaluation import Acceptance, chain_config, measure
 from foretoken.train.examples import Asked, example_of, is_evaluation, is_held_out, prompt_ids, read_prompts
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foretoken.train.room import writing
 from foretoken.train.small import SmallPlan
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
@@ -127,10 +128,11 @@ class Run:
     def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None) -> None:
         plan.check()
         self.llm, self.plan, self._say = llm, plan, say
-        plan.out.mkdir(parents=True, exist_ok=True)
         self._eos = eos_token_ids(llm.target.shadow)
         self._target = parts_of(llm.target, self._eos)
-        asked = [one for one in self._asked() if not is_evaluation(one.text)]
+        with writing(plan.out):
+            plan.out.mkdir(parents=True, exist_ok=True)
+            asked = [one for one in self._asked() if not is_evaluation(one.text)]
         held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
         if not asked:
             raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
@@ -139,7 +141,9 @@ class Run:
         train = [one for one in asked if one.digest not in digests]
         if len(train) < 2:
             raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
-        answers = answered(llm, train, plan.answering, plan.out / "answers.jsonl", self._answering, is_raw=plan.raw)
+        with writing(plan.out):
+            file = plan.out / "answers.jsonl"
+            answers = answered(llm, train, plan.answering, file, self._answering, is_raw=plan.raw)
         made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
         self.examples = [example for example in made if example.num_answer_tokens > 2]
         if not self.examples:
@@ -182,7 +186,14 @@ class Run:
         )
 
     def train(self) -> Iterator[dict[str, Any]]:
-        """Train to the end, yielding a record per step or measurement; all are in ``metrics.jsonl`` too."""
+        """Train to the end, yielding a record per step or measurement; all are in ``metrics.jsonl`` too.
+
+        Raises: CheckpointError for a disk that is full.
+        """
+        with writing(self.plan.out):
+            yield from self._train()
+
+    def _train(self) -> Iterator[dict[str, Any]]:
         if self.trainer.resume():
             self._say(f"going on after {self.trainer.progress.num_tokens:,} tokens")
             self._remember()
@@ -217,9 +228,7 @@ class Run:
             if not file.exists():
                 self._say(f"the target asks itself {self.plan.own_prompts} prompts")
                 made = asked_by_itself(self.llm, self.plan.own_prompts, self.plan.seed)
-                beside = file.with_suffix(".new")
-                beside.write_text("".join(json.dumps({"prompt": one.text}) + "\n" for one in made), encoding="utf-8")
-                os.replace(beside, file)
+                keep_text(file, "".join(json.dumps({"prompt": one.text}) + "\n" for one in made))
             yield from read_prompts(file)
 
     def _answering(self, done: int, total: int) -> None:
@@ -258,20 +267,22 @@ class Run:
             "plan": {key: str(value) for key, value in asdict(self.plan).items()},
             "provenance": provenance(),
         }
-        (self.plan.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        keep_json(self.plan.out / "training.json", record)
 
     def _last_measured(self) -> int:
         return getattr(self, "_measured_at", self.trainer.progress.num_tokens // self.plan.evaluate_tokens - 1)
 
     def _note(self, record: dict[str, Any]) -> None:
-        with (self.plan.out / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
+        append_lines(self.plan.out / "metrics.jsonl", json.dumps(record) + "\n")
 
     def _remember(self) -> None:
         """What earlier starts have measured, up to the checkpoint."""
         file = self.plan.out / "metrics.jsonl"
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off by a kill or a full disk
+                continue
             if "tau" not in record or record["num_tokens"] > self.trainer.progress.num_tokens:
                 continue
             self._measured_at = record["num_tokens"] // self.plan.evaluate_tokens

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from foretoken.errors import CheckpointError, NumericsError
+from foretoken.folders import replacing
 from foretoken.train.examples import Example
 from foretoken.train.features import FeatureSource
 from foretoken.train.recipe import Recipe
@@ -130,20 +131,17 @@ class Trainer:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.progress.seconds += time.monotonic() - self._started
         self._started = time.monotonic()
+        state = {
+            "module": self.recipe.module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "progress": asdict(self.progress),
+            "schedule": asdict(self.schedule),
+        }
         beside = self._folder / f".{CHECKPOINT}"
-        with beside.open("wb") as file:
-            torch.save(
-                {
-                    "module": self.recipe.module.state_dict(),
-                    "optimizer": self._optimizer.state_dict(),
-                    "progress": asdict(self.progress),
-                    "schedule": asdict(self.schedule),
-                },
-                file,
-            )
+        with replacing(self._folder / CHECKPOINT, beside), beside.open("wb") as file:
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, self._folder / CHECKPOINT)
 
     def resume(self) -> bool:
         """Go on from the checkpoint of the folder; False where there is none.

@@ -37,11 +37,13 @@ class Observed:
       by_prompt: steps of every prompt.
       share: of steps that drafted.
       drafting: seconds of drafting by levels.
+      host: seconds of a step beside drafting and verifying, which plain steps have, too.
     """
 
     by_prompt: list[Drafted]
     share: float
     drafting: dict[int, float]
+    host: float = 0.0
 
     def rates(self, prompts: Seq[Drafted] | None = None) -> tuple[float, ...]:
         """The chance of every depth, given that the one above was right; as deep as anything was tried."""
@@ -73,12 +75,13 @@ def observe(
 
     Raises: ConfigError where no step drafted.
     """
-    drafting, by_prompt, num_steps = {}, list[Drafted](), 0
+    drafting, by_prompt, num_steps, host = {}, list[Drafted](), 0, 0.0
     for length in dict.fromkeys((1, longest)):
         arm = EngineArm("", target, new_drafter(length), (), EngineConfig(max_num_seqs=1))
         arm.run(prompts[0].token_ids, 4, Sampling(ignore_eos=True))
         profile = arm.engine.profile
         before, steps_before = profile.propose_seconds, profile.num_steps
+        host_before = profile.host_seconds
         by_prompt, num_steps = [], 0
         for prompt in prompts:
             (row,) = arm.engine.add_request(prompt.token_ids, Sampling(ignore_eos=True).params(max_new_tokens))
@@ -87,10 +90,11 @@ def observe(
             by_prompt.append([(step.drafted, step.accepted) for step in row.trace if step.drafted])
             num_steps += row.num_steps
         drafting[length] = max(profile.propose_seconds - before, 1e-9) / (profile.num_steps - steps_before)
+        host = (profile.host_seconds - host_before) / (profile.num_steps - steps_before)
     num_drafted = sum(map(len, by_prompt))
     if not num_drafted:
         raise ConfigError("no step of these prompts had a draft, so there is nothing to measure; give other prompts")
-    return Observed(by_prompt, num_drafted / num_steps, drafting)
+    return Observed(by_prompt, num_drafted / num_steps, drafting, host)
 
 
 def curves(
@@ -124,7 +128,7 @@ def expected_speed(observed: Observed, rates: Seq[float], curve: StepCurve, leng
     # of a batch all rows draft at some time of a step: it costs what its widest row makes of it
     with_draft = seconds_at(curve.seconds, length + 1)
     step = (1 - share) * plain + share * with_draft + drafting
-    return (1.0 + share * gained) * plain / step
+    return (1.0 + share * gained) * (plain + observed.host) / (step + observed.host)
 
 
 def seconds_at(seconds: Mapping[int, float], nodes: int) -> float:
@@ -152,6 +156,13 @@ def settings(observed: Observed, found: Seq[StepCurve]) -> tuple[Setting, ...]:
         low, high = others[NUM_RESAMPLES // 40], others[-1 - NUM_RESAMPLES // 40]
         chosen.append(Setting(curve.num_rows, curve.context, best, speeds[best], low, high))
     return tuple(chosen)
+
+
+def nearest_setting(found: Seq[Setting], prompts: Seq[Prompt], max_new_tokens: int) -> Setting | None:
+    """That of one row at the context which is nearest to that of prompts halfway through their answers."""
+    context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
+    of_one_row = [one for one in found if one.num_rows == 1]
+    return min(of_one_row, key=lambda one: abs(one.context - context), default=None)
 
 
 def measure(

@@ -21,6 +21,7 @@ from foretoken.engine.drafter import Budget, Drafter, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, PromptError
+from foretoken.folders import keep_text
 from foretoken.llm import LLM, ModelLike
 from foretoken.serving.outputs import FrozenList
 from foretoken.serving.prompts import PromptLike, is_single, read_prompt
@@ -216,7 +217,7 @@ class Trajectory:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Raises: ConfigError where the file cannot be written."""
     try:
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        keep_text(Path(path).expanduser(), text)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; check the directory") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +14,7 @@ from foretoken.config.options import anything, option
 from foretoken.drafters.compose.union import merged
 from foretoken.drafters.materials import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
-from foretoken.engine.drafter import Budget
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
@@ -24,8 +25,16 @@ if TYPE_CHECKING:
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.sequence import Sequence
 
-FREE = ("ngram", "suffix")
-"""Methods that need neither a model nor forwards: they cost next to nothing where they find nothing."""
+logger = logging.getLogger("foretoken")
+
+FREE = ("suffix", "token_recycling")
+"""What is chosen from where nothing is named: text that repeats, and what mostly follows a token."""
+ENOUGH = 2.0  # tokens that a draft must promise, by experience, for later parts not to be asked
+LITTLE = 0.03  # tokens per step, about what asking one takes
+SELDOM = 4
+SHARE = 0.08  # of the newest step in what a part adds
+LOOKUP = ("ngram", "nasd", *FREE)
+"""Methods that need neither a model nor forwards, and cost next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,7 @@ class AutoOptions(CompositeOptions):
     method: ClassVar[str] = "auto"
     drafters: Any = option(
         anything("list of names, mappings or configs"),
-        help="what is chosen from; ngram, suffix and the model that is given, if any, by default",
+        help="what is chosen from; suffix, token_recycling and the model that is given, if any, by default",
     )
     max_draft_nodes: int = node_limit(32)
 
@@ -58,6 +67,9 @@ class AutoOptions(CompositeOptions):
 
 class AutoDrafter(CompositeDrafter):
     """Drafts with what is free, and with at most one of the others: the one whose tokens took the least time.
+
+    Free parts cost time, too: one after the first is not asked for a row where the draft so far promises enough, and in
+    every fourth step only where it has lately added next to nothing to what the others had right.
 
     Proposals of free parts are merged with those of the part that is chosen, most promising nodes first, and cut to
     the nodes that pay. A bandit over measured time chooses (`foretoken.engine.arms`).
@@ -82,6 +94,10 @@ class AutoDrafter(CompositeDrafter):
         self.arms = tuple("+".join(parts[part].name for part in arm) for arm in self._asked)
         self._max_nodes = max_nodes
         self._arm = 0
+        self._later = free[1:]
+        self._gains = dict.fromkeys(self._later, 1.0)
+        self._was_asked: set[int] = set()
+        self._num_asked = 0
 
     def choose_arm(self, arm: int) -> None:
         self._arm = arm
@@ -89,8 +105,37 @@ class AutoDrafter(CompositeDrafter):
     def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
         nothing = [Budget(0)] * len(rows)
         asked = self._asked[self._arm]
-        by_part = [part.propose(rows, budgets if place in asked else nothing) for place, part in enumerate(self.parts)]
+        self._num_asked += 1
+        self._was_asked = set()
+        by_part: list[list[DraftTree]] = []
+        for place, part in enumerate(self.parts):
+            wanted = budgets if place in asked else nothing
+            if place in self._later and place in asked:
+                is_due = self._gains[place] >= LITTLE or self._num_asked % SELDOM == 0
+                wanted = self._wanting(by_part, budgets) if is_due else nothing
+                if any(wanted):
+                    self._was_asked.add(place)
+            by_part.append(part.propose(rows, wanted))
         return [list(trees) for trees in zip(*by_part, strict=True)]
+
+    def _wanting(self, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> list[Budget]:
+        """The budgets of rows for which no part has promised enough so far, nothing for the others."""
+        promised = [0.0] * len(budgets)
+        for calibration, trees in zip(self._calibrations, by_part, strict=False):
+            for row, tree in enumerate(trees):
+                if len(tree) > 1:
+                    promised[row] = max(promised[row], sum(calibration.scores(tree)[1:]))
+        return [Budget(0) if found >= ENOUGH else budget for found, budget in zip(promised, budgets, strict=True)]
+
+    def _compare(self, outcomes: Seq[Seq[StepResult]]) -> None:
+        for place in self._was_asked:
+            others = [own for other, own in enumerate(outcomes) if other != place]
+            added = [
+                max(0, result.num_accepted - max(own[row].num_accepted for own in others))
+                for row, result in enumerate(outcomes[place])
+            ]
+            if added:
+                self._gains[place] += SHARE * (sum(added) / len(added) - self._gains[place])
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
         found = [(place, tree) for place, tree in enumerate(trees) if len(tree) > 1]
@@ -101,9 +146,15 @@ class AutoDrafter(CompositeDrafter):
 
 
 def build(options: AutoOptions, materials: Materials) -> AutoDrafter:
-    """Makes the parts."""
-    parts = [make_drafter(part, materials) for part in options.drafters]
-    return AutoDrafter(parts, [part.method in FREE for part in options.drafters], options.max_draft_nodes)
+    """Makes the parts; where only chains can be verified, those that draft trees are left out, and that is said."""
+    chosen = [part for part in options.drafters if materials.target.supports_trees or not part.definition.drafts_trees]
+    for part in options.drafters:
+        if part not in chosen:
+            logger.info("auto drafts without %s: %s verifies chains only.", part.title, materials.target.name)
+    if not chosen:
+        materials.check_trees("auto")
+    parts = [make_drafter(part, materials) for part in chosen]
+    return AutoDrafter(parts, [part.method in LOOKUP for part in chosen], options.max_draft_nodes)
 
 
 METHOD = Method(

@@ -68,39 +68,38 @@ def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, sourc
 
     Returns: a tree whose nodes name the drafter that gave them their score, its root the whole.
     """
-    best = _best_scores(trees, scores)
-    tokens, parents, kept_scores, sources = [trees[0].tokens[0]], [-1], [1.0], [source]
-    index_of: dict[tuple[int, ...], int] = {(): 0}
-    heap: list[tuple[float, int, tuple[int, ...]]] = []
-    children: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for path in best:
-        children.setdefault(path[:-1], []).append(path)
-    opened: tuple[int, ...] = ()
+    all_tokens, scored, named = [trees[0].tokens[0]], [1.0], [source]  # by node of all trees together
+    children: list[list[int]] = [[]]
+    place_of: dict[tuple[int, int], int] = {}  # parent and token -> node
+    for tree, tree_scores in zip(trees, scores, strict=True):
+        places = [0]
+        for node in range(1, len(tree)):
+            above, token, score = places[tree.parents[node]], tree.tokens[node], max(0.0, tree_scores[node])
+            place = place_of.get((above, token))
+            if place is None:
+                place = place_of[above, token] = len(all_tokens)
+                all_tokens.append(token)
+                scored.append(score)
+                named.append(tree.source_of(node))
+                children[above].append(place)
+                children.append([])
+            elif score > scored[place]:
+                scored[place], named[place] = score, tree.source_of(node)
+            places.append(place)
+    tokens, parents, kept = [all_tokens[0]], [-1], [0]
+    heap: list[tuple[float, int, int, int]] = []
+    opened = depth = 0
     while True:
-        for path in children.get(opened, ()):
-            heapq.heappush(heap, (-best[path][0], len(path), path))
+        for place in children[opened]:
+            heapq.heappush(heap, (-scored[place], depth + 1, place, len(tokens) - 1))
         if not heap or len(tokens) >= max_nodes:
             break
-        negative, _, opened = heapq.heappop(heap)
-        index_of[opened] = len(tokens)
-        tokens.append(opened[-1])
-        parents.append(index_of[opened[:-1]])
-        kept_scores.append(-negative)
-        sources.append(best[opened][1])
-    return DraftTree(tuple(tokens), tuple(parents), scores=tuple(kept_scores), source=source, sources=tuple(sources))
-
-
-def _best_scores(trees: Seq[DraftTree], scores: Seq[Seq[float]]) -> dict[tuple[int, ...], tuple[float, str]]:
-    """The largest score of every path of tokens that any tree holds, and whose it is; of equal ones the first."""
-    best: dict[tuple[int, ...], tuple[float, str]] = {}
-    for tree, tree_scores in zip(trees, scores, strict=True):
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(tree)):
-            path = (*paths[tree.parents[node]], tree.tokens[node])
-            paths.append(path)
-            if path not in best or tree_scores[node] > best[path][0]:
-                best[path] = max(0.0, tree_scores[node]), tree.source_of(node)
-    return best
+        _, depth, opened, above = heapq.heappop(heap)
+        tokens.append(all_tokens[opened])
+        parents.append(above)
+        kept.append(opened)
+    kept_scores, sources = tuple(scored[place] for place in kept), tuple(named[place] for place in kept)
+    return DraftTree(tuple(tokens), tuple(parents), scores=kept_scores, source=source, sources=sources)
 
 
 def build(options: UnionOptions, materials: Materials) -> UnionDrafter:

@@ -97,7 +97,7 @@ class EagleDrafter(StatesDrafter[EagleRows]):
         kept, output = output_of(head, target, vocabulary)
         self.growth = RankedGrowth(vocabulary=kept, **growth)
         self.growth.takes_trees = target.supports_trees
-        self.states = EagleRows(head, target, output)
+        self.states = EagleRows(head, target, output, kept)
         self.requires = self.states.requires
         self._levels = EagleLevels(self.states)
         self._growing: list[RankedDraft] = []

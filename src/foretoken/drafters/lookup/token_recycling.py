@@ -152,8 +152,8 @@ class TokenRecyclingDrafter(ContextDrafter):
         for row, result in zip(rows, results, strict=True):
             order = last_of_all(len(result.tree), result.path)
             tokens = [result.tree.tokens[node] for node in order]
-            top_ids = result.features.top_ids(self._num_candidates, range(len(result.tree)))
-            self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy()[order])
+            top_ids = result.features.top_ids(self._num_candidates, order)
+            self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy())
             self._is_unsaved = True
 
     def forget(self, rows: Seq[Sequence]) -> None:

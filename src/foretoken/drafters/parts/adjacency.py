@@ -50,16 +50,16 @@ class AdjacencyMatrix:
         matrix._successors = self._successors.copy()
         return matrix
 
-    def successors(self, tokens: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """The successor of each token at each rank, int32 (M,); -1 where it is not known."""
-        found: np.ndarray = self._successors[tokens, ranks] - 1
-        return found
+    def after(self, token: int) -> list[int]:
+        """The successors of a token, best first; -1 where they are not known."""
+        return [following - 1 for following in self._successors[token].tolist()]
 
     def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
         """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""
-        reversed_tokens = np.asarray(tokens, dtype=np.int64)[::-1]
-        distinct, last = np.unique(reversed_tokens, return_index=True)
-        self._successors[distinct, : top_ids.shape[1]] = top_ids[::-1][last] + 1
+        width = top_ids.shape[1]
+        for token, best in dict(zip(tokens, top_ids, strict=True)).items():
+            self._successors[token, :width] = best
+            self._successors[token, :width] += 1
 
     def add_text(self, tokens: Seq[int]) -> None:
         """Put the successors that a text gives its tokens before all others, the most recent first."""

@@ -86,11 +86,19 @@ class CompositeDrafter(Drafter):
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         proposed = [self._proposed[row.id] for row in rows]
+        outcomes = []
         for place, part in enumerate(self.parts):
             own = [own_result(trees[place], result) for trees, result in zip(proposed, results, strict=True)]
             for result in own:
-                self._calibrations[place].observe(result.tree, result.path)
-            part.observe(rows, own)
+                if len(result.tree) > 1:
+                    self._calibrations[place].observe(result.tree, result.path)
+            if part.observes:
+                part.observe(rows, own)
+            outcomes.append(own)
+        self._compare(outcomes)
+
+    def _compare(self, outcomes: Seq[Seq[StepResult]]) -> None:
+        """What became of the proposals of every part, row by row."""
 
     def keep(self, row: Sequence) -> _Memories | None:
         memories = _Memories(part.keep(row) for part in self.parts)
@@ -114,6 +122,8 @@ def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:
 
 def own_result(tree: DraftTree, result: StepResult) -> StepResult:
     """The outcome of a step for the proposal of one part."""
+    if len(tree) == 1:
+        return StepResult(tree, (0,), result.emitted, result.features.at((0,)), result.committed)
     places = {0: 0}  # node of the part's tree -> node of the tree that was verified
     for node in range(1, len(tree)):
         above = places.get(tree.parents[node])

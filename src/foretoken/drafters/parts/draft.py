@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from math import exp
 from typing import TYPE_CHECKING
 
 from foretoken.lazy import Lazy
@@ -74,6 +75,18 @@ class GrowingDraft:
     def path_tokens(self, node: int) -> tuple[int, ...]:
         return tuple(self.tokens[i] for i in self.path(node))
 
+    def can_gain(self, least_mass: float) -> bool:
+        """Whether children of the frontier could be among the best nodes, and are as likely as this together.
+
+        A child has at most the score of its parent, and of equal ones the earlier stay: where the best of the frontier
+        is no better than the last of the best nodes so far, nothing that comes can be among these.
+        """
+        scores = [self.scores[node] for node in self.frontier]
+        if sum(map(exp, scores)) < least_mass:
+            return False
+        ranked = sorted(self.scores[1:], reverse=True)
+        return len(ranked) < self.max_nodes - 1 or self.max_nodes < 2 or max(scores) > ranked[self.max_nodes - 2]
+
     def best(self, max_nodes: int) -> list[int]:
         """The nodes with the highest scores, root included, ascending; of equal ones those that came first.
 
@@ -82,10 +95,15 @@ class GrowingDraft:
         others = sorted(range(1, len(self.tokens)), key=lambda node: (-self.scores[node], node))
         return [0, *sorted(others[: max_nodes - 1])]
 
-    def tree(self, source: str, plan: DraftPlan | None = None) -> DraftTree:
-        """All of it, as the engine takes it."""
+    def tree(self, source: str, plan: DraftPlan | None = None, *, has_chances: bool = False) -> DraftTree:
+        """All of it, as the engine takes it.
+
+        Args:
+          has_chances: scores are logarithms of how likely paths are to be accepted.
+        """
         probs = None
+        scores = tuple(map(exp, self.scores)) if has_chances else None
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             probs = torch.stack([self.laws.get(node, blank) for node in range(max(self.laws) + 1)])
-        return DraftTree(tuple(self.tokens), tuple(self.parents), probs=probs, source=source, plan=plan)
+        return DraftTree(tuple(self.tokens), tuple(self.parents), probs=probs, scores=scores, source=source, plan=plan)

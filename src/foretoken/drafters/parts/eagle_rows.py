@@ -7,7 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.rows import CachedRows, Frontier, Place, frontier_nodes
+from foretoken.drafters.parts.eagle_native import NativeRows, native_head
+from foretoken.drafters.parts.rows import CachedRows, Frontier, Place, frontier_nodes, spans
 from foretoken.engine.drafter import Features, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     import foretoken.model.cache.ragged as ragged
     import foretoken.model.masks as masks
     import foretoken.model.nodes as nodes_of
+    from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.eagle import EagleHead
+    from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
@@ -28,8 +31,8 @@ else:
     masks = Lazy("foretoken.model.masks")
     nodes_of = Lazy("foretoken.model.nodes")
 
-MAX_GAP = 2
-"""Slots between two rows that are fed together, which are padding."""
+MOST_OWED = 32
+"""Committed tokens of a row whose entries are made later, with the next draft."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,23 @@ class EagleRows:
     """Rows of a head's cache. Between steps every row has as many entries as the target has committed tokens.
 
     Entry t is made of what the target computed after token t, and of token t + 1: what a head itself has predicted
-    never stays. Drafted nodes are fed behind the entries while a draft grows, and forgotten.
+    never stays. Drafted nodes are fed behind the entries while a draft grows, and forgotten. Where the head runs in the
+    library's own kernels, entries of steps are made as late as they are needed: with the next draft.
 
     Args:
       head: on the device of the target, in its dtype.
       target: whose embedding is read, and whose output layer where the head has none.
       output: of some tokens alone, instead of the target's.
+      vocabulary: of the output layer; None for all of the target's tokens.
     """
 
-    def __init__(self, head: EagleHead, target: CausalLM, output: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        target: CausalLM,
+        output: torch.nn.Module | None = None,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self.head = head
         self._own_output = head.lm_head if head.lm_head is not None else output
         self._target = target
@@ -66,6 +77,9 @@ class EagleRows:
         self.rows = CachedRows(self.cache)
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
         self._last: dict[int, torch.Tensor] = {}  # (H,) by row: the output of its last entry
+        self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
+        own = native_head(head, target, self._output_layer)
+        self.native = None if own is None else NativeRows(own, self.cache, vocabulary)
 
     @property
     def requires(self) -> Requirements:
@@ -75,7 +89,7 @@ class EagleRows:
 
     def __contains__(self, row: Sequence) -> bool:
         """Whether there is anything to draft from: a prompt of one token has no entry."""
-        return row.id in self._last
+        return row.id in self._last or row.id in self._owed
 
     def own_caches(self) -> list[OwnCache]:
         """Its cache, which grows with the text."""
@@ -104,12 +118,33 @@ class EagleRows:
         """Take in what steps have committed: the token that was pending, and all that was emitted but the last."""
         streams = [self._streams(result.committed, len(result.emitted)) for result in results]
         starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
-        self._take_in(rows, streams, starts)
+        if self.native is None:
+            self._take_in(rows, streams, starts)
+        else:
+            self._owe(rows, streams, starts)
         if self.head.expectation is not None:
             for result in results:
                 self.head.expectation.add(result.tree.num_draft_tokens, result.num_accepted)
 
+    def _owe(self, rows: Seq[Sequence], streams: Seq[torch.Tensor], starts: Seq[int]) -> None:
+        """Make the entries of these tokens later."""
+        for row, stream, start in zip(rows, streams, starts, strict=True):
+            _, first, parts = self._owed.setdefault(row.id, (row, start, []))
+            parts.append(
+                stream.clone() if len(self.head.shape.streams) == 1 else stream
+            )  # one is a view of the forward
+            if start + len(stream) - first >= MOST_OWED:
+                self.settle([row])
+
+    def settle(self, rows: Iterable[Sequence]) -> None:
+        """Make all entries of rows that are still to be made."""
+        owed = [self._owed.pop(row.id) for row in rows if row.id in self._owed]
+        if owed:
+            streams = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, _, parts in owed]
+            self._take_in([row for row, _, _ in owed], streams, [start for _, start, _ in owed])
+
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.settle([row])
         for copy in copies:
             if row.id in self.rows:
                 self.rows.fork(row.id, copy.id)
@@ -119,6 +154,7 @@ class EagleRows:
     def keep(self, row: Sequence) -> EagleMemory | None:
         if row.id not in self.rows:
             return None
+        self.settle([row])
         place = self.rows[row.id]
         return EagleMemory(self.head, self.cache.export(place.slot, place.trunk), place.trunk)
 
@@ -126,6 +162,7 @@ class EagleRows:
         self.rows.remove(row.id for row in rows)
         for row in rows:
             self._last.pop(row.id, None)
+            self._owed.pop(row.id, None)
 
     def _streams(self, features: Features, num_nodes: int) -> torch.Tensor:
         """What the head reads of the first nodes, side by side: (n, streams * H of the target)."""
@@ -144,33 +181,58 @@ class EagleRows:
             self.cache.rollback([start], place.slot)
             place.trunk = start + len(stream)
             given[place.slot] = row, row.token_ids[start + 1 : start + 1 + len(stream)], stream
-        for slots in _spans(given):
+        for slots in spans(given):
             chains = [given[slot][1] if slot in given else [] for slot in slots]
+            if self.native is not None and self.native.takes(sum(map(len, chains))):
+                outputs = self.native.take_in(slots, chains, [given[slot][2] for slot in slots if slot in given])
+                self.cache.commit([range(len(chain)) for chain in chains], slots.start)
+                self._last.update((given[slot][0].id, outputs[i]) for i, slot in enumerate(slots) if slot in given)
+                continue
             nodes = nodes_of.Nodes.from_chains(chains)
             width = len(self.head.shape.streams) * self.head.shape.target_size
             wide = torch.zeros(len(slots), nodes.width, width, dtype=self.head.dtype, device=self._target.device)
             for i, slot in enumerate(slots):
                 if slot in given:
                     wide[i, : nodes.counts[i]] = given[slot][2]
-            outputs = self._run(nodes, wide, slots.start, is_true=True)
+            wide_outputs = self._run(nodes, wide, slots.start, is_true=True)
             self.cache.commit([range(count) for count in nodes.counts], slots.start)
             for i, slot in enumerate(slots):
                 if slot in given:
-                    self._last[given[slot][0].id] = outputs[i, nodes.counts[i] - 1].clone()
+                    self._last[given[slot][0].id] = wide_outputs[i, nodes.counts[i] - 1].clone()
 
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def begin(self, rows: Seq[Sequence]) -> tuple[list[Place], torch.Tensor]:
         """Bring rows to the front of the cache; their places, and the outputs of their last entries (B, 1, H)."""
+        self.settle(rows)
         places = self.rows.align([row.id for row in rows])
-        return places, torch.stack([self._last[row.id] for row in rows])[:, None]
+        dtype = self.head.dtype if self.native is None else torch.float32
+        return places, torch.stack([self._last[row.id].to(dtype) for row in rows])[:, None]
+
+    def grow(self, draft: GrowingDraft, least_mass: float) -> tuple[list[int], list[int], list[float]]:
+        """The draft of a greedy row in one call of the library's own kernels: see `NativeHead.grow`."""
+        assert self.native is not None
+        row = draft.row
+        place, owed = self.rows.get(row.id), self._owed.get(row.id)
+        if owed is None or place is None or place.trunk != owed[1]:
+            self.settle([row])
+            return self.native.grow(self.rows[row.id], draft, self._last[row.id].float(), None, least_mass)
+        _, start, parts = self._owed.pop(row.id)
+        streams = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._last[row.id] = last = torch.empty(self.head.shape.layer.hidden_size)
+        tokens = row.token_ids[start + 1 : start + 1 + len(streams)]
+        return self.native.grow(place, draft, last, (tokens, streams), least_mass)
 
     def feed(
         self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor, *, are_chains: bool
     ) -> torch.Tensor:
         """Run the frontier of every draft behind what was fed before, with the outputs of their parents (B, F, H)."""
+        if self.native is not None and self.native.takes(features.shape[0] * features.shape[1]):
+            outputs = self.native.feed(drafts, places, features)
+            self.cache.commit([range(features.shape[1])] * len(drafts))
+            return outputs
         nodes = frontier_nodes(self.cache, drafts, places, are_chains=are_chains)
-        outputs = self._run(nodes, features, 0, is_true=False)
+        outputs = self._run(nodes, features.to(self.head.dtype), 0, is_true=False)
         self.cache.commit([range(nodes.width)] * len(drafts))
         return outputs
 
@@ -182,11 +244,17 @@ class EagleRows:
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""
-        own = self._own_output
-        layer = self._target.shadow.get_output_embeddings() if own is None else own
+        if self.native is not None and self.native.takes(outputs.shape[:-1].numel()):
+            return self.native.head.logits(outputs)
         with torch.inference_mode():
-            found: torch.Tensor = layer(self.head.before_output(outputs))
+            found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
         return found
+
+    @property
+    def _output_layer(self) -> torch.nn.Module:
+        own = self._own_output
+        layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
+        return layer
 
     def _run(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
         """Run nodes behind the committed columns of neighbouring rows.
@@ -222,14 +290,3 @@ class EagleRows:
         own = self.head.embed_tokens
         table = self._target.shadow.get_input_embeddings() if own is None else own
         return torch.nn.functional.embedding(tokens, table.weight)
-
-
-def _spans(slots: Iterable[int]) -> list[range]:
-    """Runs of slots with small gaps: 1 2 4 9 makes 1..4 and 9."""
-    spans: list[range] = []
-    for slot in sorted(slots):
-        if spans and slot - spans[-1].stop <= MAX_GAP:
-            spans[-1] = range(spans[-1].start, slot + 1)
-        else:
-            spans.append(range(slot, slot + 1))
-    return spans

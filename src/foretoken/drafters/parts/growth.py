@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
-from foretoken.drafters.lengths import LengthPolicy
+from foretoken.drafters.lengths import NOTHING, LengthPolicy
 from foretoken.drafters.parts.candidates import Candidates, Places
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
@@ -56,6 +56,8 @@ class Growth:
         a stream of their own, the tree carries their law, and only first draws are expanded.
       max_nodes: limit of a draft, root included; None for what depth and branches amount to.
       vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
+      least_mass: with reranking, the sum of the chances of the nodes that would be expanded next, below which a level
+        costs more than it can bring; 0 for any.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviation: where the target draws with the same noise, by the
@@ -75,6 +77,7 @@ class Growth:
         acceptance: str = "match",
         max_nodes: int | None = None,
         vocabulary: DraftVocabulary | None = None,
+        least_mass: float = 0.0,
     ) -> None:
         for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
             if value < 1:
@@ -83,6 +86,7 @@ class Growth:
             raise ConfigError("reranking drops nodes for their scores: it takes max_nodes, and acceptance='match'")
         self.policy = policy
         self.takes_trees = True
+        self.least_mass = least_mass
         self._num_branches = num_branches
         self._beam_width = beam_width or num_branches
         self._reranks = reranks
@@ -95,6 +99,13 @@ class Growth:
     def drafts_chains(self) -> bool:
         """Whether no draft ever branches."""
         return not self.takes_trees or self._num_branches == self._beam_width == 1
+
+    @property
+    def is_unconditional(self) -> bool:
+        """Whether the drafts of greedy rows depend on the expander alone: reranked, and as long as they may be."""
+        policy = type(self.policy)
+        asks = policy.go_on is not LengthPolicy.go_on or policy.keep_drafting is not LengthPolicy.keep_drafting
+        return self._reranks and self._shares_noise and not asks and policy.looks_at == NOTHING
 
     # -- the life of a draft -----------------------------------------------------------------------------------
 
@@ -114,7 +125,8 @@ class Growth:
         self._extend(drafts, expander.open(drafts), 0)
         for level in range(1, max(draft.cap for draft in drafts)):
             for draft in drafts:
-                if not (self._is_open(draft, level) and self.policy.go_on(draft.row, level)):
+                goes_on = self._is_open(draft, level) and self.policy.go_on(draft.row, level)
+                if not goes_on or (self._reranks and not draft.can_gain(self.least_mass)):
                     draft.frontier = []
             if not any(draft.frontier for draft in drafts):
                 break
@@ -122,7 +134,7 @@ class Growth:
 
     def tree(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""
-        tree = draft.tree(source, self.policy.take_plan(draft.row))
+        tree = draft.tree(source, self.policy.take_plan(draft.row), has_chances=self._reranks)
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
 
     def end(self, row: Sequence, result: StepResult) -> None:

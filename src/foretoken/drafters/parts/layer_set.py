@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ConfigError
+from foretoken.folders import keep_json
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class LayerSet:
             "skipped_mlp": list(self.mlp),
             "details": self.details,
         }
-        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        keep_json(Path(path), content)
 
     def check(self, num_layers: int, model_name: str) -> None:
         """Raises: ConfigError when a layer is named that the model does not have, or the set is for another depth."""

@@ -18,6 +18,7 @@ from foretoken.drafters.parts.published_trees import PUBLISHED_TREES
 from foretoken.drafters.parts.treeshape import TreeShape
 from foretoken.engine.budget import Budget
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.folders import keep_json
 
 Ranks = tuple[int, ...]
 """The ranks on the way from the pending token to a node, 0 for the likeliest successor; () is the pending token."""
@@ -177,7 +178,7 @@ class RankTree:
     def save(self, file: str | os.PathLike[str], **details: Any) -> None:
         """Write the tree, with what is to be known about it."""
         content = {"paths": [list(path) for path in self.paths], **details}
-        Path(file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        keep_json(Path(file), content)
 
     # -- what it is like -----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,10 @@ else:
     lm = Lazy("foretoken.model.lm")
 
 
+MAX_GAP = 2
+"""Slots between two rows that are fed together, which are padding."""
+
+
 @dataclass(eq=False)
 class Place:
     """Where one row lies in a cache.
@@ -175,6 +179,17 @@ def neighbours(slots: Iterable[int]) -> list[list[int]]:
         else:
             runs.append([slot])
     return runs
+
+
+def spans(slots: Iterable[int]) -> list[range]:
+    """Runs of slots with small gaps: 1 2 4 9 makes 1..4 and 9."""
+    spans: list[range] = []
+    for slot in sorted(slots):
+        if spans and slot - spans[-1].stop <= MAX_GAP:
+            spans[-1] = range(spans[-1].start, slot + 1)
+        else:
+            spans.append(range(slot, slot + 1))
+    return spans
 
 
 def _shape(

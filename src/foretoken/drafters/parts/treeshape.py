@@ -6,9 +6,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import pairwise
-
-import numpy as np
 
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.tree import DraftTree
@@ -37,31 +34,26 @@ class TreeShape:
             depths.append(depths[parent] + 1)
         return (*(depths.index(depth) for depth in range(1, depths[-1] + 1)), len(depths))
 
-    @cached_property
-    def _parents(self) -> np.ndarray:
-        return np.array(self.parents)
-
-    @cached_property
-    def _ranks(self) -> np.ndarray:
-        return np.array(self.ranks)
-
     def filled(self, pending: int, max_depth: int, matrix: AdjacencyMatrix, source: str = "") -> DraftTree:
         """The tree below a token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
-        tokens = np.full(len(self.parents), -1)
-        tokens[0] = pending
-        ends = self.ends[: max_depth + 1]
-        for start, end in pairwise(ends):
-            above = tokens[self._parents[start:end]]
-            found = matrix.successors(above, self._ranks[start:end])
-            tokens[start:end] = np.where(above < 0, -1, found)
-        tokens = tokens[: ends[-1]]
-        known = tokens >= 0
-        if known.all():
-            return DraftTree(tuple(tokens.tolist()), self.parents[: len(tokens)], source=source)
-        index = known.cumsum() - 1
-        parents = index[self._parents[: len(tokens)][known]]
-        parents[0] = -1
-        return DraftTree(tuple(tokens[known].tolist()), tuple(parents.tolist()), source=source)
+        end = self.ends[min(max_depth, len(self.ends) - 1)]
+        tokens, parents = [pending], [-1]
+        places = [0]  # of nodes of the shape in the tree; -1 where nothing is known
+        below: dict[int, list[int]] = {}  # what follows nodes of the tree
+        for node in range(1, end):
+            above = places[self.parents[node]]
+            token = -1
+            if above >= 0:
+                if above not in below:
+                    below[above] = matrix.after(tokens[above])
+                token = below[above][self.ranks[node]]
+            if token < 0:
+                places.append(-1)
+                continue
+            places.append(len(tokens))
+            tokens.append(token)
+            parents.append(above)
+        return DraftTree(tuple(tokens), tuple(parents), source=source)
 
 
 def best_shape(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[float] = RANK_SHARES) -> TreeShape:

@@ -72,7 +72,7 @@ class PrefixStore:
                 self._touch(prefix)
                 return
         self._kept = [prefix for prefix in self._kept if tokens[: len(prefix.token_ids)] != prefix.token_ids]
-        del self._kept[: len(self._kept) - self.limit + 1]
+        del self._kept[: max(0, len(self._kept) - self.limit + 1)]
         self._kept.append(Prefix(tokens, cache.export(row, length), remember()))
 
     def load(

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from foretoken.errors import ShapeError
-from foretoken.model.cache.storage import RaggedLayer, Window, grown, held
+from foretoken.model.cache.storage import Moves, RaggedLayer, Window, grown, held
 
 if TYPE_CHECKING:
     from foretoken.model.nodes import FlatNodes
@@ -38,6 +38,7 @@ class KVCache(Cache):  # type: ignore[misc]
     Attributes:
       max_cells: rows times columns that are to be allocated at most, unless more are asked for at once. Near the limit
         the cache grows to just below it, and gives columns back for rows, or rows for columns.
+      memory: another object after buffers were allocated.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self.num_slots = max(num_rows, 1)
         self.window = Window(0, 1, 0, None, 0)
         self.max_cells: int | None = None
+        self.memory = object()
+        self._moves = Moves()
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +105,7 @@ class KVCache(Cache):  # type: ignore[misc]
             return
         columns, rows = max(capacity, *self.lengths, 1), max(num_slots, self.num_rows, 1)
         capacity, num_slots = grown((self.capacity, columns), (self.num_slots, rows), self.max_cells)
+        self._moves = Moves()  # the others would keep the old buffers
         try:
             for layer in self.layers:
                 layer.resize(num_slots, capacity)
@@ -123,17 +127,9 @@ class KVCache(Cache):  # type: ignore[misc]
                     sources.append(length + node)
                     targets.append(length + i)
         if rows:
-            self._move(rows, sources, targets)
+            self._moves.run(list(self._buffers()), rows, sources, targets)
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)
-
-    @torch.inference_mode()
-    def _move(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
-        row_index = torch.tensor(rows, device=self.device)
-        source_index = torch.tensor(sources, device=self.device)
-        target_index = torch.tensor(targets, device=self.device)
-        for buffer in self._buffers():
-            buffer[row_index, :, target_index] = buffer[row_index, :, source_index]  # (moves, heads, head_dim)
 
     def rollback(self, lengths: Sequence[int], first_row: int = 0) -> None:
         """Forget everything after the given lengths. Costs nothing.

@@ -48,6 +48,11 @@ def seen_by(function: Seen) -> Iterator[None]:
         _seen_by.reset(token)
 
 
+def is_seen() -> bool:
+    """Whether somebody asked to see what attention is given."""
+    return _seen_by.get() is not None
+
+
 class NotPassedOnError(Exception):
     """A model keeps keyword arguments of its forward from its attention."""
 
@@ -110,19 +115,22 @@ def _attend_group(
     """Attention of some rows: of the list (1, H_q, S, D) those of their nodes, (nodes, H_q, D_v)."""
     if len(group.nodes) < query.shape[2]:
         query = query[:, :, group.nodes.start : group.nodes.stop]
-    if group.few is not None and _is_plain(options) and query.shape[1] % key.shape[1] == 0:
+    if group.few is not None and is_plain(options) and query.shape[1] % key.shape[1] == 0:
         first = group.rows.start
         keys, values = (key[first:], value[first:]) if first else (key, value)
-        few = group.few(query, keys, values, group.masks[kind], options["scaling"])
-        if few is not None:
-            return few
+        if group.many is not None:
+            own = group.many(query, keys, values, kind, options["scaling"])
+        else:
+            own = group.few(query, keys, values, group.masks[kind], options["scaling"])
+        if own is not None:
+            return own
     if len(group.rows) > 1 or not group.flat.is_full:
         query = group.flat.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
     if len(group.rows) < len(key) or group.columns < key.shape[2]:
         rows = slice(group.rows.start, group.rows.stop)
         key, value = key[rows, :, : group.columns], value[rows, :, : group.columns]
     num_heads, group_size = query.shape[1], query.shape[1] // key.shape[1]
-    if not _is_plain(options) or num_heads % key.shape[1]:
+    if not is_plain(options) or num_heads % key.shape[1]:
         output, _ = _attend(module, query, key, value, group.masks[kind], **options)
         return group.flat.listed(output)
     parts = []
@@ -136,7 +144,8 @@ def _attend_group(
     return group.flat.listed(output if output.is_contiguous() else output.contiguous())
 
 
-def _is_plain(options: dict[str, Any]) -> bool:
+def is_plain(options: dict[str, Any]) -> bool:
+    """Whether these arguments ask for masked attention and nothing else."""
     return options["dropout"] == 0.0 and all(value is None or value is False for value in _special(options))
 
 
@@ -154,10 +163,10 @@ def _attend(
     """`grouped_sdpa` over a rectangle of rows."""
     num_heads, num_queries = query.shape[1], query.shape[2]
     num_kv_heads = key.shape[1]
-    is_plain = _is_plain({"dropout": dropout, **kwargs})
+    plain = is_plain({"dropout": dropout, **kwargs})
     sees_all = attention_mask is None and (num_queries == 1 or is_causal is False)
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if not is_plain or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
+    if not plain or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module,
             query,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from foretoken.errors import ConfigError
+from foretoken.machine import available_memory_bytes
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
 from foretoken.model.execution.native import Library, NativeMatrix, library
@@ -25,7 +26,6 @@ from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
-    available_memory_bytes,
     can_pack,
     cpu_has_bfloat16,
     packable,

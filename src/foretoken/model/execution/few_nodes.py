@@ -1,22 +1,23 @@
 """Attention of the few nodes of a step, over ragged rows of a cache that are read once: kernels of the library's own.
 
 Torch's own spends more on a few nodes than reading the cache takes, and its sums depend on how many nodes and columns
-there are. See ``attention.cpp``.
+there are. See ``attention.cpp``, and for bfloat16 with AMX ``tiles.h``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
+from foretoken.model.execution.memory import scratch_address
 from foretoken.model.execution.native import KINDS, Library
 
-MOST_NODES = 16
-"""Nodes of a row. Torch's kernels, which multiply matrices, take over where there are more: prompts, wide trees."""
+MOST_NODES, MOST_IN_TREES = 32, 64
+"""Nodes of a row, of chains and of trees. Torch's kernels, which multiply matrices, take over where there are more:
+they are faster over many nodes and some thousand columns, but do not keep the bits of a node, as trees are to do."""
 MOST_SCRATCH = 2**26
 """Numbers of scratch, 256 MB; beyond, attention runs through torch."""
 
@@ -31,39 +32,31 @@ class _Attention(ctypes.Structure):
     )
 
 
-class _Scratch(threading.local):
-    """Memory of one thread that runs forwards."""
-
-    floats = torch.empty(0)
-
-    def of(self, count: int) -> int:
-        """The address of so many floats."""
-        if len(self.floats) < count:
-            self.floats = torch.empty(count, dtype=torch.float32)
-        return self.floats.data_ptr()
-
-
-_scratch = _Scratch()
-
-
 class FewNodes:
     """Attention of one group of rows.
 
     Args:
       counts: nodes of every row.
       columns: that each of these rows sees at most.
+      most_nodes: of a row, for these kernels to run.
+
+    Attributes:
+      is_few: whether there are as few nodes as these kernels are for.
 
     Exactness: the result of a node has the same bits whatever nodes, rows and columns run beside it, and wherever the
-      columns that it sees lie, in one order. Sums are in float32.
+      last `MOST_IN_TREES` columns that it sees lie, in one order; in float32, wherever any of them lie. Sums are in
+      float32.
     """
 
-    def __init__(self, kernels: Library, counts: Sequence[int], columns: Sequence[int]) -> None:
-        self._kernels = kernels
+    def __init__(
+        self, kernels: Library, counts: Sequence[int], columns: Sequence[int], most_nodes: int = MOST_NODES
+    ) -> None:
+        self.kernels = kernels
         self._count = len(counts)
-        self._is_few = max(counts) <= MOST_NODES
+        self.is_few = max(counts) <= most_nodes
         array = ctypes.c_int64 * len(counts)
         self._arrays = array(*counts), array(*list(accumulate(counts, initial=0))[:-1]), array(*columns)
-        self._calls: dict[object, tuple[_Attention, int, int]] = {}
+        self._calls: dict[object, tuple[_Attention, int] | None] = {}
 
     def __call__(
         self,
@@ -81,32 +74,25 @@ class FewNodes:
           mask: (R or 1, 1, N, T) in the dtype of the query, 0 where a column is seen; None where all are.
         Returns: (S, H_q, D_v), or None where this is not for these kernels.
         """
-        if not self._is_few or query.dtype not in KINDS or key.dtype != query.dtype or value.dtype != query.dtype:
-            return None
-        strides = query.stride(), key.stride(), value.stride(), None if mask is None else mask.stride()
-        form = query.shape[1], query.shape[3], key.shape[1], value.shape[3], strides, query.dtype, scaling
         threads = torch.get_num_threads()
-        known = self._calls.get(form)
-        if known is None or known[2] != threads:
-            made = self._call(query, key, value, mask, scaling, threads)
-            if made is None:
-                return None
-            known = self._calls[form] = made
-        call, scratch, _ = known
+        known = self.call(query, key, value, mask, scaling, threads)
+        if known is None:
+            return None
+        call, scratch = known
         out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-        self._kernels.attention(
+        self.kernels.attention(
             ctypes.addressof(call),
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
             None if mask is None else mask.data_ptr(),
             out.data_ptr(),
-            _scratch.of(scratch),
+            scratch_address(scratch),
             threads,
         )
         return out
 
-    def _call(
+    def call(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -114,8 +100,29 @@ class FewNodes:
         mask: torch.Tensor | None,
         scaling: float | None,
         threads: int,
-    ) -> tuple[_Attention, int, int] | None:
-        size, value_size, lanes = query.shape[3], value.shape[3], self._kernels.lanes
+    ) -> tuple[_Attention, int] | None:
+        """What the kernel is told of tensors like these, kept for all layers that have such, and the scratch it needs.
+
+        Returns: a structure and a number of floats, or None where this is not for these kernels.
+        """
+        if not self.is_few or query.dtype not in KINDS or key.dtype != query.dtype or value.dtype != query.dtype:
+            return None
+        strides = query.stride(), key.stride(), value.stride(), None if mask is None else mask.stride()
+        form = query.shape[1], query.shape[3], key.shape[1], value.shape[3], strides, query.dtype, scaling, threads
+        if form not in self._calls:
+            self._calls[form] = self._new_call(query, key, value, mask, scaling, threads)
+        return self._calls[form]
+
+    def _new_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+        threads: int,
+    ) -> tuple[_Attention, int] | None:
+        size, value_size, lanes = query.shape[3], value.shape[3], self.kernels.lanes
         lie_together = (
             query.stride(3) == 1
             and key.stride()[2:] == (size, 1)
@@ -146,5 +153,5 @@ class FewNodes:
             columns,
             size**-0.5 if scaling is None else scaling,
         )
-        scratch = self._kernels.attention_scratch(ctypes.addressof(call), threads)
-        return (call, scratch, threads) if scratch <= MOST_SCRATCH else None
+        scratch = self.kernels.attention_scratch(ctypes.addressof(call), threads)
+        return (call, scratch) if scratch <= MOST_SCRATCH else None

@@ -9,60 +9,33 @@ and instruction set, and taken for the shapes at which it is measured to be fast
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import shutil
 import subprocess
-import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from foretoken.folders import cache_folder
+from foretoken.compiling import COMPILERS, OPTIONS, compiled, digest_of, first_line, instruction_set
+
+__all__ = ["COMPILERS", "OPTIONS", "Library", "NativeMatrix", "fits", "instruction_set", "library", "source_digest"]
 
 logger = logging.getLogger("foretoken")
 
-COMPILERS = ("g++", "clang++", "c++")
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.cpp", "attention.cpp", "vectors.h"))
-
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
-OPTIONS = {
-    "AMX": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "AVX512_BF16": (*AVX512, "-mavx512bf16"),
-    "AVX512": AVX512,
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}
-"""What compilers are told, by instruction set, the widest first."""
+SOURCES = tuple(
+    FOLDER / name
+    for name in ("products.cpp", "attention.cpp", "many_nodes.cpp", "replay.cpp", "drafting.cpp", "growing.cpp")
+)
+HEADERS = tuple(FOLDER / name for name in ("calls.h", "vectors.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h"))
 
 PAIRS = 0
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 PAIRS_BLOCK = 32
 """Inputs and outputs of a block of pairs."""
-
-
-def instruction_set() -> str | None:
-    """The widest instruction set of this CPU that a kernel is written for.
-
-    ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``, by which torch and oneDNN are held to less, hold here, too.
-    """
-    capability = torch.backends.cpu.get_cpu_capability()
-    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    if capability == "AVX2" or (most.startswith("AVX2") and capability.startswith("AVX512")):
-        return "AVX2"
-    if not capability.startswith("AVX512"):
-        return None
-    is_limited = most.startswith("AVX512")
-    if torch.cpu._is_amx_tile_supported() and (not is_limited or "AMX" in most):
-        return "AMX"
-    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() and (not is_limited or "BF16" in most or "AMX" in most)
-    return "AVX512_BF16" if has_bfloat16 else "AVX512"
 
 
 class _Matrix(ctypes.Structure):
@@ -85,6 +58,9 @@ class Library:
       block: outputs of a block in float32.
       attention, attention_scratch: of the address of a call; see `few_nodes`.
       lanes: numbers in a vector.
+      replay: of the address of parts of layers, their number, and threads; see `programs`.
+      drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
+      chains, chains_scratch: of the address of a call; see `many_nodes`. None where the CPU has no tiles.
     """
 
     instruction_set: str
@@ -93,6 +69,10 @@ class Library:
     attention: Callable[..., None]
     attention_scratch: Callable[[int, int], int]
     lanes: int
+    replay: Callable[[int, int, int], None]
+    drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
+    chains: Callable[..., None] | None = None
+    chains_scratch: Callable[[int, int], int] | None = None
 
     @property
     def has_pairs(self) -> bool:
@@ -113,7 +93,37 @@ class Library:
         attention.restype = None
         scratch.argtypes = (ctypes.c_void_p, ctypes.c_int)
         scratch.restype = ctypes.c_int64
-        return cls(instruction_set, product, shared.foretoken_block(), attention, scratch, shared.foretoken_lanes())
+        replay = shared.foretoken_replay
+        replay.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+        replay.restype = None
+        block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
+        found = cls(instruction_set, product, block, attention, scratch, lanes, replay)
+        if found.has_pairs:
+            found = replace(found, drafting=_drafting(shared))
+        if instruction_set != "AMX":
+            return found
+        chains, chains_scratch = shared.foretoken_chains, shared.foretoken_chains_scratch
+        chains.argtypes = (*(ctypes.c_void_p,) * 6, ctypes.c_int)
+        chains.restype = None
+        chains_scratch.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        chains_scratch.restype = ctypes.c_int64
+        return replace(found, chains=chains, chains_scratch=chains_scratch)
+
+
+def _drafting(shared: ctypes.CDLL) -> dict[str, Callable[..., int]]:
+    """Functions of ``drafting.cpp`` and ``growing.cpp``: of addresses, numbers of rows, and threads."""
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    arguments = {
+        "bytes_product": (address, address, number, address),
+        "head_level": (address, address),
+        "head_logits": (address, address, number, address),
+        "head_grow": (address, address),
+    }
+    functions = {}
+    for name, types in arguments.items():
+        function = functions[name] = getattr(shared, f"foretoken_{name}")
+        function.argtypes, function.restype = (*types, ctypes.c_int), number
+    return functions
 
 
 _lock = threading.RLock()
@@ -131,9 +141,9 @@ def library(instruction: str | None = None) -> Library | None:
     with _lock:
         if chosen not in _libraries:
             try:
-                _libraries[chosen] = Library.load(_compiled(chosen), chosen)
+                _libraries[chosen] = Library.load(compiled("products", chosen, SOURCES, HEADERS), chosen)
             except (OSError, subprocess.SubprocessError) as error:
-                logger.debug("linear layers run through oneDNN alone: %s", _first_line(error))
+                logger.debug("linear layers run through oneDNN alone: %s", first_line(error))
                 _libraries[chosen] = None
         return _libraries[chosen]
 
@@ -141,57 +151,7 @@ def library(instruction: str | None = None) -> Library | None:
 @cache
 def source_digest() -> str:
     """Names the sources."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in SOURCES)).hexdigest()
-
-
-def _compiled(instruction: str) -> Path:
-    """The file of the compiled kernels; made where it is not there."""
-    options = ["-std=c++17", "-O3", "-w", "-fPIC", "-shared", "-fopenmp", *OPTIONS[instruction]]
-    digest = hashlib.sha256((source_digest() + repr(options)).encode()).hexdigest()[:16]
-    name = f"products-{instruction.lower()}-{digest}.so"
-    file = cache_folder("native", name)
-    if _is_whole(file):
-        return file
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise FileNotFoundError("no C++ compiler is found")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    folder = file.parent if os.access(file.parent, os.W_OK) else Path(tempfile.mkdtemp(prefix="foretoken-"))
-    handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        define = f"-DFORETOKEN_{instruction}"
-        command = [*compiler.split(), *options, define, *map(str, SOURCES[:2]), "-o", made]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        _sum_of(folder / name).write_text(_digest(Path(made)))
-        os.replace(made, folder / name)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(made)
-        raise
-    return folder / name
-
-
-def _sum_of(file: Path) -> Path:
-    """Where the digest of a library is kept: a process that loads a file which ends too early is killed."""
-    return file.with_suffix(".sha256")
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _is_whole(file: Path) -> bool:
-    try:
-        return _sum_of(file).read_text() == _digest(file)
-    except (OSError, ValueError):
-        return False
-
-
-def _first_line(error: Exception) -> str:
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-    return next(iter((said or str(error)).strip().splitlines()), type(error).__name__)[:200]
+    return digest_of((*SOURCES, *HEADERS))
 
 
 class NativeMatrix:
@@ -228,7 +188,7 @@ class NativeMatrix:
             self.packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
         )
-        self._address = ctypes.addressof(self._matrix)
+        self.address = ctypes.addressof(self._matrix)
         self._run = kernels.product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +197,7 @@ class NativeMatrix:
         x = x.contiguous()
         shape = x.shape
         out = x.new_empty((*shape[:-1], outputs))
-        self._run(self._address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
         return out
 
     def dense(self) -> torch.Tensor:

@@ -9,7 +9,6 @@ import operator
 import platform
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -114,6 +113,9 @@ class PackedProduct:
     depends on the CPU: see `foretoken.model.execution.kernels`.
     """
 
+    num_packed = 0
+    """How often any product was packed in this process: as long as it stays the same, so do all matrices."""
+
     def __init__(self, layers: Sequence[nn.Module], earlier: PackedProduct | None = None) -> None:
         self.layers = tuple(layers)
         self._is_released = False
@@ -210,6 +212,7 @@ class PackedProduct:
         self.sizes = [len(weight) for weight in weights]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.matrix = _matrix(weight, torch.cat(biases) if biases else None)
+        PackedProduct.num_packed += 1
 
 
 class PackedLinear:
@@ -248,16 +251,6 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 if can_pack():  # builds without oneDNN (Apple silicon) lack the operator, and asking for it would break off the import
     _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-
-
-def available_memory_bytes() -> int | None:
-    """Memory that the system can still allocate without swapping; None where it does not say (Linux does)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
 def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:

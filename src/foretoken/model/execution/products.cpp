@@ -4,22 +4,13 @@
 // Built for one instruction set by -DFORETOKEN_AMX, -DFORETOKEN_AVX512_BF16, -DFORETOKEN_AVX512 or -DFORETOKEN_AVX2,
 // with the matching -m options. See native.py for what is packed how.
 
+#include "calls.h"
 #include "vectors.h"
 
 #if defined(FORETOKEN_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-
-struct Matrix {
-  int64_t inputs;      // K
-  int64_t outputs;     // N
-  int64_t kind;        // one of the kinds below
-  const void* weight;  // blocks of outputs, the last one filled up with zeros
-  const float* bias;   // (N,), or null
-};
-
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
 // ---- bfloat16 in and out, sums in float32 ---------------------------------------------------------------------------
 
@@ -45,12 +36,6 @@ static inline void store_block(__m512 low, __m512 high, const float* bias, uint1
 #if defined(FORETOKEN_AMX)
 
 // A matrix of pairs: per block of 32 outputs and 32 inputs two tiles of 16 outputs, each 16 pairs of inputs x 16 outputs.
-
-struct __attribute__((packed)) TileConfig {
-  uint8_t palette, start, reserved[14];
-  uint16_t bytes[16];
-  uint8_t rows[16];
-};
 
 // Tiles 0-3 hold sums (upper and lower rows x two halves of outputs), 4 and 5 inputs, 6 and 7 weights.
 static inline void configure(int64_t upper, int64_t lower) {

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,12 +24,17 @@ from foretoken.folders import cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import build_of, check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import NUM_NODES, Calls, LayerCall, call_of, value_at
+from foretoken.model.execution.chain import Chain, ChainedLayer
 from foretoken.model.execution.inductor import NotTraceableError, Source
 from foretoken.model.execution.linears import RowLimit
 from foretoken.model.execution.native import COMPILERS
 from foretoken.model.execution.operators import Runner
+from foretoken.model.execution.replay import Replay, Situation
 from foretoken.model.execution.segments import BoundSegment
 from foretoken.model.execution.tracing import LayerGraph, Tracer
+
+if TYPE_CHECKING:
+    from foretoken.model.nodes import FlatNodes
 
 logger = logging.getLogger("foretoken")
 
@@ -75,13 +80,15 @@ class CompiledLayer:
         self.index = index
         self._limit = limit
         self._runners = [Runner(run) for run in tracer.runners]
-        self._tensors = [getattr(module, name) for module, name in tracer.tensors]
+        self.tensors = [getattr(module, name) for module, name in tracer.tensors]
         self._in_tuple = graph.in_tuple
         self._before = None if graph.before is None else BoundSegment(graph.before, self.fixed)
         self._after = BoundSegment(graph.after, self.fixed)
         segments = [graph.after] if graph.before is None else [graph.before, graph.after]
         needed = {key for segment in segments for kind, key in segment.sources if kind == "input"}
-        self._needed = [(key, *call.inputs[key]) for key in sorted(needed | {0})]
+        self.needed = [(key, *call.inputs[key]) for key in sorted(needed | {0})]
+        others = None if graph.before is None or attention is None else attention[1]
+        self.replay = Replay(graph, self._runners, self.tensors, [key for key, _, _ in self.needed], others)
         self.kept_alive = layer
 
     def fixed(self, source: Source) -> Any:
@@ -89,33 +96,73 @@ class CompiledLayer:
         kind, key = source
         if kind == "product":
             return self._runners[key].number
-        return self._tensors[key] if kind == "tensor" else None
+        return self.tensors[key] if kind == "tensor" else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The hidden states of the next layer, as the layer returns them."""
-        inputs: dict[int, torch.Tensor] = {}
-        for key, name, index in self._needed:
-            value = args[name] if isinstance(name, int) else kwargs[name]
-            tensor = value if index is None else value[index]
-            inputs[key] = tensor if tensor.is_contiguous() else tensor.contiguous()  # as graphs take it for granted
-        num_nodes = inputs[0].shape[1]
+        return self.returned(self.run(self.inputs(args, kwargs), self.situation(args, kwargs)))
+
+    def inputs(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Those that its graphs need, hidden states first."""
+        return [
+            (args[name] if isinstance(name, int) else kwargs[name])
+            if index is None
+            else (args[name] if isinstance(name, int) else kwargs[name])[index]
+            for _, name, index in self.needed
+        ]
+
+    def takes(self, num_nodes: int) -> bool:
+        """Whether so many nodes run in one call."""
         limits = self._limit.num_rows
-        attended: torch.Tensor | None = None
-        values: Sequence[torch.Tensor] = ()
-        if self._before is not None:
-            query, key, value, *values = self._before(num_nodes, inputs, None, (), limits)
-            attended = self._attend(args, kwargs, query, key, value)
-        (states,) = self._after(num_nodes, inputs, attended, values, limits)
+        return limits is None or limits[0] <= num_nodes <= limits[1]
+
+    def returned(self, states: torch.Tensor) -> Any:
+        """Hidden states as the layer returns them."""
         return states if self._in_tuple is None else (states, *(None,) * (self._in_tuple - 1))
 
-    def _attend(
-        self, args: Any, kwargs: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def run(self, inputs: Sequence[torch.Tensor], situation: Situation | None) -> torch.Tensor:
+        """Hidden states (1, S, H) of the next layer."""
+        inputs = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in inputs]  # as graphs expect
+        num_nodes = inputs[0].shape[1]
+        states: torch.Tensor | None = None
+        if self.takes(num_nodes):
+            states = self.replay(inputs, situation, self._attend)
+        if states is None:
+            attended: torch.Tensor | None = None
+            values: Sequence[torch.Tensor] = ()
+            given = {key: tensor for (key, _, _), tensor in zip(self.needed, inputs, strict=True)}
+            limits = self._limit.num_rows
+            if self._before is not None and situation is not None:
+                query, key, value, *values = self._before(num_nodes, given, None, (), limits)
+                attended = self._attend(situation, query, key, value)
+            (states,) = self._after(num_nodes, given, attended, values, limits)
+        return states
+
+    def situation(self, args: Any, kwargs: Any) -> Situation | None:
+        """What it is called with beside its tensors; None without attention."""
+        if self._before is None:
+            return None
         cache = value_at(args, kwargs, (self.call.cache, None))
         mask = None if self.call.mask is None else value_at(args, kwargs, (self.call.mask, None))
-        keys, values = cache.layers[self.index].update(key, value)
+        flat: FlatNodes = kwargs["flat_nodes"]
+        return Situation(cache, self.index, flat, mask, flat.kinds.get(id(mask)))  # type: ignore[arg-type]
+
+    def situated(self, other: Situation | None, kind: str | None) -> Situation | None:
+        """Its own situation in a forward in which another layer has that one.
+
+        Args:
+          kind: of its own attention.
+        """
+        if self._before is None or other is None:
+            return None
+        return Situation(other.cache, self.index, other.flat, None, kind)  # type: ignore[arg-type]
+
+    def _attend(
+        self, situation: Situation, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        keys, values = situation.cache.layers[situation.index].update(key, value)
         module, others = self.attention  # type: ignore[misc]
-        output, _ = grouped_sdpa(module, query, keys, values, mask, flat_nodes=kwargs["flat_nodes"], **others)
+        output, _ = grouped_sdpa(module, query, keys, values, situation.mask, flat_nodes=situation.flat, **others)
         return output
 
 
@@ -128,7 +175,8 @@ class Regions:
     """
 
     def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None, limit: RowLimit) -> None:
-        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor")
+        capability = torch.backends.cpu.get_cpu_capability().lower()  # inductor would load kernels of a wider one
+        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor", capability)
         self.limit = limit
         self.layers: list[CompiledLayer | None] = []
         self.reason = ""
@@ -192,9 +240,14 @@ class Regions:
 
     def attach(self, layers: Sequence[nn.Module]) -> None:
         """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
-        for layer, compiled in zip(layers, self.layers, strict=False):
-            if compiled is not None and "forward" not in vars(layer) and same_code(layer, compiled.kept_alive):
-                layer.forward = compiled
+        found = [
+            (layer, compiled)
+            for layer, compiled in zip(layers, self.layers, strict=False)
+            if compiled is not None and "forward" not in vars(layer) and same_code(layer, compiled.kept_alive)
+        ]
+        chain = Chain([compiled for _, compiled in found])
+        for position, (layer, _) in enumerate(found):
+            layer.forward = ChainedLayer(chain, position)
 
     def _compile(
         self, layer: nn.Module, call: LayerCall, attention: tuple[nn.Module, dict[str, Any]] | None, index: int | None
@@ -237,5 +290,5 @@ def _digest(key: Any) -> str:
 def detach(layers: Sequence[nn.Module]) -> None:
     """Let layers run uncompiled."""
     for layer in layers:
-        if isinstance(vars(layer).get("forward"), CompiledLayer):
+        if isinstance(vars(layer).get("forward"), ChainedLayer):
             del vars(layer)["forward"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from foretoken.model.execution.inductor import Inductor, NotTraceableError, Segm
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.programs import Program
 
 NODES_HINT = 16
 """The number of nodes that kernels are laid out for; they take any."""
@@ -36,11 +37,13 @@ class LayerGraph:
       before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
       after: gives the hidden states (1, S, H).
       in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
+      programs: its calls by number of nodes, as far as they were recorded; None where they cannot be. See `replay`.
     """
 
     before: Segment | None
     after: Segment
     in_tuple: int | None
+    programs: dict[int, Program | None] = field(default_factory=dict)
 
 
 class _Passing:

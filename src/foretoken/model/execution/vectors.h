@@ -43,3 +43,63 @@ static inline Vector read(const Bfloat16* from) {
 }
 static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 #endif
+
+static inline void store(float* to, float value) { *to = value; }
+static inline void store(Float16* to, float value) { to->bits = (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+static inline void store(Bfloat16* to, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  to->bits = value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// As many vectors as they have lanes, rows to columns.
+#if defined(FORETOKEN_AVX2)
+static inline void transpose(Vector* r) {
+  Vector t[8], s[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    s[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    s[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    s[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    s[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x31);
+  }
+}
+#else
+static inline void transpose(Vector* r) {
+  Vector t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 16; i += 8)
+    for (int j = i; j < i + 4; ++j) {
+      t[j] = _mm512_shuffle_f32x4(r[j], r[j + 4], 0x88);
+      t[j + 4] = _mm512_shuffle_f32x4(r[j], r[j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; ++j) {
+    r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
+    r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xdd);
+  }
+}
+#endif
+
+#if defined(FORETOKEN_AMX)
+struct __attribute__((packed)) TileConfig {
+  uint8_t palette, start, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+};
+#endif

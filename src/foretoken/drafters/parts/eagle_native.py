@@ -1,0 +1,160 @@
+"""Rows of a head of EAGLE that runs in the library's own kernels: what is fed, and where in its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from foretoken.drafters.parts.candidates import SHARPNESS
+from foretoken.drafters.parts.rows import Frontier, Place
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.heads.native as native
+    import foretoken.model.execution.native as kernels_of
+    from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.heads.eagle import EagleHead
+    from foretoken.heads.vocabulary import DraftVocabulary
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    native = Lazy("foretoken.heads.native")
+    kernels_of = Lazy("foretoken.model.execution.native")
+
+MOST_GROWN = 2
+"""Rows that are grown one after the other: more are fed together, level by level."""
+
+
+def native_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> native.NativeHead | None:
+    """The head as the kernels run it; None where it runs as a module.
+
+    Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
+    """
+    if target.execution.kind == "eager" or not native.is_frozen(head) or target.device.type != "cpu":
+        return None
+    own = head.embed_tokens
+    table = (target.shadow.get_input_embeddings() if own is None else own).weight.detach()
+    kernels = kernels_of.library()
+    if kernels is None or native.why_not(head, table, kernels) is not None or not native.is_plain(output):
+        return None
+    return native.NativeHead(head, table, native.dense(output), kernels)
+
+
+class NativeRows:
+    """Feeds rows of a cache to a head in the kernels.
+
+    Args:
+      head: see `NativeHead`.
+      cache: of the head, of one layer.
+      vocabulary: of its output layer; None for all tokens.
+    """
+
+    def __init__(self, head: native.NativeHead, cache: KVCache, vocabulary: DraftVocabulary | None) -> None:
+        self.head = head
+        self._cache = cache
+        is_full = vocabulary is None or vocabulary.is_full
+        self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
+
+    def takes(self, num_nodes: int) -> bool:
+        """Whether a call of so many nodes is for the kernels."""
+        return 0 < num_nodes <= native.MOST_NODES
+
+    def take_in(self, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor]) -> list[torch.Tensor]:
+        """Make entries of the next tokens of neighbouring rows, behind those that are committed.
+
+        Args:
+          chains: by row, tokens; none of rows that lie between.
+          streams: (n, streams * H of the target), of the rows that have tokens.
+
+        Returns: by row the output (H,) of its last entry; of rows without tokens nothing that counts.
+        """
+        keys, values = self._buffers(slots.start, len(slots), max(map(len, chains)))
+        starts = self._cache.row_lengths(slots.start, len(slots))
+        columns = [start + i for start, chain in zip(starts, chains, strict=True) for i in range(len(chain))]
+        nodes = native.NodeList(
+            [token for chain in chains for token in chain],
+            columns,
+            columns,
+            [column + 1 for column in columns],
+            [()] * len(columns),
+            [len(chain) for chain in chains],
+        )
+        given = streams[0] if len(streams) == 1 else torch.cat(list(streams))
+        outputs = self.head.feed(nodes, keys, values, given, is_true=True)
+        ends = [sum(nodes.counts[: i + 1]) for i in range(len(chains))]
+        return [outputs[max(end, 1) - 1] for end in ends]
+
+    def feed(self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor) -> torch.Tensor:
+        """Run the frontiers of drafts behind what was fed before, draft i in row i: outputs (B, F, H) in float32."""
+        width = features.shape[1]
+        keys, values = self._buffers(0, len(drafts), width)
+        num_fed = self._cache.lengths[places[0].slot] - places[0].trunk
+        tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
+        above, rows = list[list[int]](), list[int]()
+        for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
+            place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
+            levels = draft.depths if draft.frontier else ()
+            for j, node in enumerate(draft.frontier):
+                tokens.append(draft.tokens[node])
+                positions.append(place.trunk + levels[node] - 1)  # the pending token is part of the trunk by now
+                columns.append(place.trunk + num_fed + j)
+                prefixes.append(place.trunk)
+                above.append([place.trunk + place.offset_of[one] for one in draft.path(node)])
+                rows.append(i * width + j)
+        counts = [len(draft.frontier) for draft in drafts]
+        nodes = native.NodeList(tokens, positions, columns, prefixes, above, counts)
+        flat = features.flatten(0, 1)
+        is_full = len(rows) == len(flat)
+        found = self.head.feed(nodes, keys, values, flat if is_full else flat[rows], is_true=False)
+        if not is_full:
+            found = found.new_zeros(len(flat), found.shape[1]).index_copy_(0, torch.tensor(rows), found)
+        return found.view(len(drafts), width, -1)
+
+    def grow(
+        self,
+        place: Place,
+        draft: GrowingDraft,
+        last: torch.Tensor,
+        owed: tuple[Seq[int], torch.Tensor] | None,
+        least_mass: float,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """The tokens, parents and logarithmic scores of a draft that begins after the last entry of a row.
+
+        Args:
+          last: (H,) in float32, the output of the last entry; written where that is owed.
+          owed: tokens and streams of entries that are made first.
+          least_mass: see `Growth`.
+        """
+        count = 0 if owed is None else len(owed[0])
+        keys, values = self._buffers(place.slot, 1, count + (draft.cap - 1) * draft.beam_width)
+        grown = self.head.grow(
+            place.trunk + count,
+            draft.row.pending,
+            last,
+            keys,
+            values,
+            self._names,
+            owed=owed,
+            depth=draft.cap,
+            branches=draft.num_branches,
+            beam=draft.beam_width,
+            most=draft.max_nodes,
+            power=SHARPNESS,
+            least_mass=least_mass,
+        )
+        self._cache.commit([range(count)], place.slot)
+        place.trunk += count
+        return grown
+
+    def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of neighbouring rows, with room for so many more columns."""
+        self._cache.open(first_row, num_rows, max(width, 1))
+        (layer,) = self._cache.layers
+        if not layer.is_initialized:
+            blank = torch.zeros(1, self.head.num_kv_heads, 1, self.head.head_dim, dtype=torch.bfloat16)
+            layer.lazy_initialization(blank, blank)
+        rows = slice(first_row, first_row + num_rows)
+        return layer.keys[rows], layer.values[rows]

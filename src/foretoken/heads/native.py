@@ -1,0 +1,287 @@
+"""Heads of EAGLE in eight bits: a level of a draft, or all of it, in one call of the library's own kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from foretoken.heads.bytes import BytesMatrix
+from foretoken.heads.eagle import EagleHead, FusedLayer
+from foretoken.heads.layers import DecoderLayer, RMSNorm
+from foretoken.heads.structures import Growing, Head, Integer, Level
+from foretoken.model.execution import linears, packing
+from foretoken.model.execution.native import Library
+
+MOST_LEVELS = 60
+"""Of a draft: ``drafting.h`` has room for a few more."""
+MOST_HALF = 256
+MOST_NODES = 64
+"""Of a call. Beyond, the products of torch are faster: they compute more at a time, and read no faster."""
+
+
+@dataclass(frozen=True)
+class NodeList:
+    """Nodes of neighbouring rows that are fed together, row after row.
+
+    Args:
+      tokens, positions: of every node.
+      columns: of the cache that they are written to.
+      prefixes: every node sees the columns before this one,
+      above: and these: its ancestors behind the prefix, and itself.
+      counts: nodes of every row.
+    """
+
+    tokens: Seq[int]
+    positions: Seq[int]
+    columns: Seq[int]
+    prefixes: Seq[int]
+    above: Seq[Seq[int]]
+    counts: Seq[int]
+
+    def views(self) -> list[int]:
+        """By row, columns up to the last one that is written; one where there is no node."""
+        ends, first = [], 0
+        for count in self.counts:
+            ends.append(1 + max(self.columns[first : first + count], default=0))
+            first += count
+        return ends
+
+
+class NativeHead:
+    """A head of EAGLE as the kernels run it: weights in eight bits, all else in float32, keys and values in bfloat16.
+
+    Args:
+      head: of one decoder layer, in bfloat16 on the CPU; see `why_not`.
+      table: (V, H), the embeddings that it reads.
+      output: (V_d, H), the output layer that it drafts with.
+      kernels: of the library's own, which multiply bytes.
+
+    Attributes:
+      num_bytes: of its weights.
+
+    Exactness: within the rounding of bytes of what the module computes; what is drafted is verified.
+    Randomness: none.
+    """
+
+    def __init__(self, head: EagleHead, table: torch.Tensor, output: torch.Tensor, kernels: Library) -> None:
+        shape, layer = head.shape, cast("DecoderLayer | FusedLayer", head.layers[0])
+        attention, mlp = layer.self_attn, layer.mlp
+        sizes = shape.layer
+        self.size, self.num_logits = sizes.hidden_size, len(output)
+        self.num_kv_heads, self.head_dim = sizes.num_kv_heads, sizes.head_dim
+        self._kernels = kernels.drafting
+        self._kept: list[object] = [table]
+        hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
+        norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
+        products: tuple[tuple[Seq[nn.Module], torch.Tensor | None], ...] = (
+            ([head.fc], None),
+            (attention.sharing_input, None),
+            ([attention.o_proj], None),
+            (mlp.sharing_input, None),
+            ([mlp.down_proj], None),
+            ([], output),
+        )
+        matrices = [_matrix(*given) for given in products]
+        self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
+        frequencies = head.rotary.frequencies.float().contiguous()
+        self._kept += [matrices, frequencies]
+        self._head = Head(
+            shape.generation,
+            sizes.hidden_size,
+            len(shape.streams) * shape.target_size,
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            sizes.head_dim,
+            sizes.intermediate_size,
+            shape.norm_before_residual,
+            shape.norm_output and head.norm is not None,
+            table.data_ptr(),
+            frequencies.data_ptr(),
+            *(self._weight_of(norm) for norm in (*norms, layer.post_attention_layernorm, head.norm)),
+            *(matrix.structure for matrix in matrices),
+            sizes.eps,
+            head.rotary.factor,
+        )
+
+    def feed(
+        self, nodes: NodeList, keys: torch.Tensor, values: torch.Tensor, given: torch.Tensor, *, is_true: bool
+    ) -> torch.Tensor:
+        """Run nodes, and write their keys and values.
+
+        Args:
+          keys, values: (R, heads, T, head_dim) in bfloat16, from the first of these rows on.
+          given: (n, streams * H of the target) in bfloat16 where ``is_true``, else what this returned for their
+            parents.
+
+        Returns: (n, H) in float32: what children are fed, and what `logits` reads.
+        """
+        count = len(nodes.tokens)
+        outputs = torch.empty(count, self.size)
+        given = given.contiguous() if is_true else given.float().contiguous()
+        above = (Integer * (count * (MOST_LEVELS + 4)))()
+        for node, columns in enumerate(nodes.above):
+            first = node * (MOST_LEVELS + 4)
+            above[first : first + len(columns) + 1] = [*columns, -1]
+        firsts = [sum(nodes.counts[:row]) for row in range(len(nodes.counts))]
+        of_nodes = [_array(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
+        of_rows = [_array(each) for each in (nodes.counts, firsts, nodes.views())]
+        level = Level(
+            count,
+            len(nodes.counts),
+            *(ctypes.addressof(each) for each in (*of_nodes, above, *of_rows)),
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:2],
+            None if is_true else given.data_ptr(),
+            given.data_ptr() if is_true else None,
+            outputs.data_ptr(),
+        )
+        self._run("head_level", ctypes.addressof(level))
+        return outputs
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V_d) in float32."""
+        outputs = outputs.float().contiguous()
+        found = outputs.new_empty(*outputs.shape[:-1], self.num_logits)
+        self._run("head_logits", outputs.data_ptr(), outputs.numel() // self.size, found.data_ptr())
+        return found
+
+    def grow(
+        self,
+        trunk: int,
+        pending: int,
+        last: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        names: torch.Tensor | None,
+        *,
+        owed: tuple[Seq[int], torch.Tensor] | None = None,
+        depth: int,
+        branches: int,
+        beam: int,
+        most: int,
+        power: float,
+        least_mass: float = 0.0,
+    ) -> tuple[list[int], list[int], list[float]]:
+        """The draft of one greedy row, as `Growth` makes it with reranking.
+
+        Args:
+          trunk: entries of the text; behind them there is room for ``(depth - 1) * beam`` more.
+          pending: the last token.
+          last: (H,) in float32, the output of the last entry; written where that is owed.
+          keys, values: (1, heads, T, head_dim), of this row.
+          names: int64 (V_d,), the tokens of the output layer; None for their own numbers.
+          owed: tokens (n,) and streams (n, streams * H of the target) of the last entries of the trunk, where these are
+            still to be made.
+          depth: levels, at most `MOST_LEVELS`.
+          branches: children of a node.
+          beam: nodes of a level that get children.
+          most: nodes of the draft, root included.
+          power: to which laws are raised, and normalised.
+          least_mass: of the nodes that are expanded next; see `Growth`.
+
+        Returns: tokens, parents, and logarithms of the chances of paths, of every node.
+        """
+        most = min(most, 1 + depth * beam * branches)
+        tokens, parents = (Integer * most)(), (Integer * most)()
+        scores = (ctypes.c_double * most)()
+        chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
+        tokens_of = _array(chain)
+        growing = Growing(
+            pending,
+            trunk,
+            depth,
+            branches,
+            beam,
+            most,
+            keys.data_ptr(),
+            values.data_ptr(),
+            *keys.stride()[:2],
+            len(chain),
+            ctypes.addressof(tokens_of),
+            None if streams is None else streams.data_ptr(),
+            last.data_ptr(),
+            None if names is None else names.data_ptr(),
+            *(ctypes.addressof(each) for each in (tokens, parents, scores)),
+            least_mass,
+            power,
+        )
+        count = self._run("head_grow", ctypes.addressof(growing))
+        return tokens[:count], parents[:count], scores[:count]
+
+    def _run(self, name: str, *arguments: int) -> int:
+        function: Callable[..., int] = self._kernels[name]
+        return function(ctypes.addressof(self._head), *arguments, torch.get_num_threads())
+
+    def _weight_of(self, norm: nn.Module | None) -> int | None:
+        """The address of the weight of a norm, in float32."""
+        if norm is None:
+            return None
+        weight = norm.weight.detach().float().contiguous()  # type: ignore[operator]
+        self._kept.append(weight)
+        address: int = weight.data_ptr()
+        return address
+
+
+def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> str | None:
+    """Why a head runs as a module; None where `NativeHead` takes it."""
+    shape = head.shape
+    sizes = shape.layer
+    inputs = (sizes.hidden_size, len(shape.streams) * shape.target_size, sizes.num_heads * sizes.head_dim)
+    plain = type(head.layers[0]) in (DecoderLayer, FusedLayer)
+    reasons = {
+        "the CPU does not multiply bytes, or no compiler is found": kernels is None or not kernels.drafting,
+        "it is not in bfloat16 on a CPU": (head.dtype, head.fc.weight.device.type) != (torch.bfloat16, "cpu"),
+        "it has several layers": shape.num_layers != 1 or not plain,
+        "it has another activation than silu": sizes.activation != "silu",
+        "it has norms by head or by stream": sizes.has_head_norms or shape.fc_norm,
+        "its sizes are no multiples of 64": any(size % 64 for size in (*inputs, sizes.intermediate_size)),
+        "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * MOST_HALF,
+        "its embeddings are in another dtype": table.dtype != torch.bfloat16 or not table.is_contiguous(),
+        "other norms than its own": any(type(module) is not RMSNorm for module in _norms(head)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def is_frozen(head: EagleHead) -> bool:
+    """Whether its weights were packed when it was loaded, so that nobody trains them."""
+    return all(isinstance(linears.replacement(layer), packing.PackedLinear) for layer in linears.linears(head))
+
+
+def is_plain(output: nn.Module) -> bool:
+    """Whether an output layer is a product with a weight and nothing else."""
+    return type(output) is nn.Linear and output.bias is None
+
+
+def _norms(head: EagleHead) -> list[nn.Module]:
+    return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
+
+
+def _matrix(layers: Seq[nn.Module], weight: torch.Tensor | None) -> BytesMatrix:
+    """Of layers with one input, as one; or of a weight (out, in)."""
+    if weight is not None:
+        return BytesMatrix(weight)
+    weights = [dense(layer) for layer in layers]
+    given = [cast("torch.Tensor | None", layer.bias) for layer in layers]
+    if all(bias is None for bias in given):
+        return BytesMatrix(torch.cat(weights))
+    biases = [torch.zeros(len(weights[i])) if bias is None else bias.float() for i, bias in enumerate(given)]
+    return BytesMatrix(torch.cat(weights), torch.cat(biases))
+
+
+def dense(layer: nn.Module) -> torch.Tensor:
+    """The weight (out, in) of a linear layer, packed or not."""
+    packed = linears.replacement(layer)
+    if isinstance(packed, packing.PackedLinear):
+        return packed.dense()
+    return packing.dense_weight(layer)
+
+
+def _array(values: Seq[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (Integer * len(values))(*values)

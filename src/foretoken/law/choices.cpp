@@ -1,0 +1,228 @@
+// The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
+// once; what it returns is what the passes of numpy in choice.py, race.py and noise.py return.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum { BLOCK = 128 };  // scores that are looked at together
+
+// Numbers of either width as integers in the same order. -0 and 0 are one number.
+
+struct Half {
+  typedef int16_t Key;
+  static inline Key key(Key bits) { return (Key)((bits ^ ((bits >> 15) & 0x7fff)) + (bits == (Key)0x8000)); }
+  static inline Key magnitude(Key bits) { return bits & 0x7fff; }
+};
+
+struct Single {
+  typedef int32_t Key;
+  static inline Key key(Key bits) {
+    return (bits ^ ((bits >> 31) & 0x7fffffff)) + (bits == std::numeric_limits<Key>::min());
+  }
+  static inline Key magnitude(Key bits) { return bits & 0x7fffffff; }
+};
+
+static inline int32_t infinity_of(int64_t kind) { return kind == FLOAT32 ? 0x7f800000 : kind == BFLOAT16 ? 0x7f80 : 0x7c00; }
+
+template <typename F>
+static inline typename F::Key largest_key(const typename F::Key* bits, int64_t count) {
+  typename F::Key most = std::numeric_limits<typename F::Key>::min();
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, F::key(bits[i]));
+  return most;
+}
+
+template <typename F>
+static int64_t argmax(const typename F::Key* bits, int64_t count, int32_t infinity) {
+  typedef typename F::Key Key;
+  Key most = std::numeric_limits<Key>::min(), magnitude = 0;
+  int64_t block = 0;
+  for (int64_t start = 0; start < count; start += BLOCK) {
+    const int64_t size = std::min<int64_t>(BLOCK, count - start);
+    Key peak = std::numeric_limits<Key>::min(), large = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      peak = std::max(peak, F::key(bits[start + i]));
+      large = std::max(large, F::magnitude(bits[start + i]));
+    }
+    magnitude = std::max(magnitude, large);
+    if (peak > most) {
+      most = peak;
+      block = start;
+    }
+  }
+  if (magnitude > infinity || most >= infinity || most <= F::key((Key)(infinity | std::numeric_limits<Key>::min()))) return -1;
+  int64_t i = block;
+  while (F::key(bits[i]) != most) ++i;
+  return i;
+}
+
+template <typename F>
+static void best(const typename F::Key* bits, int64_t count, int64_t k, int64_t* out) {
+  typedef typename F::Key Key;
+  Key keys[64];
+  int64_t found = 0;
+  for (int64_t start = 0; start < count; start += BLOCK) {
+    const int64_t size = std::min<int64_t>(BLOCK, count - start);
+    if (found == k && largest_key<F>(bits + start, size) <= keys[k - 1]) continue;
+    for (int64_t i = 0; i < size; ++i) {
+      const Key key = F::key(bits[start + i]);
+      if (found == k && key <= keys[k - 1]) continue;
+      int64_t place = found < k ? found++ : k - 1;
+      for (; place > 0 && keys[place - 1] < key; --place) {
+        keys[place] = keys[place - 1];
+        out[place] = out[place - 1];
+      }
+      keys[place] = key;
+      out[place] = start + i;
+    }
+  }
+}
+
+// ---- noise, as in noise.py ------------------------------------------------------------------------------------------
+
+static const uint64_t GOLDEN = 0x9E3779B97F4A7C15u, FIRST = 0xBF58476D1CE4E5B9u, SECOND = 0x94D049BB133111EBu;
+
+static inline uint64_t mixed(uint64_t state) {  // all but the last step of the hash
+  state = (state ^ (state >> 30)) * FIRST;
+  return (state ^ (state >> 27)) * SECOND;
+}
+
+static inline double gumbel(uint64_t key, int64_t token) {
+  uint64_t state = mixed(key + (uint64_t)(token + 1) * GOLDEN);
+  state = (state ^ (state >> 31)) >> 11;
+  return -std::log(-std::log((double)std::max<uint64_t>(state, 1) * 0x1p-53));
+}
+
+// See `least_bits` in noise.py.
+static inline uint64_t least_bits(double least) {
+  const double rest = least > -4.0 ? -std::expm1(-std::exp(-least)) * (1.0 + 1e-6) : 1.0;
+  const int64_t bits = (int64_t)std::floor((1.0 - rest) * 0x1p31) - 1;
+  return bits <= 0 ? 0 : (uint64_t)bits << 33;
+}
+
+static inline float widened(uint16_t bits, int64_t kind) {
+  if (kind == FLOAT16) return _cvtsh_ss(bits);
+  const uint32_t wide = (uint32_t)bits << 16;
+  float value;
+  memcpy(&value, &wide, 4);
+  return value;
+}
+
+static void widen(const void* values, int64_t kind, int64_t count, float* out) {
+  const uint16_t* halves = (const uint16_t*)values;
+  if (kind == FLOAT32)
+    memcpy(out, values, count * 4);
+  else if (kind == BFLOAT16)
+    for (int64_t i = 0; i < count; ++i) out[i] = widened(halves[i], BFLOAT16);
+  else
+    for (int64_t i = 0; i < count; ++i) out[i] = widened(halves[i], FLOAT16);
+}
+
+static int64_t race(const void* values, int64_t kind, int64_t count, float temperature, uint64_t key, float* row,
+                    float* peaks) {
+  widen(values, kind, count, row);
+  if (temperature != 1.0f)
+    for (int64_t i = 0; i < count; ++i) row[i] /= temperature;
+  const int64_t num_blocks = (count + BLOCK - 1) / BLOCK;
+  bool is_bad = false;
+  int64_t top = 0;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
+    int32_t most = std::numeric_limits<int32_t>::min(), large = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      int32_t bits;
+      memcpy(&bits, row + start + i, 4);
+      most = std::max(most, Single::key(bits));
+      large = std::max(large, Single::magnitude(bits));
+    }
+    if (large > 0x7f800000 || most >= 0x7f800000) is_bad = true;
+    const int32_t bits = most ^ ((most >> 31) & 0x7fffffff);
+    memcpy(peaks + block, &bits, 4);
+    if (peaks[block] > peaks[top]) top = block;
+  }
+  if (is_bad || !(peaks[top] > -std::numeric_limits<float>::infinity())) return -1;
+  int64_t winner = top * BLOCK;
+  while (row[winner] != peaks[top]) ++winner;
+  double most = (double)row[winner] + gumbel(key, winner);
+  uint8_t may_win[BLOCK];
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const double least = most - (double)peaks[block];
+    if (!(least < 37.0)) continue;  // no noise is as large
+    const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
+    const uint64_t bound = least_bits(least), first = key + (uint64_t)(start + 1) * GOLDEN;
+    uint64_t any = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      const uint64_t passes = mixed(first + (uint64_t)i * GOLDEN) >= bound;
+      may_win[i] = (uint8_t)passes;
+      any |= passes;
+    }
+    if (!any) continue;
+    for (int64_t i = 0; i < size; ++i) {
+      if (!may_win[i] || row[start + i] == -std::numeric_limits<float>::infinity()) continue;
+      const double value = (double)row[start + i] + gumbel(key, start + i);
+      if (value > most || (value == most && start + i < winner)) {
+        most = value;
+        winner = start + i;
+      }
+    }
+  }
+  return winner;
+}
+
+// ---- what Python calls ----------------------------------------------------------------------------------------------
+
+static thread_local std::vector<float> room;  // a row over its temperature, and the largest of every block
+
+static inline const char* row_of(const void* values, int64_t kind, int64_t stride, int64_t row) {
+  return (const char*)values + row * stride * (kind == FLOAT32 ? 4 : 2);
+}
+
+extern "C" {
+
+bool foretoken_is_allowed() {
+#if defined(FORETOKEN_AVX2)
+  return __builtin_cpu_supports("avx2");
+#else
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+#endif
+}
+
+// Rows are `stride` numbers apart. -1 for a row with NaN or infinity, or nothing above minus infinity.
+int64_t foretoken_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count) {
+  const void* from = row_of(values, kind, stride, row);
+  return kind == FLOAT32 ? argmax<Single>((const int32_t*)from, count, infinity_of(kind))
+                         : argmax<Half>((const int16_t*)from, count, infinity_of(kind));
+}
+
+void foretoken_argmax(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count, int64_t* out) {
+  for (int64_t row = 0; row < rows; ++row) out[row] = foretoken_argmax_at(values, kind, row, stride, count);
+}
+
+// The k <= 64 largest of some rows, best first, equal ones by number: (rows, k).
+void foretoken_best(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
+                    const int64_t* numbers, int64_t k, int64_t* out) {
+  for (int64_t row = 0; row < rows; ++row, out += k) {
+    const void* from = row_of(values, kind, stride, numbers[row]);
+    kind == FLOAT32 ? best<Single>((const int32_t*)from, count, k, out) : best<Half>((const int16_t*)from, count, k, out);
+  }
+}
+
+// The largest of score / temperature + noise of every row, whose key is keys[row]; -1 as above.
+int64_t foretoken_race_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
+                          float temperature, uint64_t key) {
+  room.resize(count + count / BLOCK + 1);
+  return race(row_of(values, kind, stride, row), kind, count, temperature, key, room.data(), room.data() + count);
+}
+
+void foretoken_race(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count, float temperature,
+                    const uint64_t* keys, int64_t* out) {
+  for (int64_t row = 0; row < rows; ++row)
+    out[row] = foretoken_race_at(values, kind, row, stride, count, temperature, keys[row]);
+}
+}

@@ -1,0 +1,284 @@
+// A head of EAGLE in eight bits: one call runs its layer over the few nodes of a level, another grows a whole draft.
+//
+// A level of so small a layer is bound by reading its weights and by calls. Weights are kept as bytes with a scale by
+// output, activations are rounded to bytes with a scale by row and 64 inputs as they come; all else is in float32, keys
+// and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/bytes.py and heads/native.py.
+
+#include "drafting.h"
+
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+
+#include <algorithm>
+#include <math.h>
+#include <vector>
+
+extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
+
+enum { SPAN = 64, MOST_ROWS = 6 };  // inputs that share a scale; rows that are multiplied at a time
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+struct Rounded {  // rows (n, K) as bytes, with a scale by SPAN and what a sum begins with: weights are 128 too large
+  std::vector<int8_t> values;
+  std::vector<float> scales;
+  std::vector<int32_t> starts;
+
+  void take(const float* x, int64_t rows, int64_t inputs) {
+    values.resize(rows * inputs), scales.resize(rows * inputs / SPAN), starts.resize(rows * inputs / SPAN);
+    for (int64_t span = 0; span < rows * inputs / SPAN; ++span) {
+      const float* from = x + span * SPAN;
+      __m512 most = _mm512_setzero_ps();
+      for (int i = 0; i < SPAN; i += 16) most = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(from + i)), most);
+      const float largest = _mm512_reduce_max_ps(most);
+      const bool is_usable = largest > 1e-30f && largest < 1e30f;
+      const __m512 factor = all(is_usable ? 127.0f / largest : 0.0f);
+      __m512i sum = _mm512_setzero_si512();
+      for (int i = 0; i < SPAN; i += 16) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
+        sum = _mm512_add_epi32(sum, whole);
+        _mm_storeu_si128((__m128i*)(values.data() + span * SPAN + i), _mm512_cvtsepi32_epi8(whole));
+      }
+      scales[span] = is_usable ? largest / 127.0f : 0.0f;
+      starts[span] = -128 * _mm512_reduce_add_epi32(sum);
+    }
+  }
+};
+
+template <int ROWS>
+static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
+  const int64_t inputs = matrix.inputs, spans = inputs / SPAN, first = block * BYTES_BLOCK;
+  const uint8_t* weight = matrix.weight + first * inputs;
+  const int8_t* values = x.values.data() + row * inputs;
+  const int64_t at = row * spans;
+  __m512 sums[ROWS][2];
+  for (int i = 0; i < ROWS; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+  for (int64_t span = 0; span < spans; ++span) {
+    __m512i whole[ROWS][2];
+    for (int i = 0; i < ROWS; ++i) whole[i][0] = whole[i][1] = _mm512_set1_epi32(x.starts[at + i * spans + span]);
+    for (int64_t input = span * SPAN; input < (span + 1) * SPAN; input += 4, weight += 128) {
+      const __m512i low = _mm512_loadu_si512(weight), high = _mm512_loadu_si512(weight + 64);
+      _mm_prefetch((const char*)(weight + 4096), _MM_HINT_T0);
+      _mm_prefetch((const char*)(weight + 4160), _MM_HINT_T0);
+#pragma GCC unroll 6
+      for (int i = 0; i < ROWS; ++i) {
+        int32_t four;
+        memcpy(&four, values + i * inputs + input, 4);
+        whole[i][0] = _mm512_dpbusd_epi32(whole[i][0], low, _mm512_set1_epi32(four));
+        whole[i][1] = _mm512_dpbusd_epi32(whole[i][1], high, _mm512_set1_epi32(four));
+      }
+    }
+    for (int i = 0; i < ROWS; ++i) {
+      const __m512 scale = all(x.scales[at + i * spans + span]);
+      for (int j = 0; j < 2; ++j) sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j]), scale, sums[i][j]);
+    }
+  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const int64_t place = first + 16 * j, count = least(16, matrix.outputs - place);
+      if (count <= 0) continue;
+      const __mmask16 some = (__mmask16)((1u << count) - 1);
+      const __m512 bias = matrix.bias ? _mm512_maskz_loadu_ps(some, matrix.bias + place) : _mm512_setzero_ps();
+      const __m512 result = _mm512_fmadd_ps(sums[i][j], _mm512_maskz_loadu_ps(some, matrix.scales + place), bias);
+      _mm512_mask_storeu_ps(out + (row + i) * matrix.outputs + place, some, result);
+    }
+}
+
+static void multiply(const Bytes& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
+  const int64_t blocks = (matrix.outputs + BYTES_BLOCK - 1) / BYTES_BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t row = 0; row < rows; row += MOST_ROWS) switch (least(MOST_ROWS, rows - row)) {
+        case 1: block_rows<1>(matrix, x, row, block, out); break;
+        case 2: block_rows<2>(matrix, x, row, block, out); break;
+        case 3: block_rows<3>(matrix, x, row, block, out); break;
+        case 4: block_rows<4>(matrix, x, row, block, out); break;
+        case 5: block_rows<5>(matrix, x, row, block, out); break;
+        default: block_rows<6>(matrix, x, row, block, out);
+      }
+}
+
+static void product(const Bytes& matrix, const float* x, int64_t rows, float* out, int threads) {
+  static thread_local Rounded rounded;
+  rounded.take(x, rows, matrix.inputs);
+  multiply(matrix, rounded, rows, out, threads);
+}
+
+// (n, K) in float32 -> (n, N) in float32.
+extern "C" void foretoken_bytes_product(const Bytes* matrix, const float* x, int64_t rows, float* out, int threads) {
+  product(*matrix, x, rows, out, threads);
+}
+
+// ---- the layer ------------------------------------------------------------------------------------------------------
+
+static void widen(const uint16_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES) write(to + i, read((const Bfloat16*)from + i));
+}
+
+static void narrow(const float* from, uint16_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store((Bfloat16*)to + i, from[i]);
+}
+
+// Root mean square norm of (size,) by a weight.
+static void norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
+  Vector squares = zero();
+  for (int64_t i = 0; i < size; i += LANES) squares = add_product(read(x + i), read(x + i), squares);
+  const Vector scale = all(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)size + eps));
+  for (int64_t i = 0; i < size; i += LANES)
+    write(out + i, _mm512_mul_ps(_mm512_mul_ps(read(x + i), scale), read(weight + i)));
+}
+
+// Of (gate, up) side by side: silu(gate) * up.
+static void gated(const float* both, int64_t size, float* out) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Vector gate = read(both + i);
+    const Vector share = _mm512_div_ps(gate, _mm512_add_ps(all(1.0f), exponential(_mm512_sub_ps(zero(), gate))));
+    write(out + i, _mm512_mul_ps(share, read(both + size + i)));
+  }
+}
+
+// Turn the halves of heads (heads, head_dim) against one another.
+static void rotate(float* x, int64_t heads, int64_t head_dim, const float* cosines, const float* sines) {
+  const int64_t half = head_dim / 2;
+  for (int64_t head = 0; head < heads; ++head, x += head_dim)
+    for (int64_t i = 0; i < half; i += LANES) {
+      const Vector first = read(x + i), second = read(x + half + i), cosine = read(cosines + i), sine = read(sines + i);
+      write(x + i, _mm512_fnmadd_ps(second, sine, _mm512_mul_ps(first, cosine)));
+      write(x + half + i, _mm512_fmadd_ps(first, sine, _mm512_mul_ps(second, cosine)));
+    }
+}
+
+struct Room {
+  std::vector<float> embedded, wide, features, inputs, x, states, heads, mixed, both, gated;
+  std::vector<uint16_t> queries, seen, mask;
+  std::vector<float> scratch;
+};
+
+// Scaled attention of all nodes over the cache, (n, heads * head_dim), once their own keys and values lie in it.
+static void attend(const Head& head, const Level& level, Room& room, int threads) {
+  const int64_t size = head.head_dim, width = head.heads * size;
+  int64_t longest = 0, most = 0;
+  for (int64_t row = 0; row < level.rows; ++row) {
+    longest = std::max(longest, level.view[row]);
+    most = std::max(most, level.counts[row]);
+  }
+  enum : uint16_t { HIDDEN = 0xff80 };  // minus infinity
+  room.mask.assign(level.rows * most * longest, HIDDEN);
+  for (int64_t row = 0; row < level.rows; ++row)
+    for (int64_t i = 0; i < level.counts[row]; ++i) {
+      const int64_t node = level.firsts[row] + i;
+      uint16_t* of_node = room.mask.data() + (row * most + i) * longest;
+      memset(of_node, 0, 2 * level.prefix[node]);
+      for (const int64_t* column = level.above + node * MOST_LEVELS; *column >= 0; ++column) of_node[*column] = 0;
+    }
+  const Attention call = {level.rows, head.kv_heads, head.heads / head.kv_heads, size, size, 2, width, size,
+                          level.row, level.head, level.row, level.head, most * longest, longest,
+                          level.counts, level.firsts, level.view, 1.0f / sqrtf((float)size)};
+  room.scratch.resize(foretoken_attention_scratch(&call, threads) + 16);
+  float* scratch = (float*)(((uintptr_t)room.scratch.data() + 63) / 64 * 64);
+  room.seen.resize(level.nodes * width);
+  foretoken_attention(&call, room.queries.data(), level.keys, level.values, room.mask.data(), room.seen.data(), scratch,
+                      threads);
+}
+
+// What the layer reads: (n, heads) of it in room.inputs, and the residual stream in room.x.
+static void mix(const Head& head, const Level& level, Room& room, int threads) {
+  const int64_t size = head.size, n = level.nodes;
+  room.embedded.resize(n * size), room.features.resize(n * size), room.x.resize(n * size);
+  room.inputs.resize(2 * n * size);
+  for (int64_t node = 0; node < n; ++node) {
+    float* embedded = room.embedded.data() + node * size;
+    widen(head.table + level.tokens[node] * size, embedded, size);
+    if (head.embed_norm) norm(embedded, head.embed_norm, size, head.eps, embedded);
+  }
+  const float* features = level.features;
+  if (level.streams) {
+    room.wide.resize(n * head.width);
+    widen(level.streams, room.wide.data(), n * head.width);
+    for (float& value : room.wide) value = value - value == 0.0f ? value : 0.0f;  // what is not finite would stay
+    if (head.generation == 3) {
+      for (int64_t node = 0; head.streams_norm && node < n; ++node) {
+        float* wide = room.wide.data() + node * head.width;
+        norm(wide, head.streams_norm, head.width, head.eps, wide);
+      }
+      product(head.fuse, room.wide.data(), n, room.features.data(), threads);
+    }
+    features = head.generation == 3 ? room.features.data() : room.wide.data();
+  }
+  for (int64_t node = 0; node < n; ++node) {
+    const float *embedded = room.embedded.data() + node * size, *feature = features + node * size;
+    float *both = room.inputs.data() + 2 * node * size, *x = room.x.data() + node * size;
+    if (head.generation == 3) {
+      norm(embedded, head.input_norm, size, head.eps, both);
+      norm(feature, head.hidden_norm, size, head.eps, both + size);
+      memcpy(x, head.is_residual_normed ? both + size : feature, size * sizeof(float));
+    } else {
+      memcpy(both, embedded, size * sizeof(float));
+      memcpy(both + size, feature, size * sizeof(float));
+    }
+  }
+  if (head.generation == 3) return;
+  product(head.fuse, room.inputs.data(), n, room.x.data(), threads);
+  room.inputs = room.x;
+  for (int64_t node = 0; head.input_norm && node < n; ++node)
+    norm(room.x.data() + node * size, head.input_norm, size, head.eps, room.inputs.data() + node * size);
+}
+
+static void run_level(const Head& head, const Level& level, int threads) {
+  static thread_local Room room;
+  const int64_t n = level.nodes, size = head.size, dim = head.head_dim, width = head.heads * dim;
+  const int64_t kv = head.kv_heads * dim, all_heads = width + 2 * kv;
+  mix(head, level, room, threads);
+  room.heads.resize(n * all_heads), room.queries.resize(n * width), room.mixed.resize(n * size);
+  product(head.heads_in, room.inputs.data(), n, room.heads.data(), threads);
+  float cosines[MOST_HALF], sines[MOST_HALF];
+  for (int64_t node = 0, row = 0; node < n; ++node) {
+    while (row + 1 < level.rows && node >= level.firsts[row + 1]) ++row;
+    float* states = room.heads.data() + node * all_heads;
+    for (int64_t i = 0; i < dim / 2; ++i) {
+      const float angle = (float)level.positions[node] * head.frequencies[i];
+      cosines[i] = cosf(angle) * head.rope_factor, sines[i] = sinf(angle) * head.rope_factor;
+    }
+    rotate(states, head.heads + head.kv_heads, dim, cosines, sines);
+    narrow(states, room.queries.data() + node * width, width);
+    for (int64_t i = 0; i < head.kv_heads; ++i) {
+      const int64_t place = row * level.row + i * level.head + level.columns[node] * dim;
+      narrow(states + width + i * dim, level.keys + place, dim);
+      narrow(states + width + kv + i * dim, level.values + place, dim);
+    }
+  }
+  attend(head, level, room, threads);
+  room.states.resize(n * width);
+  widen(room.seen.data(), room.states.data(), n * width);
+  product(head.heads_out, room.states.data(), n, room.mixed.data(), threads);
+  room.inputs.resize(n * size), room.both.resize(2 * n * head.inner), room.gated.resize(n * head.inner);
+  for (int64_t node = 0; node < n; ++node) {
+    float* x = room.x.data() + node * size;
+    for (int64_t i = 0; i < size; ++i) x[i] += room.mixed[node * size + i];
+    norm(x, head.post_norm, size, head.eps, room.inputs.data() + node * size);
+  }
+  product(head.gate_up, room.inputs.data(), n, room.both.data(), threads);
+  for (int64_t node = 0; node < n; ++node)
+    gated(room.both.data() + 2 * node * head.inner, head.inner, room.gated.data() + node * head.inner);
+  product(head.down, room.gated.data(), n, room.mixed.data(), threads);
+  for (int64_t node = 0; node < n; ++node) {
+    float *x = room.x.data() + node * size, *to = level.outputs + node * size;
+    for (int64_t i = 0; i < size; ++i) to[i] = x[i] + room.mixed[node * size + i];
+    if (head.norms_output) norm(to, head.norm, size, head.eps, to);
+  }
+}
+
+extern "C" void foretoken_head_level(const Head* head, const Level* level, int threads) {
+  run_level(*head, *level, threads);
+}
+
+// Logits (n, V_d) after outputs (n, H).
+extern "C" void foretoken_head_logits(const Head* head, const float* outputs, int64_t n, float* logits, int threads) {
+  static thread_local std::vector<float> normed;
+  const int64_t size = head->size;
+  normed.assign(outputs, outputs + n * size);
+  for (int64_t node = 0; head->norm && !head->norms_output && node < n; ++node)
+    norm(outputs + node * size, head->norm, size, head->eps, normed.data() + node * size);
+  product(head->output, normed.data(), n, logits, threads);
+}
+
+#endif

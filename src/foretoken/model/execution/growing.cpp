@@ -1,0 +1,170 @@
+// The draft of one greedy row, grown level by level by a head of EAGLE: what drafters/parts/growth.py does with
+// reranking, in one call.
+
+#include "drafting.h"
+
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+
+#include <algorithm>
+#include <functional>
+#include <math.h>
+#include <vector>
+
+extern "C" void foretoken_head_level(const Head* head, const Level* level, int threads);
+extern "C" void foretoken_head_logits(const Head* head, const float* outputs, int64_t n, float* logits, int threads);
+
+struct Child {
+  int64_t parent, token;
+  double score;  // of the path: the sum of logarithms
+};
+
+enum { CHUNK = 64 };
+
+// e^(distance to the peak * power) of a row, added up.
+static double mass_of(const float* row, int64_t count, float peak, float power) {
+  Vector sum = zero();
+  for (int64_t i = 0; i < count; i += LANES) {
+    const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
+    const Vector distance = _mm512_sub_ps(_mm512_maskz_loadu_ps(some, row + i), all(peak));
+    sum = _mm512_mask_add_ps(sum, some, sum, exponential(_mm512_mul_ps(distance, all(power))));
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+// The k largest of (count,), the first of equal ones first, as children with the logarithms of their shares of the
+// softmax raised to a power and normalised; none where a number is not one.
+static void best_of(float* row, int64_t count, int64_t k, float power, const int64_t* names, const Child& above,
+                    int64_t parent, std::vector<Child>& found) {
+  static thread_local std::vector<float> peaks;
+  const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+  peaks.resize(chunks);
+  Vector test = zero();
+  for (int64_t i = 0; i < count; i += LANES) {
+    const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
+    test = add_product(_mm512_maskz_loadu_ps(some, row + i), zero(), test);  // NaN stays, infinity becomes one
+  }
+  if (_mm512_cmp_ps_mask(test, test, _CMP_UNORD_Q)) return;
+  const auto peak_of = [&](int64_t chunk) {
+    Vector most = all(-__builtin_inff());
+    for (int64_t i = chunk * CHUNK; i < least(count, (chunk + 1) * CHUNK); i += LANES) {
+      const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
+      most = _mm512_mask_max_ps(most, some, most, _mm512_maskz_loadu_ps(some, row + i));
+    }
+    return _mm512_reduce_max_ps(most);
+  };
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) peaks[chunk] = peak_of(chunk);
+  const float peak = *std::max_element(peaks.begin(), peaks.end());
+  const double mass = log(mass_of(row, count, peak, power));
+  for (int64_t rank = 0; rank < least(k, count); ++rank) {
+    const int64_t chunk = std::max_element(peaks.begin(), peaks.end()) - peaks.begin();
+    int64_t place = chunk * CHUNK;
+    while (row[place] != peaks[chunk]) ++place;
+    const double share = ((double)row[place] - peak) * power - mass;
+    found.push_back({parent, names ? names[place] : place, above.score + share});
+    row[place] = -__builtin_inff();
+    peaks[chunk] = peak_of(chunk);
+  }
+}
+
+// The columns of a node's ancestors and its own, behind the trunk, and then -1.
+static void look_above(const std::vector<Child>& pool, const std::vector<int64_t>& column_of, int64_t node,
+                       int64_t* above) {
+  for (; node > 0; node = pool[node].parent) *above++ = column_of[node];
+  *above = -1;
+}
+
+// The nodes of the pool that are worth most, in order of their numbers. Returns: how many.
+static int64_t keep_best(const std::vector<Child>& pool, const Growing& growing) {
+  std::vector<int64_t> order(pool.size() - 1), new_index(pool.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = (int64_t)i + 1;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return pool[a].score > pool[b].score; });
+  order.resize(std::min(order.size(), (size_t)growing.most - 1));
+  std::sort(order.begin(), order.end());
+  int64_t count = 0;
+  growing.tokens[count] = pool[0].token, growing.parents[count] = -1, growing.scores[count++] = 0;
+  for (const int64_t node : order) {
+    new_index[node] = count;
+    growing.tokens[count] = pool[node].token;
+    growing.parents[count] = new_index[pool[node].parent];
+    growing.scores[count++] = pool[node].score;
+  }
+  return count;
+}
+
+// Entries of the text that are still to be made, as a chain.
+static void take_in(const Head* head, const Growing& growing, int threads) {
+  const int64_t n = growing.owed, first = 0, start = growing.trunk - n;
+  std::vector<int64_t> columns(n), prefix(n), above(n * MOST_LEVELS, -1);
+  std::vector<float> outputs(n * head->size);
+  for (int64_t i = 0; i < n; ++i) columns[i] = start + i, prefix[i] = start + i + 1;
+  const Level level = {n, 1, growing.tokens_of, columns.data(), columns.data(), prefix.data(), above.data(), &n, &first,
+                       &growing.trunk, growing.keys, growing.values, growing.row, growing.head, nullptr,
+                       growing.streams, outputs.data()};
+  foretoken_head_level(head, &level, threads);
+  memcpy(growing.last, outputs.data() + (n - 1) * head->size, head->size * sizeof(float));
+}
+
+// Whether children of the frontier could be among the best nodes, and are likely enough together.
+static bool can_gain(const std::vector<Child>& pool, const std::vector<int64_t>& frontier, const Growing& growing) {
+  double mass = 0, best = -__builtin_inf();
+  for (const int64_t node : frontier) mass += exp(pool[node].score), best = std::max(best, pool[node].score);
+  if (mass < growing.least_mass) return false;
+  const int64_t kept = growing.most - 1;
+  if (kept < 1 || (int64_t)pool.size() - 1 < kept) return true;
+  std::vector<double> scores;
+  for (size_t node = 1; node < pool.size(); ++node) scores.push_back(pool[node].score);
+  std::nth_element(scores.begin(), scores.begin() + kept - 1, scores.end(), std::greater<double>());
+  return best > scores[kept - 1];
+}
+
+// Returns: the number of nodes of the draft, the pending token included.
+extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing, int threads) {
+  const int64_t size = head->size, vocab = head->output.outputs, beam = growing->beam;
+  std::vector<Child> pool = {{-1, growing->pending, 0.0}}, children;
+  std::vector<int64_t> column_of = {0}, frontier = {0}, places(4 * beam), above(beam * MOST_LEVELS);
+  if (growing->owed) take_in(head, *growing, threads);
+  std::vector<float> outputs(growing->last, growing->last + size), features, logits;
+  int64_t fed = 0;
+  for (int64_t depth = 0; depth < growing->depth && !frontier.empty(); ++depth) {
+    const int64_t n = (int64_t)frontier.size();
+    if (depth && !can_gain(pool, frontier, *growing)) break;
+    if (depth) {
+      int64_t *tokens = places.data(), *positions = tokens + beam, *columns = positions + beam, *prefix = columns + beam;
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t node = frontier[i];
+        tokens[i] = pool[node].token, positions[i] = growing->trunk + depth - 1;
+        column_of[node] = columns[i] = growing->trunk + fed + i, prefix[i] = growing->trunk;
+        look_above(pool, column_of, node, above.data() + i * MOST_LEVELS);
+      }
+      const int64_t first = 0, view = growing->trunk + fed + n;
+      outputs.resize(n * size);
+      const Level level = {n, 1, tokens, positions, columns, prefix, above.data(), &n, &first, &view, growing->keys,
+                           growing->values, growing->row, growing->head, features.data(), nullptr, outputs.data()};
+      foretoken_head_level(head, &level, threads);
+      fed += n;
+    }
+    logits.resize(n * vocab);
+    foretoken_head_logits(head, outputs.data(), n, logits.data(), threads);
+    children.clear();
+    for (int64_t i = 0; i < n; ++i)
+      best_of(logits.data() + i * vocab, vocab, growing->branches, growing->power, growing->names, pool[frontier[i]],
+              frontier[i], children);
+    std::vector<int64_t> fed_as(pool.size(), 0);
+    for (int64_t i = 0; i < n; ++i) fed_as[frontier[i]] = i;
+    std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
+    frontier.clear();
+    features.clear();
+    for (const Child& child : children) {
+      if ((int64_t)frontier.size() < beam) {
+        const float* of_parent = outputs.data() + fed_as[child.parent] * size;
+        features.insert(features.end(), of_parent, of_parent + size);
+        frontier.push_back((int64_t)pool.size());
+      }
+      pool.push_back(child);
+      column_of.push_back(0);
+    }
+  }
+  return keep_best(pool, *growing);
+}
+
+#endif

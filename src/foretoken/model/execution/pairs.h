@@ -1,0 +1,175 @@
+// Attention of one head of one row, in vectors of float32.
+
+#pragma once
+
+#include "calls.h"
+#include "softmax.h"
+
+template <typename T>
+struct Pair {
+  const Attention* call;
+  const T *query, *keys, *values;
+  const T* mask;
+  T* out;
+  int64_t count, columns, stride;  // queries: group x nodes; columns, also up to a whole step
+
+  Pair(const Attention* call, const void* query, const void* keys, const void* values, const void* mask, void* out,
+       int64_t index)
+      : call(call) {
+    const int64_t row = index / call->heads, head = index % call->heads, first = call->firsts[row];
+    this->query = (const T*)query + first * call->query_node + head * call->group * call->query_head;
+    this->keys = (const T*)keys + row * call->key_row + head * call->key_head;
+    this->values = (const T*)values + row * call->value_row + head * call->value_head;
+    this->mask = mask ? (const T*)mask + row * call->mask_row : nullptr;
+    this->out = (T*)out + (first * call->heads * call->group + head * call->group) * call->value_size;
+    count = call->group * call->counts[row];
+    columns = call->columns[row];
+    stride = padded(columns);
+  }
+
+  // Query i is head i % group of node i / group.
+  void read_queries(float* queries) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const T* from = query + i / call->group * call->query_node + i % call->group * call->query_head;
+      for (int64_t at = 0; at < call->size; at += LANES) write(queries + i * call->size + at, read(from + at));
+    }
+  }
+
+  // Keys of `LANES` columns, laid out input by input; zeros behind the last column.
+  void read_keys(int64_t column, float* keys_by_input) const {
+    const int64_t size = call->size;
+    for (int64_t at = 0; at < size; at += LANES) {
+      Vector block[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) block[i] = column + i < columns ? read(keys + (column + i) * size + at) : zero();
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) write(keys_by_input + (at + i) * LANES, block[i]);
+    }
+  }
+
+  template <int COUNT>
+  void score_some(int64_t first, int64_t column, const float* queries, const float* left, const float* right,
+                  float* scores) const {
+    Vector low[COUNT], high[COUNT];
+    for (int i = 0; i < COUNT; ++i) low[i] = high[i] = zero();
+    const float* from = queries + first * call->size;
+    for (int64_t at = 0; at < call->size; ++at) {
+      const Vector one = read(left + at * LANES), two = read(right + at * LANES);
+#pragma GCC unroll 4
+      for (int i = 0; i < COUNT; ++i) {
+        const Vector value = all(from[i * call->size + at]);
+        low[i] = add_product(value, one, low[i]);
+        high[i] = add_product(value, two, high[i]);
+      }
+    }
+    for (int i = 0; i < COUNT; ++i) {
+      const T* seen = mask ? mask + (first + i) / call->group * call->mask_node + column : nullptr;
+      const int64_t here = columns - column;
+      float* to = scores + (first + i) * stride + column;
+      const Vector zeros = zero(), scale = all(call->scale);
+      write(to, seen_only(add_product(low[i], scale, zeros), seen, least(LANES, here)));
+      const int64_t rest = here > LANES ? least(LANES, here - LANES) : 0;
+      write(to + LANES, seen_only(add_product(high[i], scale, zeros), seen ? seen + (rest ? LANES : 0) : nullptr, rest));
+    }
+  }
+
+  // Scores of columns [from, to), both whole steps or the end.
+  void score(int64_t from, int64_t to, const float* queries, float* by_input, float* scores) const {
+    float *left = by_input, *right = by_input + LANES * call->size;
+    for (int64_t column = from; column < to; column += STEP) {
+      if (column + STEP < columns)
+        for (int64_t byte = 0; byte < (int64_t)(STEP * call->size * sizeof(T)); byte += 64)
+          _mm_prefetch((const char*)(keys + (column + STEP) * call->size) + byte, _MM_HINT_T0);
+      read_keys(column, left);
+      read_keys(column + LANES, right);
+      int64_t first = 0;
+      for (; first + MOST_SCORED <= count; first += MOST_SCORED)
+        score_some<MOST_SCORED>(first, column, queries, left, right, scores);
+      switch (count - first) {
+        case 3: score_some<3>(first, column, queries, left, right, scores); break;
+        case 2: score_some<2>(first, column, queries, left, right, scores); break;
+        case 1: score_some<1>(first, column, queries, left, right, scores);
+      }
+    }
+  }
+
+  // Scores of one query to weights between 0 and 1. Returns: their sum.
+  float weigh(int64_t index, float* all_scores, const char* fetched = nullptr) const {
+    float* scores = all_scores + index * stride;
+    const int64_t end = (columns + STEP - 1) / STEP * STEP;  // columns behind the last one were scored, as unseen
+    Vector most = all(-__builtin_inff());
+    for (int64_t column = 0; column < end; column += LANES) most = larger(most, read(scores + column));
+    const Vector shift = all(-largest(most)), one = all(1.0f);
+    WholeSum sum;
+    for (int64_t column = 0; column < end; column += LANES) {
+      const Vector weights = exponential(add_product(read(scores + column), one, shift));
+      write(scores + column, weights);
+      sum.add(weights);
+      if (fetched) _mm_prefetch(fetched + column * (64 / LANES), _MM_HINT_T1);
+    }
+    return (float)((double)sum.total() / UNIT);
+  }
+
+  template <int COUNT, int VECTORS>
+  void sum_some(int64_t first, int64_t at, int64_t from, int64_t to, const float* weights, float* sums) const {
+    Vector sum[COUNT][VECTORS];
+    for (int i = 0; i < COUNT; ++i)
+      for (int j = 0; j < VECTORS; ++j) sum[i][j] = read(sums + (first + i) * call->value_size + at + j * LANES);
+    for (int64_t column = from; column < to; ++column) {
+      Vector value[VECTORS];
+      for (int j = 0; j < VECTORS; ++j) value[j] = read(values + column * call->value_size + at + j * LANES);
+#pragma GCC unroll 6
+      for (int i = 0; i < COUNT; ++i) {
+        const Vector weight = all(weights[(first + i) * stride + column]);
+        for (int j = 0; j < VECTORS; ++j) sum[i][j] = add_product(weight, value[j], sum[i][j]);
+      }
+    }
+    for (int i = 0; i < COUNT; ++i)
+      for (int j = 0; j < VECTORS; ++j) write(sums + (first + i) * call->value_size + at + j * LANES, sum[i][j]);
+  }
+
+  // Adds values of columns [from, columns) under the weights to the sums of queries [begin, end).
+  template <int VECTORS>
+  void add_values(int64_t begin, int64_t end, int64_t at, int64_t from, const float* weights, float* sums) const {
+    for (; from < columns; from += TILE) {
+      const int64_t to = least(columns, from + TILE);
+      int64_t first = begin;
+      for (; first + MOST_SUMMED <= end; first += MOST_SUMMED)
+        sum_some<MOST_SUMMED, VECTORS>(first, at, from, to, weights, sums);
+      switch (end - first) {
+        case 5: sum_some<5, VECTORS>(first, at, from, to, weights, sums); break;
+        case 4: sum_some<4, VECTORS>(first, at, from, to, weights, sums); break;
+        case 3: sum_some<3, VECTORS>(first, at, from, to, weights, sums); break;
+        case 2: sum_some<2, VECTORS>(first, at, from, to, weights, sums); break;
+        case 1: sum_some<1, VECTORS>(first, at, from, to, weights, sums);
+      }
+    }
+  }
+
+  template <int VECTORS>
+  void sum_values(int64_t at, const float* weights, float* sums) const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int j = 0; j < VECTORS; ++j) write(sums + i * call->value_size + at + j * LANES, zero());
+    add_values<VECTORS>(0, count, at, 0, weights, sums);
+  }
+
+  void write_out(int64_t at, int64_t places, const float* totals, const float* sums) const {
+    for (int64_t i = 0; i < count; ++i) {
+      T* to = out + i / call->group * call->heads * call->group * call->value_size + i % call->group * call->value_size + at;
+      for (int64_t j = 0; j < places; ++j) store(to + j, sums[i * call->value_size + at + j] / totals[i]);
+    }
+  }
+
+  // Sums of values under the weights, from place `at` of a value on, `most` of them at most; written out.
+  void finish(int64_t at, int64_t most, const float* weights, const float* totals, float* sums) const {
+    const int64_t places = least(most, call->value_size - at);
+    switch (places / LANES) {
+      case 4: sum_values<4>(at, weights, sums); break;
+      case 3: sum_values<3>(at, weights, sums); break;
+      case 2: sum_values<2>(at, weights, sums); break;
+      default: sum_values<1>(at, weights, sums);
+    }
+    write_out(at, places, totals, sums);
+  }
+};

@@ -1,0 +1,62 @@
+"""Five short rows, three at a time, in an engine that contains faults: what tests of faults run and compare."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from foretoken import SamplingParams
+from foretoken.config.engine import EngineConfig
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.engine.drafter import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.model.lm import CausalLM
+from foretoken.testing import check_cache_lengths, perturbed, toy_model
+
+VOCAB_SIZE = 64
+TEXTS = [[5, 6, 7, 5, 6, 7, 5], [9, 3, 9, 3, 9, 3, 9, 4, 4, 4, 4], [11], [2, 4, 2, 4, 2], [5, 6, 7]]
+CONTAINED = EngineConfig(max_num_seqs=3, contains_faults=True)
+
+
+@cache
+def target() -> CausalLM:
+    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
+
+
+@cache
+def small() -> CausalLM:
+    return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
+
+
+def layer_skip() -> LayerSkipDrafter:
+    return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+
+
+def draft_model() -> DraftModelDrafter:
+    return DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE)
+
+
+def params(number: int, **others: Any) -> SamplingParams:
+    """Every second row is greedy."""
+    temperature = 0.0 if number % 2 else 0.9
+    return SamplingParams(temperature=temperature, max_tokens=14, seed=number, ignore_eos=True, **others)
+
+
+def run(drafter: Drafter, config: EngineConfig = CONTAINED, given: Any = params, **others: Any) -> list[Sequence]:
+    """All rows, three at a time; ``others`` are arguments of the engine."""
+    engine = Engine(target(), drafter, config, **others)
+    rows = [engine.add_request(text, given(number))[0] for number, text in enumerate(TEXTS)]
+    while engine.has_unfinished:
+        engine.step()
+        check_cache_lengths(engine)
+    return rows
+
+
+@cache
+def plain() -> list[list[int]]:
+    return [row.output_ids for row in run(EmptyDrafter())]

@@ -1,0 +1,146 @@
+"""A disk that is full: what was kept before stays whole, nothing half-written is left, and what is computed goes on.
+
+The limit of file sizes stands for the end of the disk: both reach the program as an OSError of the write.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_broken_steps import TOY_PARAMS, expected_of_toy, given, tokens, toy
+
+from foretoken import LLM
+from foretoken.cli.bench import _write
+from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.folders import append_lines, is_no_room, keep_json, keep_text
+from foretoken.heads.checkpoint import write_checkpoint
+from foretoken.train.answers import Answering
+from foretoken.train.run import Plan, Run
+from foretoken.views.trajectory import write_text
+
+PROMPTS = "\n".join(
+    f"Once there was a {one} who {other}" for one in ("dog", "girl", "king") for other in ("ran", "sat")
+)
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def save_tree(file: Path, size: int) -> None:
+    RankTree.of([(0,) * depth for depth in range(1, size // 20)]).save(file)
+
+
+def save_trace(file: Path, size: int) -> None:
+    write_text(file, "x" * size)
+
+
+def save_head(file: Path, size: int) -> None:
+    write_checkpoint(file.parent, {"size": size}, {"w": torch.full((size,), float(size))})
+
+
+@pytest.mark.parametrize(
+    ("save", "file_name", "error"),
+    [
+        (lambda file, size: keep_json(file, ["x" * size]), "costs.json", OSError),
+        (save_tree, "tree.json", OSError),
+        (save_trace, "trace.html", ConfigError),
+        (save_head, "model.safetensors", Exception),
+    ],
+)
+def test_what_was_kept_before_stays_whole(save: Any, file_name: str, error: type[Exception], tmp_path: Path) -> None:
+    save(tmp_path / file_name, 60)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with room_for(2048), pytest.raises(error):
+        save(tmp_path / file_name, 4096)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    save(tmp_path / file_name, 4096)
+    assert (tmp_path / file_name).stat().st_size >= 4096
+
+
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    keep_text(tmp_path / "link", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    assert (tmp_path / "link").is_symlink()
+    keep_text(Path("/dev/null"), "text")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_lines_begin_after_one_that_was_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    append_lines(file, "1\n22\n")
+    with room_for(8), pytest.raises(OSError, match="too large"):
+        append_lines(file, "333333\n")
+    append_lines(file, "4\n")
+    assert file.read_text() == "1\n22\n333\n4\n"
+
+
+def test_an_error_in_words_is_told_from_others() -> None:
+    assert is_no_room(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not is_no_room(Exception("I/O error: Permission denied (os error 13)"))
+    assert not is_no_room(RuntimeError("unexpected pos 704 vs 598"))
+
+
+def test_a_bench_goes_on_and_keeps_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    _write(file, {"first": 1})
+    with room_for(1024):
+        _write(file, {"first": 1, "second": "x" * 4096})
+    assert "results.json cannot be written (File too large); what was measured is shown" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == {"first": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("method", ["suffix", "nasd", "token_recycling"])
+def test_a_method_that_cannot_keep_what_it_has_learned_says_so(method: str, tmp_path: Path) -> None:
+    config = {"method": method, "shared": True, "state_file": str(tmp_path / "learned")}
+    llm = toy().with_speculative_config(config)
+    with room_for(64), pytest.warns(RuntimeWarning, match="learned"):
+        assert tokens(llm.generate(given([[5, 6, 7, 5, 6]]), TOY_PARAMS)) == expected_of_toy()[:1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_from_what_was_kept(tmp_path: Path) -> None:
+    """No checkpoint fits, then no features do; with room the run ends as one that never lacked any."""
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    llm = LLM("zoo:tiny", dtype="float32", execution="packed")
+
+    def run(name: str) -> Run:
+        return Run(
+            llm,
+            Plan(
+                method="medusa", out=tmp_path / name, prompts=tmp_path / "prompts.txt",
+                features=tmp_path / f"{name}-kept",
+                num_heads=1, draft_vocabulary=64, batch_tokens=24, evaluate_tokens=30, one_in=6, raw=True,
+                answering=Answering(max_new_tokens=8),
+            ),
+        )  # fmt: skip
+
+    list(run("whole").train())
+    with room_for(100_000), pytest.raises(CheckpointError, match="no room left; make some and run the same command"):
+        list(run("short").train())
+    assert not list((tmp_path / "short").glob(".*"))
+    list(run("short").train())
+    heads = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "short")]
+    assert all(torch.equal(heads[0][key], heads[1][key]) for key in heads[0])

@@ -1,0 +1,177 @@
+"""Attention of prompts by tiles: right, and the same bits however a prompt is cut."""
+
+from __future__ import annotations
+
+import shutil
+from copy import copy
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from compiled_models import own_products
+from foretoken.model.execution import native, regions
+from foretoken.model.execution.many_nodes import ManyNodes
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+
+HALF, ROUNDING = torch.bfloat16, 2.0**-8
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Library:
+    library = native.library()
+    if library is None or library.chains is None:
+        pytest.skip("the kernel is for CPUs with tiles")
+    return library
+
+
+class Prompt:
+    """Chains behind rows of a cache that holds NaN where nothing was written."""
+
+    def __init__(
+        self, counts: list[int], before: list[int], heads: tuple[int, int], size: int, value_size: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(sum(counts) + size)
+        self.counts, self.before = counts, before
+        shape = len(counts), heads[1], max(map(sum, zip(before, counts, strict=True))) + 40
+        self.keys = torch.randn(*shape, size, generator=generator).to(HALF)
+        self.values = torch.randn(*shape, value_size, generator=generator).to(HALF)
+        for row, end in enumerate(map(sum, zip(before, counts, strict=True))):
+            self.keys[row, :, end:] = self.values[row, :, end:] = torch.nan
+        self.query = torch.randn(1, sum(counts), heads[0], size, generator=generator).to(HALF).transpose(1, 2)
+
+    def run(self, kernels: native.Library, window: int | None = None) -> torch.Tensor:
+        many = ManyNodes(kernels, self.counts, self.before, {"kind": window})
+        output = many(self.query, self.keys, self.values, "kind", None)
+        assert output is not None
+        return output
+
+    def part(self, row: int, first: int, last: int) -> Prompt:
+        """Some nodes of a row alone."""
+        part = copy(self)
+        part.counts, part.before = [last - first], [self.before[row] + first]
+        place = sum(self.counts[:row])
+        part.query = self.query[:, :, place + first : place + last]
+        part.keys, part.values = self.keys[row : row + 1], self.values[row : row + 1]
+        return part
+
+    def exact(self, window: int | None) -> torch.Tensor:
+        """(S, H_q, D_v) in float64."""
+        found, place = [], 0
+        group = self.query.shape[1] // self.keys.shape[1]
+        for row, (count, before) in enumerate(zip(self.counts, self.before, strict=True)):
+            keys, values = (
+                kept[row, :, : before + count].double().repeat_interleave(group, 0) for kept in (self.keys, self.values)
+            )
+            query = self.query[0, :, place : place + count].double()
+            distance = before + torch.arange(count)[:, None] - torch.arange(before + count)
+            hidden = (distance < 0) | (distance >= (window or 10**9))
+            scores = (query @ keys.transpose(1, 2) * query.shape[2] ** -0.5).masked_fill(hidden, -torch.inf)
+            found.append((torch.softmax(scores, -1) @ values).transpose(0, 1))
+            place += count
+        return torch.cat(found)
+
+
+PROMPTS = [
+    ([40], [0], (3, 1), 64, 64),
+    ([33, 1, 70], [300, 129, 5], (8, 2), 64, 64),
+    ([130], [517], (2, 2), 96, 32),
+    ([64], [128], (4, 1), 128, 128),
+]
+
+
+class TestManyNodes:
+    @pytest.mark.parametrize("window", [None, 50, 300])
+    @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
+    def test_is_attention(
+        self, kernels: native.Library, form: tuple[list[int], list[int], tuple[int, int], int, int], window: int | None
+    ) -> None:
+        prompt = Prompt(*form)
+        exact = prompt.exact(window)
+        error = (prompt.run(kernels, window).double() - exact).abs()
+        assert (error <= ROUNDING * (exact.abs() + 1)).all()
+
+    @pytest.mark.parametrize("window", [None, 50])
+    @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
+    def test_a_node_has_the_same_bits_in_other_chunks_and_on_more_threads(
+        self, kernels: native.Library, form: tuple[list[int], list[int], tuple[int, int], int, int], window: int | None
+    ) -> None:
+        prompt = Prompt(*form)
+        whole, place, before = prompt.run(kernels, window), 0, torch.get_num_threads()
+        try:
+            for threads, (row, count) in enumerate(enumerate(prompt.counts), start=1):
+                torch.set_num_threads(threads)
+                cuts = sorted({0, count // 3, count // 2 + 1, count})
+                for first, last in pairwise(cuts):
+                    alone = prompt.part(row, first, last).run(kernels, window)
+                    assert torch.equal(alone, whole[place + first : place + last]), (row, first)
+                place += count
+        finally:
+            torch.set_num_threads(before)
+
+    def test_large_scores_and_a_nan_stay_with_their_node(self, kernels: native.Library) -> None:
+        prompt = Prompt([50], [200], (3, 1), 64, 64)
+        prompt.query *= 60  # weights are ones and zeros then
+        clean = prompt.run(kernels)
+        assert ((clean.double() - prompt.exact(None)).abs() <= 2 * ROUNDING * (clean.double().abs() + 1)).all()
+        prompt.query[0, :, 7] = torch.nan
+        result = prompt.run(kernels)
+        others = [node for node in range(50) if node != 7]
+        assert result[7].isnan().all()
+        assert torch.equal(result[others], clean[others])
+
+    def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library) -> None:
+        prompt = Prompt([40], [9], (2, 2), 64, 64)
+        many = ManyNodes(kernels, [40], [9], {"kind": None})
+        query, keys, values = prompt.query, prompt.keys, prompt.values
+        assert many(query, keys, values, "kind", None) is not None
+        assert many(query.float(), keys.float(), values.float(), "kind", None) is None
+        assert many(query[..., :48], keys[..., :48].contiguous(), values, "kind", None) is None
+        assert many(query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, "kind", None) is None
+        assert many(query, keys, values, "kind", -1.0) is None
+        without = ManyNodes(replace(kernels, chains=None, chains_scratch=None), [40], [9], {"kind": None})
+        assert without(query, keys, values, "kind", None) is None
+
+
+@pytest.mark.skipif(not any(map(shutil.which, regions.COMPILERS)), reason="no C++ compiler")
+def test_a_prompt_leaves_the_same_bits_in_the_cache_however_it_is_cut(
+    kernels: native.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MistralConfig(
+        vocab_size=100,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=70,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(config).to(HALF).eval()
+    prompts = torch.randint(100, (2, 150), generator=torch.Generator().manual_seed(1)).tolist()
+    runs, run = [], ManyNodes.__call__
+    monkeypatch.setattr(ManyNodes, "__call__", lambda *args: (runs.append(output := run(*args)), output)[1])
+    with own_products(monkeypatch):
+        target = CausalLM(model, execution="compiled", packs_all=True, probe=False)
+        found = []
+        for sizes in ((150,), (60, 90), (33, 34, 83)):
+            cache, place = target.new_cache(2, 200), 0
+            for size in sizes:
+                nodes = Nodes.from_chains([prompt[place : place + size] for prompt in prompts])
+                target.forward(nodes, cache, keep=slice(0, 0))
+                cache.commit([range(size)] * 2)
+                place += size
+            found.append([torch.stack([layer.keys, layer.values])[..., :150, :] for layer in cache.layers])
+    assert len(runs) == 2 * 6
+    assert all(output is not None for output in runs)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    reference = model(torch.tensor(prompts), use_cache=True).past_key_values
+    for layer, (ours, theirs) in enumerate(zip(found[0], reference.layers, strict=True)):
+        for got, want in zip(ours, (theirs.keys, theirs.values), strict=True):
+            got, want = got[:, :, -69:].double(), want[:, :, -69:].double()
+            assert (got - want).norm() <= 0.02 * want.norm(), layer

@@ -1,0 +1,244 @@
+"""Heads of EAGLE in eight bits: near what the module computes, the same draft in one call, and texts that stay."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.drafters.heads.eagle2 import Eagle2Drafter
+from foretoken.drafters.heads.eagle3 import Eagle3Drafter
+from foretoken.drafters.lengths import Fixed
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts import eagle_native, eagle_rows
+from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
+from foretoken.drafters.parts.head_loading import pack
+from foretoken.engine.engine import Engine
+from foretoken.heads import native
+from foretoken.heads.bytes import BytesMatrix
+from foretoken.heads.eagle import EagleHead, EagleShape
+from foretoken.heads.layers import LayerShape, Placed
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.execution import native as kernels_of
+from foretoken.model.execution import packing
+from foretoken.model.lm import CausalLM
+from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
+
+HALF = torch.bfloat16
+TEXTS = [*PROMPTS[:3], PROMPTS[4]]
+"""Without the one whose logits tie exactly in bfloat16, where a tree may take the other token."""
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle3": {"generation": 3},
+    "speculators": {"generation": 3, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "eagle": {"generation": 1},
+    "later eagle": {"generation": 1, "has_fc_bias": True, "embed_norm": True, "input_norm": True, "output_norm": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernels() -> None:
+    kernels = kernels_of.library()
+    if kernels is None or not kernels.drafting:
+        pytest.skip("no kernels that multiply bytes here")
+
+
+@cache
+def target() -> CausalLM:
+    """All products by the library's own kernels, so that nodes of trees have the bits of plain decoding."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packing, "faster", lambda *_: kernels_of.library())
+        return CausalLM(toy_model(320, dtype=HALF, num_hidden_layers=4, **SIZES), execution="packed")
+
+
+def head(name: str = "eagle3", *, is_packed: bool = True, **layer: Any) -> EagleHead:
+    """A random one over 200 of 320 tokens where it has an output layer of its own."""
+    given = VARIANTS[name]
+    sizes = LayerShape(64, 128, 2, 1, 32, **layer)
+    shape = EagleShape(layer=sizes, target_size=64, streams=(1, 2, 3) if given["generation"] == 3 else (4,),
+                       num_layers_of_target=4, **given)  # fmt: skip
+    made = EagleHead(shape, DraftVocabulary.of(range(50, 250), 320) if given["generation"] == 3 else None)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.1 if parameter.dim() == 2 else 1.0 + noise * 0.1)
+    made = made.to(HALF).eval().requires_grad_(False)
+    if is_packed:
+        pack(made)
+    return made
+
+
+def drafter(made: EagleHead, depth: int = 3, **growth: Any) -> GrownEagleDrafter:
+    kind = Eagle3Drafter if made.shape.generation == 3 else Eagle2Drafter
+    given = {"num_branches": 3, "reranks": True, "max_nodes": 9, **growth}
+    return kind(made, target(), target_vocab_size=320, policy=Fixed(depth), **given)
+
+
+def decoded(made: GrownEagleDrafter | EmptyDrafter, params: Any, prompts: Any = TEXTS) -> list[list[int]]:
+    engine = Engine(target(), made)
+    rows = [engine.add_request(prompt, replace(params, max_tokens=12, n=1))[0] for prompt in prompts]
+    for _ in engine.run():
+        pass
+    return [row.output_ids for row in rows]
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 32, 64), (5, 70, 192), (13, 33, 128)])
+def test_a_product_of_bytes_is_the_product_within_the_rounding_of_bytes(rows: int, outputs: int, inputs: int) -> None:
+    kernels = kernels_of.library()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(rows)
+    weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
+    x[0, 0] = 1e4  # one large activation costs the others of its span, and of no other
+    bias = torch.randn(outputs, generator=generator)
+    found = BytesMatrix(weight, bias).product(x, kernels)
+    exact = x.double() @ weight.double().t() + bias
+    spans = x.view(rows, -1, 64).abs().amax(-1, keepdim=True) / 254
+    error = (weight.abs() @ (spans * torch.ones(64)).view(rows, -1).t()).t()
+    error += (weight.abs().amax(1) / 254) * (x.abs().sum(1, keepdim=True))
+    assert ((found - exact).abs() <= 1.05 * error + 1e-4).all()
+    assert not torch.equal(found, exact.float())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_level_is_near_what_the_module_computes(name: str) -> None:
+    """Seven entries of a text, then four nodes of a tree behind it: outputs within 3 % of the module's in float32."""
+    made, reference = head(name), head(name, is_packed=False).float()
+    rows = drafter(made).states
+    assert rows.native is not None
+    own = rows.native.head
+    table = target().shadow.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(1)
+    streams = torch.randn(7, len(made.shape.streams) * 64, generator=generator).to(HALF)
+    keys, values = (torch.zeros(1, 1, 16, 32, dtype=HALF) for _ in range(2))
+    tokens = [3, 60, 99, 310, 7, 8, 120]
+    chain = native.NodeList(tokens, range(7), range(7), range(1, 8), [()] * 7, [7])
+    outputs = own.feed(chain, keys, values, streams, is_true=True)
+    places = list(range(7, 11))  # 7 and 8 after the text, 9 and 10 after 7
+    tree = native.NodeList([5, 6, 7, 8], [7, 7, 8, 8], places, [7] * 4, [[7], [8], [7, 9], [7, 10]], [4])
+    fed = own.feed(tree, keys, values, outputs[[6, 6, 5, 5]], is_true=False)
+
+    class Given:
+        """A cache that hands out all columns so far."""
+
+        keys = values = torch.zeros(1, 1, 0, 32)
+
+        def update(self, key_states: Any, value_states: Any, layer_idx: int) -> Any:
+            self.keys, self.values = torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
+            return self.keys, self.values
+
+    cache_of = Given()
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    placed = Placed(*reference.place(torch.arange(7)[None]), mask, cache_of)
+    embedded = table[torch.tensor([tokens])].float()
+    exact = reference(embedded, reference.features(streams.float()[None]), placed)
+    seen = torch.zeros(4, 11, dtype=torch.bool)
+    seen[:, :7] = True
+    for node, columns in enumerate(tree.above):
+        seen[node, list(columns)] = True
+    placed = Placed(*reference.place(torch.tensor([[7, 7, 8, 8]])), seen[None, None], cache_of)
+    exact_fed = reference(table[torch.tensor([[5, 6, 7, 8]])].float(), outputs[None, [6, 6, 5, 5]], placed)
+    for found, wanted in ((outputs, exact[0]), (fed, exact_fed[0])):
+        assert float((found - wanted).norm() / wanted.norm()) < 0.03
+    torch.testing.assert_close(keys[0, 0, :11].float(), cache_of.keys[0, 0], rtol=0.1, atol=0.1)
+    layer = rows._output_layer
+    wanted = torch.nn.functional.linear(reference.before_output(outputs), native.dense(layer).float())
+    assert float((own.logits(outputs) - wanted).norm() / wanted.norm()) < 0.03
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+@pytest.mark.parametrize("growth", [{}, {"num_branches": 5, "beam_width": 2, "max_nodes": 30}], ids=str)
+def test_a_draft_in_one_call_is_the_draft_level_by_level(
+    name: str, growth: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = head(name)
+    engine = Engine(target(), watched := drafter(made, 4, **growth))
+    grown = []
+    monkeypatch.setattr(
+        watched, "_grown", lambda draft: grown.append(type(watched)._grown(watched, draft)) or grown[-1]
+    )
+    row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=14))[0]
+    for _ in engine.run():
+        pass
+    assert len(grown) >= 10
+    trees = iter(list(grown))
+    engine = Engine(target(), other := drafter(made, 4, **growth))
+    monkeypatch.setattr(other, "_grows_at_once", lambda draft: False)
+    propose, seen = other.propose, []
+    monkeypatch.setattr(other, "propose", lambda *given: seen.extend(propose(*given)) or seen[-1:])
+    again = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=14))[0]
+    for _ in engine.run():
+        pass
+    assert again.output_ids == row.output_ids
+    for found in (tree for tree in seen if len(tree) > 1):
+        wanted = next(trees)
+        assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+def test_texts_stay_what_they_are(name: str, params: Any) -> None:
+    """Four ragged rows together, which are fed level by level, and each alone."""
+    plain = decoded(EmptyDrafter(), params)
+    made = drafter(head(name))
+    assert made.states.native is not None
+    assert decoded(made, params) == plain
+    assert [decoded(made, params, [prompt])[0] for prompt in TEXTS] == plain
+    assert not made.states._owed
+
+
+def test_entries_that_are_made_late_have_the_bits_of_those_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a draft owe their entries; the next draft makes all of them in one call."""
+
+    def keys(most_owed: int) -> torch.Tensor:
+        monkeypatch.setattr(eagle_rows, "MOST_OWED", most_owed)
+        made = drafter(head(), 0)
+        states = made.states
+        engine = Engine(target(), made)
+        row = engine.add_request(TEXTS[0], replace(GREEDY, max_tokens=40))[0]
+        while row.num_output_tokens < 12:
+            engine.step()
+        assert len(states._owed) == (most_owed > 1)
+        states.settle([row])
+        assert states.rows[row.id].trunk == states.cache.lengths[0] == len(row.token_ids) - 1
+        return states.cache.layers[0].keys[0, :, : len(row.token_ids) - 1].clone()
+
+    assert torch.equal(keys(32), keys(1))
+
+
+def test_long_waits_are_settled() -> None:
+    made = drafter(head(), 0)
+    engine = Engine(target(), made)
+    row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=60))[0]
+    while row.num_output_tokens < 50:
+        engine.step()
+    (_, first, parts) = made.states._owed[row.id]
+    assert sum(map(len, parts)) < 32 <= first
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"activation": "gelu"}, "silu"),
+        ({"has_head_norms": True}, "norms by head"),
+    ],
+)
+def test_other_heads_run_as_modules(change: dict[str, Any], reason: str) -> None:
+    made = head(**change)
+    assert drafter(made).states.native is None
+    said = native.why_not(made, target().shadow.get_input_embeddings().weight, kernels_of.library())
+    assert said is not None
+    assert reason in said
+
+
+def test_heads_whose_weights_may_change_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drafter(head(is_packed=False)).states.native is None
+    assert drafter(copy.deepcopy(head(is_packed=False))).states.native is None
+    monkeypatch.setattr(eagle_native.kernels_of, "library", lambda: None)
+    assert drafter(head()).states.native is None
