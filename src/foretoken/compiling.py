@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from foretoken.folders import cache_folder
+from foretoken.folders import cache_folder, replacing
 
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -65,7 +65,7 @@ def compiled(title: str, instruction: str, sources: Sequence[Path], headers: Seq
     file = cache_folder("native", name)
     if _is_whole(file):
         return file
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = cpp_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler is found")
     with suppress(OSError):
@@ -73,17 +73,20 @@ def compiled(title: str, instruction: str, sources: Sequence[Path], headers: Seq
     folder = file.parent if os.access(file.parent, os.W_OK) else Path(tempfile.mkdtemp(prefix="foretoken-"))
     handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
-    try:
+    with replacing(folder / name, Path(made)):
         define = f"-DFORETOKEN_{instruction}"
         command = [*compiler.split(), *options, define, *map(str, sources), "-o", made]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         _sum_of(folder / name).write_text(_digest(Path(made)))
-        os.replace(made, folder / name)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(made)
-        raise
     return folder / name
+
+
+def cpp_compiler() -> str | None:
+    """The command of a C++ compiler, ``CXX`` first; None where none is found."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return chosen if shutil.which(chosen.split()[0]) else None
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 
 from compiled_models import ALL, UNCOMPILED, build
 from foretoken import LLM, SamplingParams
+from foretoken.compiling import cpp_compiler
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model import groups
 from foretoken.model.cache.ragged import KVCache
@@ -29,7 +30,7 @@ from foretoken.tree import DraftTree
 
 pytestmark = [
     pytest.mark.skipif(not can_pack_here(), reason="only packed models are compiled"),
-    pytest.mark.skipif(not any(map(regions.shutil.which, regions.COMPILERS)), reason="no C++ compiler"),
+    pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler"),
 ]
 
 TREES = (

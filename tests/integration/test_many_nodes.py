@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +11,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from compiled_models import own_products
-from foretoken.model.execution import native, regions
+from foretoken.compiling import cpp_compiler
+from foretoken.model.execution import native
 from foretoken.model.execution.many_nodes import ManyNodes
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
@@ -136,7 +136,7 @@ class TestManyNodes:
         assert without(query, keys, values, "kind", None) is None
 
 
-@pytest.mark.skipif(not any(map(shutil.which, regions.COMPILERS)), reason="no C++ compiler")
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
 def test_a_prompt_leaves_the_same_bits_in_the_cache_however_it_is_cut(
     kernels: native.Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
 from compiled_models import FAST as COMPILED
 from compiled_models import build
 from foretoken import LLM
+from foretoken.compiling import cpp_compiler
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
@@ -28,7 +29,6 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
 from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.views import Piece, ViewCache
-from foretoken.model.execution import regions
 from foretoken.model.execution.packing import can_pack
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.votes import Voter
@@ -130,7 +130,7 @@ def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str,
     """
     if execution != "eager" and not can_pack():
         pytest.skip("nothing can be packed here")
-    if execution == "compiled" and not any(map(regions.shutil.which, regions.COMPILERS)):
+    if execution == "compiled" and cpp_compiler() is None:
         pytest.skip("no C++ compiler")
     is_compiled = execution == "compiled"
     model = build(name, torch.float32) if is_compiled else target_model(name, "sdpa")

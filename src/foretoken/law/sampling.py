@@ -23,9 +23,17 @@ from foretoken.law.support import Warper
 from foretoken.law.target import Path, SamplingLaw, check_shapes, process, processed
 
 __all__ = [
-    "SamplingLaw", "argmax", "choose", "choose_at", "choose_siblings", "failure", "log_probs", "probs", "process",
+    "SamplingLaw",
+    "argmax",
+    "choose",
+    "choose_at",
+    "choose_siblings",
+    "failure",
+    "log_probs",
+    "probs",
+    "process",
     "scores",
-]  # fmt: skip
+]
 
 
 def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:

@@ -127,7 +127,7 @@ class KVCache(Cache):  # type: ignore[misc]
                     sources.append(length + node)
                     targets.append(length + i)
         if rows:
-            self._moves.run(list(self._buffers()), rows, sources, targets)
+            self._moves.run(self.memory, list(self._buffers()), rows, sources, targets)
         for row, path in enumerate(paths, first_row):
             self.lengths[row] += len(path)
 

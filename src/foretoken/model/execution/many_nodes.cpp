@@ -51,12 +51,6 @@ static void turn_values(const uint16_t* values, int64_t count, int64_t size, uin
   }
 }
 
-static void configure() {
-  alignas(64) uint8_t config[64] = {1};
-  for (int tile = 0; tile < 8; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
-  _tile_loadconfig(config);
-}
-
 // What a thread works on: 32 nodes of one head at a time, columns step by step.
 struct Block {
   uint16_t *queries, *weights, *last_keys;  // tiles of each query; pairs of columns x nodes; keys behind which is nothing
@@ -90,6 +84,14 @@ static void read_queries(const Chains* call, const uint16_t* query, int64_t coun
     }
 }
 
+// Tiles 0 to 3 as the quarters of 32 x 32 numbers.
+static inline void store_quarters(float* to) {
+  _tile_stored(0, to, 128);
+  _tile_stored(1, to + 16, 128);
+  _tile_stored(2, to + 16 * 32, 128);
+  _tile_stored(3, to + 16 * 32 + 16, 128);
+}
+
 // Scores of 32 columns: two tiles for each half of them.
 static inline void score(const uint16_t* keys, const uint16_t* queries, int64_t size, float* scores) {
   _tile_zero(0);
@@ -106,10 +108,7 @@ static inline void score(const uint16_t* keys, const uint16_t* queries, int64_t 
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, scores, 128);
-  _tile_stored(1, scores + 16, 128);
-  _tile_stored(2, scores + 16 * 32, 128);
-  _tile_stored(3, scores + 16 * 32 + 16, 128);
+  store_quarters(scores);
 }
 
 // Hide of `columns` scores those of columns that a node does not see; the first column is `offset` before the first node.
@@ -184,10 +183,7 @@ static inline void add_values(const uint16_t* values, int64_t size, int64_t colu
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, at, 128);
-    _tile_stored(1, at + 16, 128);
-    _tile_stored(2, at + 16 * 32, 128);
-    _tile_stored(3, at + 16 * 32 + 16, 128);
+    store_quarters(at);
   }
 }
 
@@ -259,7 +255,7 @@ extern "C" void foretoken_chains(const Chains* call, const void* query, const vo
 #pragma omp parallel num_threads(threads)
   {
     const Block block(call, scratch + omp_get_thread_num() * Block::bytes(call));
-    configure();
+    configure_tiles({16, 16, 16, 16, 16, 16, 16, 16});
     uint16_t* of_row = turned;
     for (int64_t row = 0; row < call->rows; ++row) {
       const int64_t columns = call->before[row] + call->counts[row], whole = rounded(columns, BLOCK);

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from foretoken.compiling import COMPILERS, OPTIONS, compiled, digest_of, first_line, instruction_set
+from foretoken.compiling import OPTIONS, compiled, digest_of, first_line, instruction_set
 
-__all__ = ["COMPILERS", "OPTIONS", "Library", "NativeMatrix", "fits", "instruction_set", "library", "source_digest"]
+__all__ = ["OPTIONS", "Library", "NativeMatrix", "fits", "instruction_set", "library", "source_digest"]
 
 logger = logging.getLogger("foretoken")
 

@@ -39,16 +39,8 @@ static inline void store_block(__m512 low, __m512 high, const float* bias, uint1
 
 // Tiles 0-3 hold sums (upper and lower rows x two halves of outputs), 4 and 5 inputs, 6 and 7 weights.
 static inline void configure(int64_t upper, int64_t lower) {
-  TileConfig config;
-  memset(&config, 0, sizeof config);
-  config.palette = 1;
   const uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : 1);
-  const uint8_t rows[8] = {first, first, second, second, first, second, 16, 16};
-  for (int tile = 0; tile < 8; ++tile) {
-    config.rows[tile] = rows[tile];
-    config.bytes[tile] = 64;
-  }
-  _tile_loadconfig(&config);
+  configure_tiles({first, first, second, second, first, second, 16, 16});
 }
 
 static inline void store_tiles(const float* sums, int64_t rows, const float* bias, uint16_t* out, int64_t stride,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from foretoken.compiling import cpp_compiler
 from foretoken.folders import cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import build_of, check, layout_of, same_code, what_changed
@@ -27,7 +26,6 @@ from foretoken.model.execution.calls import NUM_NODES, Calls, LayerCall, call_of
 from foretoken.model.execution.chain import Chain, ChainedLayer
 from foretoken.model.execution.inductor import NotTraceableError, Source
 from foretoken.model.execution.linears import RowLimit
-from foretoken.model.execution.native import COMPILERS
 from foretoken.model.execution.operators import Runner
 from foretoken.model.execution.replay import Replay, Situation
 from foretoken.model.execution.segments import BoundSegment
@@ -49,8 +47,7 @@ _graphs: dict[Any, LayerGraph] = {}
 def worth_compiling(linear_layers: Iterable[nn.Module]) -> bool:
     """Whether a model with these linear layers is to be compiled by itself."""
     weights: list[torch.Tensor] = [layer.weight for layer in linear_layers]  # type: ignore[misc]
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else COMPILERS
-    return sum(weight.numel() for weight in weights) >= MIN_WEIGHTS and any(map(shutil.which, compilers))
+    return sum(weight.numel() for weight in weights) >= MIN_WEIGHTS and cpp_compiler() is not None
 
 
 class CompiledLayer:

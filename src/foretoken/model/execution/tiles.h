@@ -22,14 +22,8 @@ struct Tiled : Pair<Bfloat16> {
   }
 
   static void configure(int64_t rows) {
-    TileConfig config;
-    memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = (uint8_t)(tile < 6 ? rows : SIDE);
-      config.bytes[tile] = 64;
-    }
-    _tile_loadconfig(&config);
+    const uint8_t few = (uint8_t)rows;
+    configure_tiles({few, few, few, few, few, few, SIDE, SIDE});
   }
 
   // Tiles of 16 queries and 32 inputs, pairs of inputs side by side; zeros for queries that there are not.

@@ -102,4 +102,16 @@ struct __attribute__((packed)) TileConfig {
   uint16_t bytes[16];
   uint8_t rows[16];
 };
+
+// Eight tiles of so many rows of 64 bytes.
+static inline void configure_tiles(const uint8_t (&rows)[8]) {
+  TileConfig config;
+  memset(&config, 0, sizeof config);
+  config.palette = 1;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.rows[tile] = rows[tile];
+    config.bytes[tile] = 64;
+  }
+  _tile_loadconfig(&config);
+}
 #endif
