@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     pair = load_pair(options.model, None, options.dtype)
-    seconds = cost_curve(CausalLM(pair.target))
+    seconds = cost_curve(CausalLM(pair.target)).seconds
     print("ms by nodes:", {nodes: round(1e3 * taken, 1) for nodes, taken in seconds.items()})
     texts = read(options.texts, pair.tokenizer, options)
     results = []

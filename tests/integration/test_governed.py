@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from foretoken.drafters.materials import Materials, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import cost_curves, governing
 from foretoken.engine.arms import ArmsGovernor
+from foretoken.engine.costs import Forward
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
+from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.step_costs import StepCosts
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
@@ -191,8 +193,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_curve_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
-    assert {1, 4, 16} <= first.keys()
-    assert all(seconds > 0 for seconds in first.values())
+    assert {1, 4, 16} <= first.seconds.keys()
+    assert all(seconds > 0 for seconds in first.seconds.values())
+    assert first.per_token >= 0
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())
     assert kept["facts"]["dtype"] == "torch.float64"
@@ -208,22 +211,59 @@ def test_another_dtype_is_another_curve(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"seconds": {}}', '{"seconds": {"1": -1}}', '{"seconds": [1]}', "[]"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"seconds": [1], "context": 256, "per_token": 0.0}',
+        '{"seconds": {}, "context": 256, "per_token": 0.0}',
+        '{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}',
+        '{"seconds": {"1": 1}, "context": 256, "per_token": -1}',
+        '{"seconds": {"1": 1}}',
+    ],
+)
 def test_a_file_that_says_nothing_is_measured_again(folder: Path, content: str) -> None:
     cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
     (file,) = folder.iterdir()
     file.write_text(content)
-    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager")).seconds
     assert "facts" in json.loads(file.read_text())
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "costs").write_text("in the way")
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
-    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager"))
+    assert 1 in cost_curves.cost_curve(CausalLM(toy_model(64), execution="eager")).seconds
 
 
 def test_a_short_context_and_no_time_are_enough(folder: Path) -> None:
     short = CausalLM(toy_model(64, max_position_embeddings=12), execution="eager")
-    assert max(cost_curves.measure_curve(short)) < 12
-    assert set(cost_curves.measure_curve(target(), seconds=0.0)) <= {1, 4, 16, 64}
+    found = cost_curves.measure_curve(short)
+    assert max(found.seconds) < 12
+    assert found.per_token == 0  # there is no longer one
+    assert set(cost_curves.measure_curve(target(), seconds=0.0).seconds) <= {1, 4, 16, 64}
+
+
+def test_a_longer_context_is_measured_to_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By made-up times: what a forward takes is what its cache holds."""
+
+    def times(forwards: Sequence[Forward], repeats: int) -> list[list[float]]:
+        return [[1.0 + forward.width + forward.cache.lengths[0] / 1000] * repeats for forward in forwards]
+
+    monkeypatch.setattr(cost_curves, "forward_times", times)
+    long = CausalLM(toy_model(64, max_position_embeddings=4096), execution="eager")
+    found = cost_curves.measure_curve(long)
+    assert found.context == cost_curves.CONTEXT
+    assert found.seconds[4] == pytest.approx(5.256)
+    assert found.per_token == pytest.approx(0.001)
+    monkeypatch.setattr(cost_curves, "MOST_BYTES", 1000 * bytes_per_token(long))
+    lengths = []
+    monkeypatch.setattr(
+        cost_curves,
+        "forward_times",
+        lambda forwards, repeats: lengths.append(forwards[-1].cache.lengths[0]) or times(forwards, repeats),
+    )
+    assert cost_curves.measure_curve(long).per_token == pytest.approx(0.001)
+    assert set(lengths) == {1000}

@@ -13,7 +13,7 @@ import pytest
 
 from foretoken.engine.budget import Budget
 from foretoken.engine.governor import Governor
-from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.step_costs import LEAST_SHARE, CostCurve, StepCosts
 from foretoken.engine.survival import Survival
 from foretoken.engine.trimming import Trimming, best_counts, best_length, weights_of
 from foretoken.tree import DraftTree
@@ -235,6 +235,70 @@ def test_the_first_draft_may_be_slow() -> None:
         costs.drafted(1, 2, seconds)
     assert costs.draft(1, 2) == pytest.approx(0.01)
     assert costs.draft(1, 0) == 0.0
+
+
+def test_a_first_draft_counts_only_as_long_as_there_is_no_other() -> None:
+    """A view that is made, a prompt that is read: many times what later drafts take, at whatever depth they are."""
+    costs = StepCosts({1: 0.02})
+    costs.drafted(4, 2, 5.0, is_first=True)
+    assert costs.draft(4, 2) == pytest.approx(5.0)
+    assert costs.times_drafted(4) == 1
+    assert not costs.knows_later_drafts
+    costs.drafted(4, 1, 0.01)
+    assert costs.knows_later_drafts
+    assert costs.draft(4, 2) == pytest.approx(0.02)
+    costs.drafted(4, 2, 5.0, is_first=True)
+    assert costs.draft(4, 2) == pytest.approx(0.02)
+
+
+def test_the_context_is_in_the_costs() -> None:
+    """Rows of 2,256 tokens cost 20 ms each beside the nodes; what was learned at one number of rows holds at others."""
+    costs = StepCosts(CostCurve({1: 0.02, 16: 0.035}, context=256, per_token=1e-5))
+    assert costs.verify(4, 4) == pytest.approx(0.023)
+    costs.after(256)
+    assert costs.verify(4, 4) == pytest.approx(0.023)
+    costs.after(2256)
+    assert costs.verify(1, 1) == pytest.approx(0.04)
+    assert costs.verify(4, 4) == pytest.approx(0.103)
+    for _ in range(20):
+        costs.verified(4, 4, 2 * 0.103)
+    assert costs.verify(4, 4) == pytest.approx(2 * 0.103)
+    assert costs.verify(3, 3) == pytest.approx(2 * 0.082)
+    costs.after(4256)
+    assert costs.verify(4, 4) == pytest.approx(2 * 0.183)
+    costs.after(0)
+    assert costs.verify(16, 16) == pytest.approx(2 * LEAST_SHARE * 0.035)  # never below half of the nodes' own
+
+
+def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> None:
+    """Four rows after long texts: most of a step is what rows cost, so it pays to let any of them end early."""
+    curve = CostCurve({1: 0.010, 64: 0.020}, context=256, per_token=2e-6)
+    one, tokens = Governor(StepCosts(curve)), iter(range(1_000_000))
+    world = StepCosts(curve)
+    world.after(7000)
+    rows: list[Any] = [
+        SimpleNamespace(id=i, is_finished=False, num_output_tokens=0, num_steps=0, num_remaining_tokens=200)
+        for i in range(4)
+    ]
+    drafted = []
+    for number in range(60):
+        budgets = one.budgets(rows, [Budget(3)] * 4, num_nodes, is_closed=True, context=7000)
+        asked = max(budgets)
+        drafted.append(int(asked))
+        drafts = [[next(tokens) for _ in range(asked)] for _ in rows]
+        trees = [DraftTree.chain(0, draft, source="sparse") for draft in drafts]
+        trees = one.trimmed(rows, trees, num_nodes, is_padded=False)
+        outputs: list[Any] = [
+            SimpleNamespace(row=row, token_ids=(*tree.tokens[1:], next(tokens)))
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+        for row, output in zip(rows, outputs, strict=True):
+            row.num_steps += 1
+            row.num_output_tokens += len(output.token_ids)
+        seconds = world.verify(4, num_nodes([len(tree) for tree in trees], True))
+        drafting = 0.007 * asked + (0.2 if number == 0 else 0.0)
+        one.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=seconds)
+    assert sum(depth == 3 for depth in drafted[6:]) > 45
 
 
 def test_the_best_nodes_are_those_of_exhaustive_search() -> None:

@@ -45,13 +45,19 @@ class ArmsGovernor:
         self._left = TRIAL
 
     def budgets(
-        self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes, *, is_closed: bool = False
+        self,
+        rows: Seq[Sequence],
+        budgets: Seq[Budget],
+        num_nodes: NumNodes,
+        *,
+        is_closed: bool = False,
+        context: float = 0.0,
     ) -> list[Budget]:
         """Choose who drafts; what may be drafted for every row."""
         if self._left <= 0:
             self._choose()
         self._drafter.choose_arm(self._active)
-        return self._current.budgets(rows, budgets, num_nodes, is_closed=is_closed)
+        return self._current.budgets(rows, budgets, num_nodes, is_closed=is_closed, context=context)
 
     def _choose(self) -> None:
         """The arm for the next steps."""

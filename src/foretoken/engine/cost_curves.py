@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
+from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.step_costs import CostCurve
 from foretoken.folders import cache_folder, keep_json
 from foretoken.machine import cpu_name
 
@@ -30,19 +32,22 @@ FEW_NODES = (1, 4, 16, 64)
 """Numbers of nodes that are timed, and those of models so slow that there is no time for more."""
 
 CONTEXT = 256
+LONG_CONTEXT = 2048
+"""Tokens before the nodes: of the curve, and of one node more that shows what a longer context costs."""
+
+MOST_BYTES = 2**28
+"""Of keys and values for that, beyond which a shorter context has to do."""
+
 SECONDS = 2.0
 """How long a measurement is to take."""
 
 MOST_ROUNDS = 7
 
-Curve = dict[int, float]
-"""Number of nodes -> seconds."""
-
-_known: WeakKeyDictionary[CausalLM, tuple[Any, Curve]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[CausalLM, tuple[Any, CostCurve]] = WeakKeyDictionary()
 
 
-def cost_curve(target: CausalLM) -> Curve:
-    """Seconds of a forward of the target by its number of nodes, after 256 tokens.
+def cost_curve(target: CausalLM) -> CostCurve:
+    """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context.
 
     It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
     execution, number of threads and versions; else it is measured, in about two seconds, and kept there.
@@ -55,33 +60,42 @@ def cost_curve(target: CausalLM) -> Curve:
     curve = _read(file)
     if curve is None:
         curve = measure_curve(target)
-        _write(file, {"facts": facts, "seconds": curve})
+        _write(file, {"facts": facts, **vars(curve)})
     _known[target] = facts, curve
     return curve
 
 
 @torch.inference_mode()
-def measure_curve(target: CausalLM, seconds: float = SECONDS) -> Curve:
-    """Time forwards of several numbers of nodes, interleaved; the least time of each.
+def measure_curve(target: CausalLM, seconds: float = SECONDS) -> CostCurve:
+    """Time forwards of several numbers of nodes, interleaved, and one node after a long text; the least time of each.
 
     Args:
       seconds: how long this may take, about; every number is timed at least once after a warm-up.
     """
     counts = [count for count in NUM_NODES if _has_room(target, count)]
-    cache, _ = filled_cache(target, CONTEXT, max(counts))
+    cache, context = filled_cache(target, CONTEXT, max(counts))
     first = Forward(target, cache, 1)
     first()
     single = seconds_of(first, target.device)
     if 2 * single * len(counts) > seconds:
         counts = [count for count in counts if count in FEW_NODES]
-    forwards = [Forward(target, cache, count) for count in counts]
+    later, long_context = filled_cache(target, _long_context(target), 1)
+    forwards = [*(Forward(target, cache, count) for count in counts), Forward(target, later, 1)]
     start = perf_counter()
     times = forward_times(forwards, 1)  # with a warm-up round
     taken = (perf_counter() - start) / 2
     rounds = min(MOST_ROUNDS, int((seconds - 2 * taken) / taken) - 1) if taken > 0.0 else MOST_ROUNDS
     if rounds > 0:
         times = [one + more for one, more in zip(times, forward_times(forwards, rounds), strict=True)]
-    return {count: min(of_count) for count, of_count in zip(counts, times, strict=True)}
+    *least, long_seconds = map(min, times)
+    more = max(long_seconds - least[0], 0.0)
+    per_token = more / (long_context - context) if long_context > context else 0.0
+    return CostCurve(dict(zip(counts, least, strict=True)), context, per_token)
+
+
+def _long_context(target: CausalLM) -> int:
+    """As many tokens as there is room for, `LONG_CONTEXT` at most."""
+    return max(CONTEXT, min(LONG_CONTEXT, MOST_BYTES // bytes_per_token(target)))
 
 
 def _has_room(target: CausalLM, count: int) -> bool:
@@ -122,14 +136,16 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _read(file: Path) -> Curve | None:
+def _read(file: Path) -> CostCurve | None:
     """What was measured before; None where nothing was, or what was cannot be read."""
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))["seconds"]
-        curve = {int(count): float(seconds) for count, seconds in read.items()}
+        read = json.loads(file.read_text(encoding="utf-8"))
+        seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
+        curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return curve if 1 in curve and all(seconds > 0.0 for seconds in curve.values()) else None
+    is_sound = 1 in seconds and all(taken > 0.0 for taken in seconds.values()) and curve.per_token >= 0.0
+    return curve if is_sound else None
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

@@ -52,7 +52,11 @@ class Governing:
         if self._governor is None:
             return budgets
         self._allowed = self._governor.budgets(
-            rows, budgets, self._forwards.num_nodes, is_closed=not self._batch.waiting and not self._batch.prefilling
+            rows,
+            budgets,
+            self._forwards.num_nodes,
+            is_closed=not self._batch.waiting and not self._batch.prefilling,
+            context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
         )
         return self._allowed
 
@@ -89,7 +93,7 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
         logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
     curve = curve or cost_curve(target)
-    if curve[1] < LEAST_SECONDS:
+    if curve.seconds[1] < LEAST_SECONDS:
         return None
     costs = StepCosts(curve)
     if len(drafter.arms) > 1:

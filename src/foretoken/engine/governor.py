@@ -71,6 +71,7 @@ class Governor:
         self._is_drafting = True
         self._asked_depth = 0
         self._weights: list[float] = []
+        self._begun: set[int] = set()  # rows that were drafted for
         self._lately = 0.0  # share of the last steps that verified a draft, and
         self._length = 0.0  # how many nodes per row that had
         self._last: tuple[int, NumNodes] | None = None
@@ -78,13 +79,21 @@ class Governor:
     # -- before drafting -------------------------------------------------------------------------------------------
 
     def budgets(
-        self, rows: Seq[Sequence], budgets: Seq[Budget], num_nodes: NumNodes, *, is_closed: bool = False
+        self,
+        rows: Seq[Sequence],
+        budgets: Seq[Budget],
+        num_nodes: NumNodes,
+        *,
+        is_closed: bool = False,
+        context: float = 0.0,
     ) -> list[Budget]:
         """What may be drafted for every row: what was allowed, or less.
 
         Args:
           is_closed: whether no request waits for the place of a row that ends.
+          context: tokens that rows have, on average.
         """
+        self.costs.after(context)
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
             share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
@@ -92,6 +101,7 @@ class Governor:
             self._weights = weights_of([row.num_remaining_tokens for row in rows], share, paces)
         if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
             self.survival.keep_only(row.id for row in rows)
+            self._begun &= {row.id for row in rows}
         cap = int(max(budgets, default=0))
         depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
         self._asked_depth = min(depth, cap)
@@ -144,7 +154,8 @@ class Governor:
         if (self.costs.draft(num_rows, depth) or 0.0) > DEAR * plain:
             depth = 1
         if self.costs.times_drafted(num_rows) < FEW_DRAFTS:
-            return depth if self._since_draft >= PROBE_INTERVAL else 0
+            is_due = self._since_draft >= PROBE_INTERVAL or not self.costs.knows_later_drafts
+            return depth if is_due else 0
         if not self._can_pay(num_rows, cap, num_nodes):
             return depth if self._since_draft >= RARELY else 0
         return depth if self._has_credit((self.costs.draft(num_rows, depth) or 0.0) / plain) else 0
@@ -216,7 +227,9 @@ class Governor:
         size = num_nodes([len(tree) for tree in trees], are_chains)
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
-            self.costs.drafted(num_rows, self._asked_depth, drafting_seconds)
+            rows = {output.row.id for output in outputs}
+            self.costs.drafted(num_rows, self._asked_depth, drafting_seconds, is_first=not rows <= self._begun)
+            self._begun |= rows
             self._since_draft = 0
         else:
             self._since_draft += 1
@@ -241,6 +254,7 @@ class Governor:
             self.survival.came(output.row.id, output.token_ids)
             if output.row.is_finished:
                 self.survival.forget(output.row.id)
+                self._begun.discard(output.row.id)
 
     def _count(self, num_rows: int, num_tokens: int, seconds: float, plain: float, *, has_draft: bool) -> None:
         totals = self.totals

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from foretoken.engine.step_costs import FEW
+from foretoken.engine.step_costs import FEW, CostCurve
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,10 +136,17 @@ class Profile:
             raise ConfigError(f"the profile is of another model ({theirs}; here {ours}); {REMEDY}")
         return ", ".join(f"{name} {self.facts.get(name)}, here {facts[name]}" for name in differing) or None
 
-    def curve(self) -> dict[int, float] | None:
-        """Seconds by nodes of one row, at the shortest context; None where one row was not measured."""
-        single = [curve for curve in self.curves if curve.num_rows == 1]
-        return dict(min(single, key=lambda curve: curve.context).seconds) if single else None
+    def curve(self) -> CostCurve | None:
+        """Of one row at the shortest context, and what longer ones cost; None where one row was not measured."""
+        single = sorted((curve for curve in self.curves if curve.num_rows == 1), key=lambda curve: curve.context)
+        if not single:
+            return None
+        short, long = single[0], single[-1]
+        fewest = min(short.seconds.keys() & long.seconds.keys(), default=None)
+        if fewest is None or long.context == short.context:
+            return CostCurve(short.seconds, short.context)
+        more = max(long.seconds[fewest] - short.seconds[fewest], 0.0)
+        return CostCurve(short.seconds, short.context, more / (long.context - short.context))
 
     def teach(self, governor: Governor, *, has_costs: bool) -> None:
         """Give a governor the experience that was measured.
@@ -151,6 +158,7 @@ class Profile:
             governor.survival.expect(self.method, depth, rate, KNOWN_TRIALS)
         for _ in range(FEW if has_costs else 0):
             for curve in self.curves:
+                governor.costs.after(curve.context)
                 for nodes, seconds in curve.seconds.items():
                     governor.costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
             for levels, seconds in self.drafting.items():

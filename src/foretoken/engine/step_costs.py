@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 FEW = 3  # times that something was seen, below which the least of them counts: the first ones warm up
 LARGEST_STEP = 0.3  # of a logarithm: how far one time can pull an estimate, so that a pause of the machine cannot
@@ -14,6 +15,8 @@ EXACT_NODES = 32
 COARSENESS = 1.08
 """Steps of more than `EXACT_NODES` nodes count as alike within 8 %."""
 
+
+LEAST_SHARE = 0.5  # of the time of one node, below which no step is expected to get
 
 TREES = 1000
 """Added to the class of a number of rows where they verify trees: these run otherwise than chains."""
@@ -29,6 +32,21 @@ def _place(count: int) -> int:
     if count <= EXACT_NODES:
         return count
     return EXACT_NODES + round(math.log(count / EXACT_NODES) / math.log(COARSENESS))
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a forward of one row.
+
+    Args:
+      seconds: by its number of nodes, at least for one node.
+      context: tokens before them.
+      per_token: seconds that a step takes longer for every token more that a row of it has.
+    """
+
+    seconds: Mapping[int, float]
+    context: int = 0
+    per_token: float = 0.0
 
 
 class Average:
@@ -53,26 +71,33 @@ class VerifyingCosts:
     """Seconds of verifying so many nodes of so many rows.
 
     Args:
-      curve: seconds of a forward by its number of nodes, at least for one node.
+      curve: of forwards.
     """
 
-    def __init__(self, curve: Mapping[int, float]) -> None:
-        self._nodes = sorted(curve)
-        self._seconds = [curve[count] for count in self._nodes]
+    def __init__(self, curve: CostCurve) -> None:
+        self._nodes = sorted(curve.seconds)
+        self._seconds = [curve.seconds[count] for count in self._nodes]
+        self._context = curve.context
+        self._per_token = curve.per_token
         self._num_steps = 0
         self._ratios: dict[int, dict[int, Average]] = {}  # rows -> nodes -> logarithm of time by curve and scale
         self._places: dict[int, list[int]] = {}  # rows -> nodes that were seen, ascending
         self._known: dict[tuple[int, int, bool], float] = {}
+        self._of_context = 0.0  # seconds per row
         self.scale = 0.0
         """Logarithm of how much slower steps are at present than the curve says."""
         self.factor = 1.0
         """The same, not as a logarithm."""
 
+    def after(self, context: float) -> None:
+        """From now on rows have so many tokens, on average."""
+        self._of_context = self._per_token * (context - self._context)
+
     def add(self, num_rows: int, num_nodes: int, seconds: float, *, are_chains: bool = True) -> None:
         """A step has verified these."""
         if seconds <= 0.0:
             return
-        ratio = math.log(seconds / self.curve(num_nodes))
+        ratio = math.log(seconds / self._expected(num_rows, num_nodes))
         if self._num_steps == 0:
             self.scale = ratio
         self._num_steps += 1
@@ -98,7 +123,12 @@ class VerifyingCosts:
         right = min(max(bisect_left(nodes, num_nodes), 1), len(nodes) - 1)
         low, high = nodes[right - 1], nodes[right]
         slope = (seconds[right] - seconds[right - 1]) / (high - low)
-        return max(seconds[right - 1] + slope * (num_nodes - low), 0.5 * seconds[0])
+        return max(seconds[right - 1] + slope * (num_nodes - low), LEAST_SHARE * seconds[0])
+
+    def _expected(self, num_rows: int, num_nodes: int) -> float:
+        """Seconds by the curve and the context alone."""
+        of_nodes = self.curve(num_nodes)
+        return max(of_nodes + num_rows * self._of_context, LEAST_SHARE * of_nodes)
 
     def seconds(self, num_rows: int, num_nodes: int, *, are_chains: bool = True) -> float:
         """What a step is expected to take."""
@@ -106,8 +136,8 @@ class VerifyingCosts:
         known = self._known.get(key)
         if known is None:
             ratio = self._ratio(_rows(num_rows, are_chains), _place(num_nodes))
-            known = self._known[key] = self.curve(num_nodes) * math.exp(ratio)
-        return known * self.factor
+            known = self._known[key] = math.exp(ratio)
+        return self._expected(num_rows, num_nodes) * known * self.factor
 
     def times_seen(self, num_rows: int, num_nodes: int) -> int:
         """How many steps of this kind there were."""
@@ -135,16 +165,19 @@ class VerifyingCosts:
 class StepCosts:
     """Seconds of verifying so many nodes of so many rows, and of drafting so many levels.
 
-    It begins with a curve that was measured and learns how steps differ from it: by the number of rows, by host time,
-    by the length of the context, which changes slowly enough to be learned in passing. How busy the machine is moves
-    all estimates together.
+    It begins with a curve that was measured and learns how steps differ from it, by the number of rows and by host
+    time. How busy the machine is moves all estimates together.
 
     Args:
-      curve: seconds of a forward by its number of nodes, at least for one node; or what is known of it, to share it.
+      curve: of forwards; seconds by the number of nodes stand for one that knows nothing of contexts. Or what is known
+        of it, to share it.
     """
 
-    def __init__(self, curve: Mapping[int, float] | VerifyingCosts) -> None:
-        self._verifying = curve if isinstance(curve, VerifyingCosts) else VerifyingCosts(curve)
+    def __init__(self, curve: CostCurve | Mapping[int, float] | VerifyingCosts) -> None:
+        if not isinstance(curve, VerifyingCosts):
+            curve = VerifyingCosts(curve if isinstance(curve, CostCurve) else CostCurve(curve))
+        self._verifying = curve
+        self._first: dict[int, dict[int, Average]] = {}  # as the next, of drafts that some row got for the first time
         self._drafting: dict[int, dict[int, Average]] = {}  # rows -> levels -> logarithm of time by scale
         self._known: dict[tuple[int, int], float] = {}
 
@@ -156,10 +189,19 @@ class StepCosts:
         """A step has verified these; all of its time but that of drafting."""
         self._verifying.add(num_rows, num_nodes, seconds, are_chains=are_chains)
 
-    def drafted(self, num_rows: int, num_levels: int, seconds: float) -> None:
-        """Drafting so many levels for rows has taken so long."""
+    def after(self, context: float) -> None:
+        """From now on rows have so many tokens, on average: how much longer steps take is known beforehand."""
+        self._verifying.after(context)
+
+    def drafted(self, num_rows: int, num_levels: int, seconds: float, *, is_first: bool = False) -> None:
+        """Drafting so many levels for rows has taken so long.
+
+        Args:
+          is_first: whether one of the rows got its first draft: that takes longer for many drafters, and counts only
+            as long as there is no other.
+        """
         if seconds > 0.0:
-            of_rows = self._drafting.setdefault(_place(num_rows), {})
+            of_rows = (self._first if is_first else self._drafting).setdefault(_place(num_rows), {})
             of_rows.setdefault(num_levels, Average()).add(math.log(seconds) - self._verifying.scale)
             self._known.clear()
 
@@ -181,7 +223,7 @@ class StepCosts:
             return 0.0
         known = self._known.get((num_rows, num_levels))
         if known is None:
-            of_rows = _nearest(self._drafting, _place(num_rows))
+            of_rows = _nearest(self._drafting or self._first, _place(num_rows))
             if not of_rows:
                 return None
             known = self._known[num_rows, num_levels] = _by_level(of_rows, num_levels)
@@ -189,7 +231,12 @@ class StepCosts:
 
     def times_drafted(self, num_rows: int) -> int:
         """How often drafts were made for so many rows, or the number of rows that is nearest to it."""
-        return sum(average.count for average in _nearest(self._drafting, _place(num_rows)).values())
+        return sum(average.count for average in _nearest(self._drafting or self._first, _place(num_rows)).values())
+
+    @property
+    def knows_later_drafts(self) -> bool:
+        """Whether there were drafts that were no row's first one."""
+        return bool(self._drafting)
 
 
 def _by_level(of_rows: Mapping[int, Average], num_levels: int) -> float:
