@@ -32,6 +32,8 @@ from foretoken.model.wrappers import check_unwrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.model.execution.decoder import Decoder
+
 __all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_vocabulary", "layer_types"]
 
 logger = logging.getLogger("foretoken")
@@ -102,6 +104,7 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = compute_dtype(model)
         self.num_forwards = 0
+        self.decoder: tuple[int, Decoder | None] | None = None  # of which version; see `decodable`
         check_autocast(self.device)
         self.layer_types = layer_types(self.config)
         slides = SLIDING in self.layer_types
@@ -245,7 +248,7 @@ class CausalLM:
           num_layers: of the decoder layers, how many there are to be run; all by default.
         """
         other = copy.copy(self)
-        other._owner, other._facts, other._shadow = _nobody, {}, other_shadow
+        other._owner, other._facts, other._shadow, other.decoder = _nobody, {}, other_shadow, None
         other._recorder = Recorder(other_shadow, self.num_layers)
         other.dtype, other.window = dtype or self.dtype, window or self.window
         if num_layers is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.parts.decoder_rows import DecoderRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
@@ -107,6 +108,7 @@ class DraftModelDrafter(Drafter):
         self._rows = CachedRows(self._cache)
         self._view = view
         self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
+        self._at_once = DecoderRows(model, self._cache) if view is None else None
         self._drafts: dict[int, GrowingDraft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -193,14 +195,27 @@ class DraftModelDrafter(Drafter):
         ]
         self._drafts.update((draft.row.id, draft) for draft in drafts)
         growing = [draft for draft in drafts if draft.cap > 0]
-        if growing:
+        if growing and not self._grow_at_once(growing):
             self.growth.grow(growing, self)
         return [self.growth.tree(draft, self.name) for draft in drafts]
+
+    def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
+        """Grow drafts in one call where these are chains of a small model's likeliest tokens; whether they are."""
+        rows = self._at_once
+        wanted = None if rows is None or not rows.takes([1] * len(drafts)) else self.growth.argmaxes(drafts)
+        if rows is None or wanted is None or max(wanted.depths) < 1:
+            return False
+        places, chains = self._unseen(drafts)
+        if is_short := rows.takes(list(map(len, chains))):
+            rows.grow(drafts, places, chains, wanted)
+        return is_short
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
         places, chains = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
         counts = [len(chain) for chain in chains]
+        if self._at_once is not None and self._at_once.takes(counts):
+            return self._at_once.open(places, chains)
         first = min(counts) - 1
         logits = self.model.forward(self._chains(chains), self._seen, keep=slice(first, max(counts)))
         self._seen.commit([range(count) for count in counts])
@@ -244,6 +259,8 @@ class DraftModelDrafter(Drafter):
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
+        if self._at_once is not None and self._at_once.takes([len(draft.frontier) for draft in drafts]):
+            return self._at_once.feed(drafts, places, are_chains=self.growth.drafts_chains)
         return feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:

@@ -69,6 +69,13 @@ class Candidates:
         self._vocabulary = None if vocabulary is None or vocabulary.is_full else vocabulary
         self._is_greedy = is_greedy
 
+    @property
+    def columns(self) -> tuple[int, torch.Tensor | None]:
+        """How many columns of logits count, where no row has processors, and their tokens; None for their numbers."""
+        if self._vocabulary is None:
+            return self._vocab_size, None
+        return len(self._vocabulary), self._vocabulary.target_ids
+
     def log_probs(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
         """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
         if self._vocabulary is None or any(law.is_processed for law in places.laws):

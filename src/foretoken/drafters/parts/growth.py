@@ -39,6 +39,21 @@ class Expander(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Argmaxes:
+    """Chains of likeliest tokens, of which nobody asks anything but how long they are.
+
+    Args:
+      depths: tokens of every draft.
+      num_columns: of logits that count.
+      names: int64 (V,), the tokens that these stand for; None for their own numbers.
+    """
+
+    depths: list[int]
+    num_columns: int
+    names: torch.Tensor | None
+
+
 class Growth:
     """How drafts grow: which nodes get children, which of these stay, and which of these are expanded in turn.
 
@@ -131,6 +146,21 @@ class Growth:
             if not any(draft.frontier for draft in drafts):
                 break
             self._extend(drafts, expander.expand(drafts), level)
+
+    def argmaxes(self, drafts: Seq[GrowingDraft]) -> Argmaxes | None:
+        """What `grow` would add to drafts, where that follows from the largest logits alone; else None."""
+        keeps_all = type(self.policy).keep_drafting is LengthPolicy.keep_drafting and self.policy.looks_at == NOTHING
+        if not self.drafts_chains or self._reranks or self._is_greedy or not keeps_all:
+            return None
+        if not all(draft.row.law.is_argmax for draft in drafts):
+            return None
+        depths = []
+        for draft in drafts:
+            depth, most = 1, min(draft.cap, draft.room)
+            while depth < most and self.policy.go_on(draft.row, depth):
+                depth += 1
+            depths.append(min(depth, most))
+        return Argmaxes(depths, *self._candidates.columns)
 
     def tree(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""

@@ -28,7 +28,10 @@ logger = logging.getLogger("foretoken")
 FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
-    for name in ("products.cpp", "attention.cpp", "many_nodes.cpp", "replay.cpp", "drafting.cpp", "growing.cpp")
+    for name in (
+        *("products.cpp", "attention.cpp", "many_nodes.cpp", "replay.cpp", "decoder.cpp"),
+        *("drafting.cpp", "growing.cpp"),
+    )
 )
 HEADERS = tuple(FOLDER / name for name in ("calls.h", "vectors.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h"))
 
@@ -59,6 +62,7 @@ class Library:
       attention, attention_scratch: of the address of a call; see `few_nodes`.
       lanes: numbers in a vector.
       replay: of the address of parts of layers, their number, and threads; see `programs`.
+      decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
       drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
       chains, chains_scratch: of the address of a call; see `many_nodes`. None where the CPU has no tiles.
     """
@@ -70,6 +74,8 @@ class Library:
     attention_scratch: Callable[[int, int], int]
     lanes: int
     replay: Callable[[int, int, int], None]
+    decoder_logits: Callable[..., int]
+    decoder_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
     chains: Callable[..., None] | None = None
     chains_scratch: Callable[[int, int], int] | None = None
@@ -96,8 +102,12 @@ class Library:
         replay = shared.foretoken_replay
         replay.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         replay.restype = None
+        logits, grown = shared.foretoken_decoder_logits, shared.foretoken_decoder_chains
+        logits.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+        grown.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int)
+        logits.restype = grown.restype = ctypes.c_int64
         block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
-        found = cls(instruction_set, product, block, attention, scratch, lanes, replay)
+        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, logits, grown)
         if found.has_pairs:
             found = replace(found, drafting=_drafting(shared))
         if instruction_set != "AMX":

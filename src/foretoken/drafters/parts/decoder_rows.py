@@ -1,0 +1,99 @@
+"""Rows of a drafter's cache that a small model reads in one call, see `foretoken.model.execution.decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.model.execution.decodable as decodable
+    import foretoken.model.execution.decoder_calls as calls
+    from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.drafters.parts.growth import Argmaxes
+    from foretoken.drafters.parts.rows import Place
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.execution.decoder import Decoder
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    decodable = Lazy("foretoken.model.execution.decodable")
+    calls = Lazy("foretoken.model.execution.decoder_calls")
+
+
+class DecoderRows:
+    """What `DraftModelDrafter` asks of its model, in one call each where the model and the nodes are few enough.
+
+    Draft i lies in row i of the cache.
+
+    Args:
+      cache: that is written to; what is fed is committed.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def takes(self, counts: Seq[int]) -> bool:
+        """Whether so many nodes of every row are for this."""
+        return calls.are_few(counts) and decodable.decoder_of(self._model) is not None
+
+    def open(self, places: Seq[Place], chains: Seq[Seq[int]]) -> torch.Tensor:
+        """Feed the next tokens of texts, one at least of each; logits (B, 1, V) after the last of each."""
+        fed = calls.Fed.chains(chains, self._cache.row_lengths(0, len(chains)))
+        ends = [sum(fed.counts[: row + 1]) - 1 for row in range(len(chains))]
+        logits = self._decoder.logits(fed, self._cache, ends)
+        self._model.num_forwards += 1
+        self._cache.commit([range(count) for count in fed.counts])
+        for place, count in zip(places, fed.counts, strict=True):
+            place.trunk += count
+        return logits[:, None]
+
+    def grow(self, drafts: Seq[GrowingDraft], places: Seq[Place], chains: Seq[Seq[int]], wanted: Argmaxes) -> None:
+        """Feed the next tokens of texts, and add the likeliest tokens behind them to the drafts, one after another."""
+        fed = calls.Fed.chains(chains, self._cache.row_lengths(0, len(chains)))
+        found, num_forwards = self._decoder.chains(fed, self._cache, wanted.depths, wanted.num_columns, wanted.names)
+        self._model.num_forwards += num_forwards
+        num_fed = [max(len(tokens) - 1, 0) for tokens in found]  # nobody has asked what follows the last
+        self._cache.commit([range(count + more) for count, more in zip(fed.counts, num_fed, strict=True)])
+        for draft, place, tokens, count, more in zip(drafts, places, found, fed.counts, num_fed, strict=True):
+            place.trunk += count
+            place.offset_of.update(zip(range(1, more + 1), range(more), strict=True))
+            for node, token in enumerate(tokens):
+                draft.add(node, token)
+
+    def feed(self, drafts: Seq[GrowingDraft], places: Seq[Place], *, are_chains: bool) -> torch.Tensor:
+        """Feed the frontier of every draft, as `foretoken.drafters.parts.rows.feed` does; logits (B, F, V)."""
+        counts = [len(draft.frontier) for draft in drafts]
+        width, num_fed = max(counts), self._cache.lengths[places[0].slot] - places[0].trunk
+        tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
+        above, numbers = list[list[int]](), list[int]()
+        for row, (draft, place) in enumerate(zip(drafts, places, strict=True)):
+            trunk = place.trunk
+            place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
+            for j, node in enumerate(draft.frontier):
+                tokens.append(draft.tokens[node])
+                positions.append(trunk + draft.depths[node] - 1)  # the pending token is part of the trunk by now
+                columns.append(trunk + num_fed + j)
+                if are_chains:  # all that lies before it are its ancestors
+                    prefixes.append(trunk + num_fed + 1)
+                else:
+                    prefixes.append(trunk)
+                    above.append([trunk + place.offset_of[one] for one in draft.path(node)])
+                numbers.append(row * width + j)
+        fed = calls.Fed(tokens, positions, columns, prefixes, counts, above)
+        found = self._decoder.logits(fed, self._cache, range(len(tokens)))
+        if len(numbers) < len(drafts) * width:
+            found = found.new_zeros(len(drafts) * width, found.shape[1]).index_copy_(0, torch.tensor(numbers), found)
+        self._model.num_forwards += 1
+        self._cache.commit([range(width)] * len(drafts))
+        return found.view(len(drafts), width, -1)
+
+    @property
+    def _decoder(self) -> Decoder:
+        decoder = decodable.decoder_of(self._model)
+        assert decoder is not None
+        return decoder

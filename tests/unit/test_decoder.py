@@ -1,0 +1,417 @@
+"""Small draft models in one call: the logits of their modules, the drafts of their levels, and who is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lm.draft_model import DraftModelDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.reduced_output import reduced_model
+from foretoken.engine.drafter import StepResult
+from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.law.target import SamplingLaw
+from foretoken.model.execution import decodable, native, packing
+from foretoken.model.execution.decodable import decoder_of
+from foretoken.model.execution.decoder import Decoder
+from foretoken.model.execution.decoder_calls import Fed
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+from foretoken.testing import GREEDY, SAMPLED, check_drafter, toy_model
+from foretoken.testing.toys import strengthen
+from foretoken.tree import DraftTree
+
+V = 320
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SHAPE = {**SIZES, "num_hidden_layers": 2, "vocab_size": V, "max_position_embeddings": 512}
+MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
+    "llama, biases": (LlamaForCausalLM, LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
+    "tied": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+}
+TEXT = [(7 * number * number + 3 * number) % V for number in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_kernels() -> None:
+    if native.library() is None:
+        pytest.skip("no kernels of the library's own here")
+
+
+def adapter(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> CausalLM:
+    kind, config = MODELS[name]
+    return CausalLM(strengthen(kind(config), 3).to(dtype).eval(), **{"execution": "packed", "probe": False, **options})
+
+
+def decoder(lm: CausalLM) -> Decoder:
+    found = decoder_of(lm)
+    assert found is not None
+    return found
+
+
+def near(found: torch.Tensor, want: torch.Tensor) -> bool:
+    """Within some roundings of the dtype."""
+    error = (found.double() - want.double()).norm() / want.double().norm()
+    return bool(error <= 8 * max(torch.finfo(want.dtype).eps, 1e-6))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
+    """Ragged rows behind prompts that modules have read; then a tree in every row behind these."""
+    lm = adapter(name, dtype)
+    one, other = lm.new_cache(2), lm.new_cache(2)
+    for each in (one, other):
+        lm.forward(Nodes.from_chains([TEXT[:23], TEXT[5:12]]), each, keep=slice(0, 0))
+        each.commit([range(23), range(7)])
+    chains = [TEXT[30:33], TEXT[33:34]]
+    want = lm.forward(Nodes.from_chains(chains), one)
+    found = decoder(lm).logits(Fed.chains(chains, other.lengths), other, range(4))
+    assert near(found, torch.cat([want[0], want[1, :1]]))
+    for each in (one, other):
+        each.commit([range(3), range(1)])
+    tree = DraftTree((5, 9, 11, 9, 2), (-1, 0, 0, 2, 3))
+    want = lm.forward(Nodes.from_trees([tree, tree]), one)
+    fed = Fed(
+        tokens=tree.tokens * 2,
+        positions=[length + depth for length in other.lengths for depth in tree.depths],
+        columns=[length + node for length in other.lengths for node in range(5)],
+        prefixes=[length for length in other.lengths for _ in range(5)],
+        counts=[5, 5],
+        above=[
+            [length + up for up in ups]
+            for length in other.lengths
+            for ups in ([0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4])
+        ],
+    )
+    found = decoder(lm).logits(fed, other, range(10))
+    assert near(found.view(2, 5, V), want)
+    for layer, read in zip(one.layers, other.layers, strict=True):
+        for row, length in enumerate(one.lengths):
+            assert near(read.keys[row, :, : length + 5], layer.keys[row, :, : length + 5])
+            assert near(read.values[row, :, : length + 5], layer.values[row, :, : length + 5])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_node_has_its_bits_among_any_others_and_on_any_threads(dtype: torch.dtype) -> None:
+    lm = adapter("llama", dtype)
+    run, alone, together = decoder(lm), lm.new_cache(1), lm.new_cache(2)
+    want = []
+    for token in TEXT[:12]:
+        want.append(run.logits(Fed.chains([[token]], alone.lengths), alone, [0]))
+        alone.commit([range(1)])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = run.logits(Fed.chains([TEXT[:12], TEXT[20:25]], together.lengths), together, range(12))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found, torch.cat(want))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) -> None:
+    """Three rows, one of which nothing is wanted of; tokens of a reduced vocabulary by their names."""
+    lm = adapter("llama", dtype)
+    names = torch.arange(0, 3 * V, 3) if reduced else None
+    chains, depths, columns = [TEXT[:4], TEXT[4:5], TEXT[9:11]], [5, 0, 2], V - 20
+    cache, again = lm.new_cache(3), lm.new_cache(3)
+    found, runs = decoder(lm).chains(Fed.chains(chains, cache.lengths), cache, depths, columns, names)
+    assert [len(row) for row in found] == depths
+    assert runs == 5
+    for row, chain in enumerate(chains):
+        want, text = [], list(chain)
+        one = lm.new_cache(1)
+        for _ in range(depths[row]):
+            fed = Fed.chains([text[one.lengths[0] :]], one.lengths)
+            best = int(decoder(lm).logits(fed, one, [len(fed.tokens) - 1])[0, :columns].argmax())
+            want.append(best if names is None else int(names[best]))
+            one.commit([range(len(fed.tokens))])
+            text.append(min(want[-1], V - 1))
+        assert found[row] == want
+    assert again.lengths == cache.lengths == [0, 0, 0]  # what is kept is for the caller to say
+
+
+@torch.inference_mode()
+def test_a_chain_ends_where_logits_are_no_numbers() -> None:
+    lm = adapter("llama")
+    cache = lm.new_cache(1)
+    (first,), _ = decoder(lm).chains(Fed.chains([TEXT[:4]], [0]), cache, [3], V, None)
+    spoilt = adapter("llama")
+    spoilt.shadow.get_input_embeddings().weight[first[0]] = torch.nan
+    assert decoder(adapter("llama")).chains(Fed.chains([TEXT[:4]], [0]), lm.new_cache(1), [3], V, None)[0] == [first]
+    found = Decoder(spoilt, native.library()).chains(Fed.chains([TEXT[:4]], [0]), cache, [3], V, None)  # type: ignore[arg-type]
+    assert found == ([first[:1]], 2)
+
+
+# -- drafts ------------------------------------------------------------------------------------------------------------
+
+
+def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 100, **params})
+    law = SamplingLaw(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
+    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400)
+
+
+def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -> list[list[tuple[int, ...]]]:
+    """Tokens and parents of what is proposed to three rows, of which some is accepted, and one leaves in the middle."""
+    rows = [row_of(number, TEXT[number : number + 3 + 9 * number], **params) for number in range(3)]
+    drafter.start(rows)
+    found = []
+    for step in range(num_steps):
+        trees = drafter.propose(rows, [1 + (step + row.id) % 5 for row in rows])
+        found.append([(*tree.tokens, *tree.parents) for tree in trees])
+        results = []
+        for row, tree in zip(rows, trees, strict=True):
+            path, node = [0], 0
+            while len(path) <= (step + row.id) % 4 and node in tree.parents:
+                node = tree.parents.index(node)
+                path.append(node)
+            tokens = (*(tree.tokens[node] for node in path[1:]), TEXT[step + row.id])
+            row.token_ids.extend(tokens)
+            row.num_steps += 1
+            results.append(StepResult(tree, tuple(path), tokens))
+        drafter.observe(rows, results)
+        if step == num_steps // 2:
+            drafter.forget(rows[:1])
+            del rows[0]
+    return found
+
+
+class Stops(LengthPolicy):
+    """Asks, before every token but the first, whether to go on."""
+
+    name = "stops"
+
+    def begin(self, row: Sequence) -> int:
+        return self.plan(row, 5)
+
+    def go_on(self, row: Sequence, depth: int) -> bool:
+        return depth < 1 + len(row.token_ids) % 4
+
+
+def drafter(**options: Any) -> DraftModelDrafter:
+    lm = adapter()
+    if "vocabulary" in options:
+        lm = reduced_model(lm, options["vocabulary"])
+    made = DraftModelDrafter(lm, **{"target_vocab_size": V, "policy": Fixed(5), **options})
+    made.model.num_forwards = 0
+    return made
+
+
+SOME = DraftVocabulary.of(range(0, V, 2), V)
+CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "greedy": ({}, {}),
+    "a policy that stops": ({"policy": Stops()}, {}),
+    "sampled": ({}, {"temperature": 0.9}),
+    "penalties": ({}, {"repetition_penalty": 1.3}),
+    "a tree": ({"num_branches": 2, "beam_width": 2}, {}),
+    "reranked": ({"num_branches": 3, "reranks": True, "max_nodes": 7}, {}),
+    "rejection": ({"acceptance": "standard"}, {"temperature": 0.9}),
+    "fewer tokens": ({"vocabulary": SOME}, {}),
+    "fewer tokens, sampled": ({"vocabulary": SOME}, {"temperature": 0.9}),
+    "a smaller target": ({"target_vocab_size": V - 40}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_those_of_the_modules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that come, are accepted in part, and leave; forwards are counted alike."""
+    options, params = CASES[name]
+    made = drafter(**options)
+    assert decoder_of(made.model) is not None
+    found = drafts_of(made, **params)
+    num_forwards = made.model.num_forwards
+    monkeypatch.setattr("foretoken.drafters.parts.decoder_rows.DecoderRows.takes", lambda *_: False)
+    made = drafter(**options)
+    assert drafts_of(made, **params) == found
+    assert made.model.num_forwards == num_forwards
+
+
+def test_drafts_in_one_call_are_those_of_one_level_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = drafts_of(drafter())
+    asked: list[int] = []
+    monkeypatch.setattr(DraftModelDrafter, "_grow_at_once", lambda *_: bool(asked.append(1)))
+    assert drafts_of(drafter()) == found
+    assert asked
+
+
+@cache
+def target(dtype: torch.dtype) -> CausalLM:
+    """All products by the library's own kernels, so that nodes of trees have the bits of plain decoding."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(packing, "faster", lambda *_: native.library())
+        return CausalLM(toy_model(V, dtype=dtype, **SIZES), execution="packed")
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_every_text_stays(branches: int) -> None:
+    """By the conformance suite, with a drafter that is right now and then."""
+
+    def make(depth: int) -> DraftModelDrafter:
+        lm = CausalLM(toy_model(V, dtype=torch.float32, seed=1, **SIZES), execution="packed", probe=False)
+        assert decoder_of(lm) is not None
+        return DraftModelDrafter(lm, target_vocab_size=V, num_speculative_tokens=depth, num_branches=branches)
+
+    check_drafter(make, target(torch.float32), depths=(1, 4))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_target_as_its_own_drafter_is_always_right(params: SamplingParams) -> None:
+    """In single precision, where logits do not tie: positions, columns and masks are those of the text."""
+    engine = Engine(
+        target(torch.float32), DraftModelDrafter(target(torch.float32), target_vocab_size=V, policy=Fixed(4))
+    )
+    rows = [engine.add_request(TEXT[start : start + 4], replace(params, max_tokens=20, n=1))[0] for start in (0, 9)]
+    for _ in engine.run():
+        pass
+    assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens > 8 for row in rows)
+
+
+# -- who is refused ----------------------------------------------------------------------------------------------------
+
+
+def changed(name: str) -> CausalLM:
+    """A model of which one thing is not as the kernels expect."""
+    model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE)), 3).eval()
+    layer = model.model.layers[0]
+    if name == "hook":
+        layer.mlp.register_forward_hook(lambda _module, _args, output: output * 1.5)
+    elif name == "activation":
+        layer.mlp.act_fn = nn.GELU()
+    elif name == "norm":
+        layer.input_layernorm.variance_epsilon = 1.0
+    elif name == "scaling":
+        layer.self_attn.scaling = 0.5
+    elif name == "bias":
+        layer.self_attn.q_proj.bias = nn.Parameter(torch.ones(128))
+    elif name == "subclass":
+        model.model.embed_tokens.__class__ = type("Doubled", (nn.Embedding,), {"forward": _doubled})
+    elif name == "forward":
+        inner = layer.mlp.forward
+        layer.mlp.forward = lambda x: 2 * inner(x)
+    elif name == "double":
+        model = model.double()
+    elif name == "dynamic":
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)), 3).eval()
+    elif name == "sizes":
+        model = toy_model(V, dtype=torch.float32, hidden_size=48)
+    elif name == "another":
+        model = strengthen(Qwen3ForCausalLM(Qwen3Config(**SHAPE)), 3).eval()
+    elif name == "sliding":
+        model = strengthen(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), 3).eval()
+    return CausalLM(model, execution="eager" if name == "eager" else "packed", probe=False)
+
+
+def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    return 2 * nn.functional.embedding(ids, self.weight)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hook", "activation", "norm", "scaling", "bias", "subclass", "forward", "double", "dynamic"),
+        *("sizes", "another", "sliding", "eager"),
+    ],
+)
+def test_other_models_run_as_modules(name: str) -> None:
+    assert decoder_of(changed("nothing")) is not None
+    lm = changed(name)
+    assert decoder_of(lm) is None
+    assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))) == 6
+
+
+def test_what_computes_something_else_runs_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no attribute tells of a difference, numbers do: here, heads that are turned the other way."""
+    whole = Decoder._reach
+
+    def turned(self: Decoder, position: int) -> None:
+        whole(self, position)
+        self._decoder.cosines, self._decoder.sines = self._decoder.sines, self._decoder.cosines
+
+    monkeypatch.setattr(Decoder, "_reach", turned)
+    assert decoder_of(adapter()) is None
+
+
+def test_no_compiler_means_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodable, "library", lambda: None)
+    assert decoder_of(adapter()) is None
+    assert drafts_of(drafter())
+
+
+def test_a_model_that_was_written_to_is_packed_again() -> None:
+    kind, config = MODELS["llama"]
+    model = strengthen(kind(config), 3).eval()
+    lm = CausalLM(model, execution="packed", probe=False)
+    before = decoder_of(lm)
+    assert decoder_of(lm) is before
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    lm.refresh()
+    made = DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(4))
+    found = drafts_of(made)
+    assert decoder_of(lm) is not before
+    fresh = DraftModelDrafter(CausalLM(model, execution="eager", probe=False), target_vocab_size=V, policy=Fixed(4))
+    assert drafts_of(fresh) == found
+
+
+def test_weights_that_were_released_are_those_that_were_packed() -> None:
+    """Of a model that the library has loaded itself the originals are gone."""
+    want = drafts_of(drafter())
+    lm = adapter(release_originals=True)
+    assert drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(5))) == want
+
+
+def test_long_catching_up_and_many_rows_run_as_modules() -> None:
+    made = drafter()
+    row = row_of(0, TEXT)
+    made.start([row])
+    row.token_ids.extend(TEXT)  # more than are fed at once
+    (tree,) = made.propose([row], [3])
+    other = DraftModelDrafter(adapter(execution="eager"), target_vocab_size=V, policy=Fixed(5))
+    fresh = row_of(0, [*TEXT, *TEXT])
+    other.start([fresh])
+    assert other.propose([fresh], [3])[0].tokens == tree.tokens
+
+
+def test_texts_without_a_draft_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter in bfloat16 beside a target in bfloat16: greedy and sampled, as plain decoding."""
+    lm = adapter("llama", torch.bfloat16)
+    assert decoder_of(lm) is not None
+    for params in (GREEDY, SAMPLED):
+        texts = []
+        for made in (EmptyDrafter(), DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(4))):
+            engine = Engine(target(torch.bfloat16), made)
+            rows = [engine.add_request(TEXT[at : at + 5], replace(params, max_tokens=12, n=1))[0] for at in range(3)]
+            for _ in engine.run():
+                pass
+            texts.append([row.output_ids for row in rows])
+        assert texts[0] == texts[1]
