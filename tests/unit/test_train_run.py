@@ -20,6 +20,7 @@ from foretoken.cli import app
 from foretoken.errors import CheckpointError, PromptError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import toy_model
+from foretoken.train.answers import TRIED, Answering
 from foretoken.train.examples import evaluation_digests, is_evaluation
 from foretoken.train.run import Plan, Run
 from foretoken.train.start import frequent_tokens
@@ -68,7 +69,48 @@ def test_a_dry_run_says_what_training_takes(tmp_path: Path) -> None:
     assert found["num_examples"] == len(PROMPTS) - 1
     assert found["memory_bytes"] == 16 * found["num_parameters"] > 0
     assert found["seconds"] > 0
+    assert found["answer_seconds"] > 0
     assert not (tmp_path / "head" / "checkpoint.pt").exists()
+
+
+def test_a_dry_run_has_the_first_prompts_answered_alone_and_a_training_makes_the_rest(tmp_path: Path) -> None:
+    """It once answered all of them: for 5,000 prompts a quarter of an hour, of which it said nothing."""
+    names = ("cat", "hen", "fox", "owl", "pig")
+    many = [f"{one}, and {other}" for one in PROMPTS for other in names]
+    command = options(tmp_path, "medusa", "--json")
+    (tmp_path / "prompts.txt").write_text("\n".join(many))
+    done = CliRunner().invoke(app, [*command, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    file = tmp_path / "head" / "answers.jsonl"
+    tried = file.read_text().splitlines()
+    assert len(tried) == TRIED < found["num_examples"] < len(many)
+    assert found["num_tokens"] > 2 * found["num_examples"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    whole = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [json.loads(line) for line in tried] == whole[:TRIED]
+    told = json.loads((tmp_path / "head" / "training.json").read_text())
+    assert told["num_examples"] == found["num_examples"] == len(whole)
+
+
+def test_a_dry_run_after_the_answers_counts_them_all(tmp_path: Path) -> None:
+    command = options(tmp_path, "medusa", "--dry-run", "--json")
+    first, again = (json.loads(CliRunner().invoke(app, command).stdout) for _ in range(2))
+    assert first["answer_seconds"] > 0 == again["answer_seconds"]
+    assert first["num_tokens"] == again["num_tokens"]
+
+
+def test_a_dry_run_lets_the_target_ask_few_prompts_and_keeps_none(tmp_path: Path) -> None:
+    few = Answering(max_new_tokens=8)
+    plan = Plan(method="medusa", out=tmp_path, own_prompts=2 * TRIED, draft_vocabulary=64, answering=few)
+    said: list[str] = []
+    run = Run(LLM("zoo:tiny", "none", dtype="float32", execution="packed"), plan, said.append, is_trial=True)
+    assert f"the target asks itself {TRIED} prompts" in said
+    assert not (tmp_path / "own_prompts.jsonl").exists()
+    estimate = run.estimate()
+    assert TRIED < estimate.num_examples <= 2 * TRIED
+    assert estimate.answer_seconds > 0
 
 
 @pytest.mark.slow

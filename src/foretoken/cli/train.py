@@ -74,7 +74,9 @@ def train(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts are texts to go on with: no chat template.")] = False,
     seed: Annotated[int, typer.Option(help="Of the drafter, the order of examples, and answers.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Try two steps, say memory and time, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try a few answers and two steps, say memory and time, stop.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a drafter for a target, and measure how many of its tokens the target takes.
@@ -101,7 +103,7 @@ def train(
         plan.check()
         llm = load_llm(choose_model(target), "none", **vars(loading))
         console = Console(stderr=True)
-        run = Run(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False))
+        run = Run(llm, plan, lambda text: console.print(f"foretoken: {text}", highlight=False), is_trial=dry_run)
         if dry_run:
             _say_estimate(run, as_json)
             return
@@ -128,7 +130,13 @@ def _say_estimate(run: Run, as_json: bool) -> None:
         f"{found.num_parameters / 1e6:.1f} M parameters\n"
         f"memory beside the target: {found.memory_bytes / 1e6:,.0f} MB; kept features would take "
         f"{found.feature_bytes / 1e9:.2f} GB\n"
-        f"time: about {found.seconds / 60:.0f} min, measurements not counted"
+        f"time: {_minutes(found.answer_seconds)}{found.seconds / 60:.1f} min of training, measurements not counted"
+    )
+
+
+def _minutes(answer_seconds: float) -> str:
+    return (
+        f"about {answer_seconds / 60:.1f} min for answers that are still to be made, " if answer_seconds else "about "
     )
 
 

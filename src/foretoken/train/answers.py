@@ -16,6 +16,8 @@ from foretoken.train.examples import Asked, prompt_ids
 
 ROWS = 16
 """Prompts that are answered together."""
+TRIED = 2 * ROWS
+"""Prompts that a dry run has answered."""
 _MARK = "\u2402prompt\u2402"
 
 
@@ -73,6 +75,19 @@ def answered(
         one if one.answer is not None else replace(one, answer=known[one.digest][0], ended=known[one.digest][1])
         for one in asked
     ]
+
+
+def to_try(asked: list[Asked], file: Path) -> tuple[list[Asked], int]:
+    """What a dry run looks at: prompts that have an answer, here or in the file, and the first of those that have none.
+
+    Those keep their places among prompts without an answer, so that the training which follows makes the same ones.
+
+    Returns: prompts, and how many of them are still to be answered.
+    """
+    known = _read(file)
+    missing = [one for one in asked if one.answer is None and one.digest not in known]
+    left_out = {one.digest for one in missing[TRIED:]}
+    return [one for one in asked if one.digest not in left_out], min(TRIED, len(missing))
 
 
 def _read(file: Path) -> dict[str, tuple[str, bool]]:

@@ -13,15 +13,16 @@ import torch
 
 from foretoken.bench.provenance import provenance
 from foretoken.errors import ConfigError, PromptError
-from foretoken.folders import append_lines, keep_json, keep_text
+from foretoken.folders import append_lines, keep_json
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
-from foretoken.train.answers import Answering, answered, asked_by_itself
+from foretoken.train.answers import Answering
 from foretoken.train.curve import draw
 from foretoken.train.evaluation import Acceptance, chain_config, measure
-from foretoken.train.examples import Asked, example_of, is_evaluation, is_held_out, prompt_ids, read_prompts
+from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
+from foretoken.train.gathering import Gathering
 from foretoken.train.room import writing
 from foretoken.train.small import SmallPlan
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
@@ -97,10 +98,12 @@ class Estimate:
     """What a training takes, beforehand.
 
     Args:
-      num_examples, num_tokens: that are trained on, and their answer tokens in all epochs.
+      num_examples, num_tokens: that are trained on, and their answer tokens in all epochs. Where answers are still to
+        be made, this and all that follows from it is reckoned from those of the first prompts.
       num_parameters: of the head.
       memory_bytes: of the head, its gradients and the optimiser, beside the target.
       feature_bytes: of kept features.
+      answer_seconds: of prompts and answers that are still to be made; 0 where there are none.
       seconds: of training, from two steps that were tried; without answers and measurements.
     """
 
@@ -109,6 +112,7 @@ class Estimate:
     num_parameters: int
     memory_bytes: int
     feature_bytes: int
+    answer_seconds: float
     seconds: float
 
 
@@ -119,20 +123,22 @@ class Run:
       llm: of the target; it should draft nothing, or something that costs no memory.
       plan: see there.
       say: is told of what happens, in sentences.
+      is_trial: for `estimate`: answers are made for the first prompts alone (and kept for the training).
 
     Raises: PromptError for prompts that are broken, or too few; UnsupportedModelError for a target that heads cannot be
       trained over; CheckpointError for a folder with another run.
     Randomness: ``plan.seed``.
     """
 
-    def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None) -> None:
+    def __init__(self, llm: LLM, plan: Plan, say: Say = lambda _: None, *, is_trial: bool = False) -> None:
         plan.check()
         self.llm, self.plan, self._say = llm, plan, say
+        gathering = Gathering(llm, plan, say, is_trial)
         self._eos = eos_token_ids(llm.target.shadow)
         self._target = parts_of(llm.target, self._eos)
         with writing(plan.out):
             plan.out.mkdir(parents=True, exist_ok=True)
-            asked = [one for one in self._asked() if not is_evaluation(one.text)]
+            asked = [one for one in gathering.prompts() if not is_evaluation(one.text)]
         held = [one for one in asked if is_held_out(one.digest, plan.one_in)]
         if not asked:
             raise PromptError("every prompt is one of an evaluation set, which are never trained on; give others")
@@ -142,8 +148,8 @@ class Run:
         if len(train) < 2:
             raise PromptError(f"{len(asked)} prompts are too few to train on and to measure with; give more")
         with writing(plan.out):
-            file = plan.out / "answers.jsonl"
-            answers = answered(llm, train, plan.answering, file, self._answering, is_raw=plan.raw)
+            answers = gathering.answers(train)
+        self._times, self._answer_seconds = 1 + gathering.num_left_out / len(answers), gathering.seconds
         made = [example_of(one, llm.tokenizer, self._eos, plan.max_length, is_raw=plan.raw) for one in answers]
         self.examples = [example for example in made if example.num_answer_tokens > 2]
         if not self.examples:
@@ -175,13 +181,14 @@ class Run:
         parameters = sum(parameter.numel() for parameter in self._recipe.module.parameters())
         num_texts = sum(len(example.token_ids) for example in self.examples)
         width = self._target.hidden_size * self.llm.target.dtype.itemsize
-        num_tokens = self.trainer.schedule.num_tokens
+        num_tokens = round(self._times * self.trainer.schedule.num_tokens)
         return Estimate(
-            len(self.examples),
+            round(self._times * len(self.examples)),
             num_tokens,
             parameters,
             16 * parameters,
-            num_texts * len(self._recipe.layers) * width,
+            round(self._times * num_texts) * len(self._recipe.layers) * width,
+            self._answer_seconds,
             per_token * num_tokens,
         )
 
@@ -219,20 +226,6 @@ class Run:
             draw(metrics, self.plan.out / "curve.png")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _asked(self) -> Iterator[Asked]:
-        if self.plan.prompts is not None:
-            yield from read_prompts(self.plan.prompts)
-        if self.plan.own_prompts:
-            file = self.plan.out / "own_prompts.jsonl"
-            if not file.exists():
-                self._say(f"the target asks itself {self.plan.own_prompts} prompts")
-                made = asked_by_itself(self.llm, self.plan.own_prompts, self.plan.seed)
-                keep_text(file, "".join(json.dumps({"prompt": one.text}) + "\n" for one in made))
-            yield from read_prompts(file)
-
-    def _answering(self, done: int, total: int) -> None:
-        self._say(f"{done} of {total} prompts answered")
 
     def _features(self) -> FeatureSource:
         online = TargetFeatures(self.llm.target, self._recipe.layers)
