@@ -12,12 +12,9 @@ from collections.abc import Sequence as Seq
 from html import escape
 from pathlib import Path
 
-from foretoken.drafters.base import Drafter, Features, StepResult
-
 from foretoken import LLM, SamplingParams
+from foretoken.engine.drafter import StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import CausalLM
 from foretoken.tree import DraftTree
 
 ROW_HEIGHT, LETTER, GAP, MARGIN = 18, 6.6, 26, 8
@@ -77,28 +74,29 @@ def _rows(tree: DraftTree) -> list[int]:
     return rows
 
 
-class Watching(Drafter):
-    """Passes everything on and keeps the steps of one row."""
+def best_step(llm: LLM, prompt: str, max_new_tokens: int) -> StepResult:
+    """The step of a greedy answer in which most drafted tokens were accepted; of those the one with most nodes."""
+    drafter, results = llm.drafting.new_drafter(), list[StepResult]()
+    observe = drafter.observe
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.name, self.requires = drafter, drafter.name, drafter.requires
-        self.results: list[StepResult] = []
+    def watched(rows: Seq[Sequence], found: Seq[StepResult]) -> None:
+        results.extend(found)
+        observe(rows, found)
 
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        self.drafter.bind(target, cache)
+    drafter.observe = watched  # type: ignore[method-assign]
+    with llm.engine(drafter) as engine:
+        asked = llm.chat_prompt([{"role": "user", "content": prompt}])["prompt_token_ids"]
+        engine.add_request(asked, SamplingParams(temperature=0.0, max_tokens=max_new_tokens))
+        for _ in engine.run():
+            pass
+    return max(results, key=lambda result: (result.num_accepted, len(result.tree)))
 
-    def start(self, rows: Seq[Sequence], features: Seq[Features]) -> None:
-        self.drafter.start(rows, features)
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[int]) -> list[DraftTree]:
-        return self.drafter.propose(rows, budgets)
-
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        self.results += results
-        self.drafter.observe(rows, results)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        self.drafter.forget(rows)
+def drawing(llm: LLM, result: StepResult) -> str:
+    """The draft of a step, with the text of its tokens."""
+    assert llm.tokenizer is not None
+    words = [repr(llm.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7") for token in result.tree.tokens]
+    return tree_svg(result.tree, words, result.path)
 
 
 def main() -> None:
@@ -109,18 +107,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     options = parser.parse_args()
     llm = LLM("zoo:tiny", options.config or options.name)
-    drafter = Watching(llm.drafting.new_drafter())
-    with llm.engine(drafter) as engine:
-        prompt = llm.chat_prompt([{"role": "user", "content": options.prompt}])["prompt_token_ids"]
-        engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=options.max_new_tokens))
-        for _ in engine.run():
-            pass
-    best = max(drafter.results, key=lambda result: (result.num_accepted, len(result.tree)))
-    assert llm.tokenizer is not None
-    words = [repr(llm.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7") for token in best.tree.tokens]
-    Path(__file__).with_name("methods").joinpath(f"{options.name}.svg").write_text(
-        tree_svg(best.tree, words, best.path)
-    )
+    best = best_step(llm, options.prompt, options.max_new_tokens)
+    page = Path(__file__).with_name("methods") / f"{options.name}.svg"
+    page.write_text(drawing(llm, best), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from foretoken import LLM
 from foretoken.cli import app
 from foretoken.cli.options import respell
 
@@ -85,3 +86,16 @@ def test_the_table_of_keys_is_that_of_the_options(monkeypatch: pytest.MonkeyPatc
     make_keys = importlib.import_module("make_keys")
     text = make_keys.PAGE.read_text(encoding="utf-8")
     assert make_keys.page(text) == text, "run python docs/make_keys.py"
+
+
+def test_pictures_show_a_draft_and_what_was_accepted_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They once named a module that had moved, which nothing noticed: programs of docs/ are imported by no other."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    make_trees = importlib.import_module("make_trees")
+    llm = LLM("zoo:tiny", "token_recycling")
+    step = make_trees.best_step(llm, "How do I use the command tar?", 24)
+    picture = make_trees.drawing(llm, step)
+    assert 1 < len(step.path) < len(step.tree), "nothing to tell apart"
+    assert picture.count('class="hit"') == len(step.path)
+    assert picture.count('class="miss"') == len(step.tree) - len(step.path)
+    assert picture.count('class="on"') == step.num_accepted
