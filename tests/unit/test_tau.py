@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import tau
+import torch
 from found import Found, kept, of_record
 
+from foretoken import LLM, SamplingParams
+from foretoken.bench.arms import Sampling
 from foretoken.engine.stats import SequenceStats
 
 
@@ -95,3 +99,22 @@ def test_what_was_measured_is_not_measured_again(
     monkeypatch.setattr(tau, "run", None)  # so that measuring anything would fail
     tau.main()
     assert capsys.readouterr().out == first
+
+
+def test_texts_are_compared_with_plain_ones_and_the_gap_where_they_part_is_that_of_the_target() -> None:
+    llm = LLM("zoo:tiny", "none", dtype="float32", execution="packed")
+    asked = [tau.Question("qa", tuple(llm.tokenizer(text)["input_ids"])) for text in ("A dog", "A king", "A cow")]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    outputs = llm.generate([{"prompt_token_ids": [*one.token_ids]} for one in asked], params)
+    texts = [list(one.outputs[0].token_ids) for one in outputs]
+    plain, other = Found(["qa"] * 3), Found(["qa"] * 3)
+    plain.outputs, other.outputs = texts, [[*text] for text in texts]
+    assert tau.beside(llm, asked, plain, other, Sampling()) == {"num_equal": 3, "largest_gap": 0.0}
+    other.outputs[1][2] = swapped = (texts[1][2] + 1) % llm.target.vocab_size
+    text = torch.tensor([[*asked[1].token_ids, *texts[1][:2]]])
+    logits = llm.target.shadow(input_ids=text).logits[0, -1]
+    found = tau.beside(llm, asked, plain, other, Sampling())
+    assert found["num_equal"] == 2
+    assert found["largest_gap"] == pytest.approx(float(logits[texts[1][2]] - logits[swapped]), abs=2e-3)
+    other.outputs[0].pop()
+    assert tau.beside(llm, asked, plain, other, Sampling()) == {"num_equal": 1, "largest_gap": math.inf}
