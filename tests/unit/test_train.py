@@ -274,6 +274,24 @@ def test_trainings_that_want_other_layers_share_a_folder(tmp_path: Path) -> None
         assert source.num_asked == num_asked
 
 
+def test_trainings_at_the_same_time_do_not_replace_each_others_shards(tmp_path: Path) -> None:
+    """Shards that began with the same text had one name: the later one replaced the other, whose places in the index
+    then named rows of other texts, or rows that were not there."""
+    layers = (eagle_heads.target().num_layers,)
+    source = TargetFeatures(eagle_heads.target(), layers)
+    made = examples()
+    first, second = FeatureCache(source, tmp_path, layers), FeatureCache(source, tmp_path, layers)
+    for cache, taken in ((first, made), (second, [made[0], made[2]])):  # the second finds the rest where it looks later
+        for example in taken:
+            cache.of(example)
+    first.close()
+    reader = FeatureCache(source, tmp_path, layers)  # knows the places of the first
+    second.close()
+    for cache in (reader, FeatureCache(source, tmp_path, layers)):
+        for example in made:
+            torch.testing.assert_close(cache.of(example), source.of(example), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

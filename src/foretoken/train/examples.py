@@ -139,9 +139,9 @@ def example_of(
     return Example((*prompt, *answer)[:max_length], min(len(prompt), max_length), key_of((*prompt, *answer)))
 
 
-def key_of(token_ids: Iterable[int]) -> str:
-    """Names a text."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
+def key_of(parts: Iterable[int | str]) -> str:
+    """Names a text by its tokens, or several texts by their names."""
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
 def _end_of(tokenizer: Any, eos_token_ids: Seq[int]) -> int:

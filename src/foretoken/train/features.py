@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.folders import append_lines
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.train.examples import Example
+from foretoken.train.examples import Example, key_of
 
 logger = logging.getLogger("foretoken")
 
@@ -116,11 +116,15 @@ class FeatureCache:
             self._write()
 
     def _write(self) -> None:
-        """A shard becomes visible by its lines in the index, which are written last."""
+        """A shard becomes visible by its lines in the index, which are written last.
+
+        Its name is made of all that it holds, so that trainings which fill the folder at the same time, each with what
+        the others do not have, never replace each other's shards by others.
+        """
         shard, self._open = self._open, _Shard()
         if not shard.keys:
             return
-        name = f"{shard.keys[0]}-{'-'.join(map(str, self._layers))}.safetensors"
+        name = f"{key_of(shard.keys)}-{'-'.join(map(str, self._layers))}.safetensors"
         beside = self._folder / f".{name}.{os.getpid()}"
         tensors = {str(layer): torch.cat([part[layer] for part in shard.parts]) for layer in shard.parts[0]}
         start, lines = 0, []
