@@ -56,20 +56,28 @@ class TestNativeMatrix:
             assert ((result.double() - exact).abs() <= sums + rounded).all()
             assert torch.equal(packed.dense(), weight)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize("shape", [(80, 96), (77, 608)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_a_row_has_the_same_bits_among_any_number_of_rows(
-        self, kernels: native.Library, dtype: torch.dtype
+        self, kernels: native.Library, dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
     ) -> None:
-        packed, _, _ = matrix(kernels, 80, 96, dtype, has_bias=True)
-        x = torch.randn(530, 96).to(packed.compute_dtype)
+        packed, weight, bias = matrix(kernels, *shape, dtype, has_bias)
+        x = torch.randn(530, shape[1]).to(packed.compute_dtype)
         whole = packed(x)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        assert (whole.double() - exact).norm() <= (2.0**-8 if whole.dtype == HALF else 2.0**-18) * exact.norm()
         for count in (1, 2, 5, 8, 12, 13, 16, 17, 31, 32, 33, 48, 64, 255, 256, 257, 529):
             assert torch.equal(packed(x[:count]), whole[:count]), count
             assert torch.equal(packed(x[-count:]), whole[-count:]), count
 
-    def test_has_the_same_bits_on_any_number_of_threads(self, kernels: native.Library) -> None:
-        packed, _, _ = matrix(kernels, 200, 64, HALF)
-        x = torch.randn(20, 64).to(packed.compute_dtype)
+    @pytest.mark.parametrize("num_rows", [20, 131])
+    @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+    def test_has_the_same_bits_on_any_number_of_threads(
+        self, kernels: native.Library, dtype: torch.dtype, num_rows: int
+    ) -> None:
+        packed, _, _ = matrix(kernels, 200, 64, dtype)
+        x = torch.randn(num_rows, 64).to(packed.compute_dtype)
         before, results = torch.get_num_threads(), []
         try:
             for count in (1, 2, 3):

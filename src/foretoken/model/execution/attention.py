@@ -119,7 +119,8 @@ def _attend_group(
         first = group.rows.start
         keys, values = (key[first:], value[first:]) if first else (key, value)
         if group.many is not None:
-            own = group.many(query, keys, values, kind, options["scaling"])
+            is_faster = group.many.is_faster(query, keys, values)
+            own = group.many(query, keys, values, kind, options["scaling"]) if is_faster else None
         else:
             own = group.few(query, keys, values, group.masks[kind], options["scaling"])
         if own is not None:

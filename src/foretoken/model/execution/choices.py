@@ -1,4 +1,4 @@
-"""Which of two kernels multiplies by a matrix of some shape: measured once per machine, and kept on disk."""
+"""Which of two kernels is the faster one at some shape: measured once per machine, and kept on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TypeAlias
@@ -54,11 +54,16 @@ def faster(inputs: int, outputs: int, dtype: torch.dtype, other: Pack) -> Librar
     if kernels is None or inputs * outputs < MIN_ELEMENTS or not fits(inputs, dtype, kernels):
         return None
     name = f"{inputs}x{outputs} {str(dtype).removeprefix('torch.')}"
+    return kernels if decided(name, lambda: _is_faster(inputs, outputs, dtype, kernels, other)) else None
+
+
+def decided(name: str, measure: Callable[[], bool]) -> bool:
+    """What was measured under this name, at the number of threads, when it was first asked for on this machine."""
     with _lock:
         choices = _Choices.of(cache_folder("native"), torch.get_num_threads())
         if name not in choices.known:
-            choices.add(name, _is_faster(inputs, outputs, dtype, kernels, other))
-        return kernels if choices.known[name] else None
+            choices.add(name, measure())
+        return choices.known[name]
 
 
 class _Choices:
@@ -111,12 +116,17 @@ def _is_faster(inputs: int, outputs: int, dtype: torch.dtype, kernels: Library, 
 
 
 def _times(ours: Sequence[Run], theirs: Sequence[Run], x: torch.Tensor) -> tuple[float, float]:
-    """The least seconds of both, all copies once, interleaved."""
+    """Those of products, all copies once."""
+    return times([partial(run, x) for run in ours], [partial(run, x) for run in theirs])
+
+
+def times(ours: Sequence[Callable[[], object]], theirs: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """The least seconds of both, all calls once, interleaved."""
     least = [float("inf"), float("inf")]
     for _ in range(NUM_ROUNDS):
-        for index, runs in enumerate((ours, theirs)):
+        for index, calls in enumerate((ours, theirs)):
             start = perf_counter()
-            for run in runs:
-                run(x)
+            for call in calls:
+                call()
             least[index] = min(least[index], perf_counter() - start)
     return least[0], least[1]

@@ -1,22 +1,30 @@
-"""Attention of the many nodes of prompts, in bfloat16 on CPUs that multiply by tiles: a kernel of the library's own.
+"""Attention of the many nodes of prompts, by kernels of the library's own: in float32, and in bfloat16 by tiles.
 
 Torch's own computes every score that a mask hides, and spends more on the weights of a softmax than on products. See
-``many_nodes.cpp``.
+``many_floats.cpp`` and ``many_nodes.cpp``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
+from foretoken.model.execution.choices import decided, times
 from foretoken.model.execution.memory import scratch_address
-from foretoken.model.execution.native import Library
+from foretoken.model.execution.native import Library, library
+from foretoken.model.masks import folded
+
+logger = logging.getLogger("foretoken")
 
 TILE = 32
-"""Numbers of bfloat16 in a row of a tile; heads are as wide or a multiple of it."""
+"""Numbers of bfloat16 in a row of a tile; heads are as wide or a multiple of it, in float32 of a vector."""
+NODES_TIMED = 256
 MOST_SCRATCH = 2**28
 """Bytes of scratch; beyond, attention runs through torch."""
 
@@ -35,13 +43,13 @@ class ManyNodes:
     """Attention of one group of rows whose nodes are chains.
 
     Args:
-      kernels: compiled for tiles.
+      kernels: that have one for the dtype.
       counts: nodes of every row.
       before: columns of every row before the first of its nodes.
       windows: by kind of attention, the columns that a node sees, its own included; None for all.
 
     Exactness: a node has the same bits however a prompt is cut into forwards, and whatever rows run beside it. Scores
-      and sums are in float32, weights in bfloat16, as in torch's own.
+      and sums are in float32, weights in the dtype, as in torch's own.
     """
 
     def __init__(
@@ -51,6 +59,16 @@ class ManyNodes:
         self._windows = windows
         array = ctypes.c_int64 * len(counts)
         self._arrays = array(*counts), array(*list(accumulate(counts, initial=0))[:-1]), array(*before)
+
+    def is_faster(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether the kernel was measured to be faster than torch's at such heads; in bfloat16 tiles are.
+
+        Args:
+          query, key, value: as for a call.
+        """
+        if query.dtype != torch.float32:
+            return True
+        return _is_faster(query.shape[1], query.shape[3], key.shape[1], value.shape[3], torch.get_num_threads())
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: str, scaling: float | None
@@ -63,14 +81,15 @@ class ManyNodes:
           kind: of attention.
         Returns: (S, H_q, D_v), or None where this is not for this kernel.
         """
-        run, scratch_of = self._kernels.chains, self._kernels.chains_scratch
+        chains = self._kernels.chains.get(query.dtype)
         size, value_size = query.shape[3], value.shape[3]
-        is_bfloat16 = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
+        is_alike = query.dtype == key.dtype == value.dtype and query.device.type == "cpu"
         lie_together = query.stride(3) == 1 and key.stride()[2:] == (size, 1) and value.stride()[2:] == (value_size, 1)
         scale = size**-0.5 if scaling is None else scaling
-        if run is None or scratch_of is None or not is_bfloat16 or not lie_together or scale <= 0:
+        if chains is None or not is_alike or not lie_together or scale <= 0:
             return None
-        if size % TILE or value_size % TILE or query.shape[1] % key.shape[1]:
+        multiple = TILE if query.dtype == torch.bfloat16 else self._kernels.lanes
+        if size % multiple or value_size % multiple or query.shape[1] % key.shape[1]:
             return None
         counts, firsts, before = map(ctypes.addressof, self._arrays)
         call = _Chains(
@@ -92,10 +111,39 @@ class ManyNodes:
             scale,
         )
         threads = torch.get_num_threads()
-        scratch = scratch_of(ctypes.addressof(call), threads)
+        scratch = chains.scratch(ctypes.addressof(call), threads)
         if scratch > MOST_SCRATCH:
             return None
         out = query.new_empty(query.shape[2], query.shape[1], value_size)
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-        run(ctypes.addressof(call), *addresses, scratch_address(-(-scratch // 4)), threads)
+        chains.run(ctypes.addressof(call), *addresses, scratch_address(-(-scratch // 4)), threads)
         return out
+
+
+@cache
+def _is_faster(num_heads: int, size: int, num_kv_heads: int, value_size: int, num_threads: int) -> bool:
+    """Over float32, `NODES_TIMED` nodes behind as many columns; remembered for each number of threads."""
+    kernels = library()
+    if kernels is None:
+        return False
+    name = f"attention of prompts {num_heads}x{size} {num_kv_heads}x{value_size} float32"
+    return decided(name, partial(_measured, kernels, num_heads, size, num_kv_heads, value_size))
+
+
+def _measured(kernels: Library, num_heads: int, size: int, num_kv_heads: int, value_size: int) -> bool:
+    columns = 2 * NODES_TIMED
+    query = torch.ones(1, NODES_TIMED, num_heads, size).transpose(1, 2)
+    keys, values = torch.ones(1, num_kv_heads, columns, size), torch.ones(1, num_kv_heads, columns, value_size)
+    mask = folded(
+        torch.full((NODES_TIMED, columns), -1e30).triu(NODES_TIMED + 1)[None, None], num_heads // num_kv_heads
+    )
+    many = ManyNodes(kernels, [NODES_TIMED], [NODES_TIMED], {"": None})
+    if many(query, keys, values, "", None) is None:
+        return False
+    others = query.reshape(1, num_kv_heads, -1, size)
+    ours, theirs = times(
+        [lambda: many(query, keys, values, "", None)],
+        [lambda: F.scaled_dot_product_attention(others, keys, values, mask)],
+    )
+    logger.debug("attention of prompts, %d heads of %d: %.2f of the time of torch's", num_heads, size, ours / theirs)
+    return ours < theirs

@@ -29,11 +29,13 @@ FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
     for name in (
-        *("products.cpp", "attention.cpp", "many_nodes.cpp", "replay.cpp", "decoder.cpp"),
+        *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "replay.cpp", "decoder.cpp"),
         *("drafting.cpp", "growing.cpp"),
     )
 )
-HEADERS = tuple(FOLDER / name for name in ("calls.h", "vectors.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h"))
+HEADERS = tuple(
+    FOLDER / name for name in ("calls.h", "vectors.h", "floats.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h")
+)
 
 PAIRS = 0
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -52,6 +54,22 @@ class _Matrix(ctypes.Structure):
 
 
 @dataclass(frozen=True)
+class Chains:
+    """Attention of many nodes: of the address of a call and what it is of, and the bytes of scratch that it needs."""
+
+    run: Callable[..., None]
+    scratch: Callable[[int, int], int]
+
+    @classmethod
+    def of(cls, shared: ctypes.CDLL, name: str) -> Chains:
+        """Those of this name in a compiled library."""
+        run, scratch = getattr(shared, f"foretoken_{name}"), getattr(shared, f"foretoken_{name}_scratch")
+        run.argtypes, run.restype = (*(ctypes.c_void_p,) * 6, ctypes.c_int), None
+        scratch.argtypes, scratch.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int64
+        return cls(run, scratch)
+
+
+@dataclass(frozen=True)
 class Library:
     """The compiled kernels.
 
@@ -64,7 +82,7 @@ class Library:
       replay: of the address of parts of layers, their number, and threads; see `programs`.
       decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
       drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
-      chains, chains_scratch: of the address of a call; see `many_nodes`. None where the CPU has no tiles.
+      chains: attention of prompts by dtype; see `many_nodes`. Of bfloat16 only where the CPU has tiles.
     """
 
     instruction_set: str
@@ -77,8 +95,7 @@ class Library:
     decoder_logits: Callable[..., int]
     decoder_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
-    chains: Callable[..., None] | None = None
-    chains_scratch: Callable[[int, int], int] | None = None
+    chains: Mapping[torch.dtype, Chains] = field(default_factory=dict)
 
     @property
     def has_pairs(self) -> bool:
@@ -110,14 +127,10 @@ class Library:
         found = cls(instruction_set, product, block, attention, scratch, lanes, replay, logits, grown)
         if found.has_pairs:
             found = replace(found, drafting=_drafting(shared))
-        if instruction_set != "AMX":
-            return found
-        chains, chains_scratch = shared.foretoken_chains, shared.foretoken_chains_scratch
-        chains.argtypes = (*(ctypes.c_void_p,) * 6, ctypes.c_int)
-        chains.restype = None
-        chains_scratch.argtypes = (ctypes.c_void_p, ctypes.c_int)
-        chains_scratch.restype = ctypes.c_int64
-        return replace(found, chains=chains, chains_scratch=chains_scratch)
+        names = {torch.float32: "float_chains"}
+        if instruction_set == "AMX":
+            names[torch.bfloat16] = "chains"
+        return replace(found, chains={dtype: Chains.of(shared, name) for dtype, name in names.items()})
 
 
 def _drafting(shared: ctypes.CDLL) -> dict[str, Callable[..., int]]:

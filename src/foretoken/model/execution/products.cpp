@@ -5,6 +5,7 @@
 // with the matching -m options. See native.py for what is packed how.
 
 #include "calls.h"
+#include "floats.h"
 #include "vectors.h"
 
 #if defined(FORETOKEN_AMX)
@@ -199,56 +200,6 @@ static void pairs(const Matrix* matrix, const uint16_t* x, int64_t num_rows, uin
 
 #endif
 
-// ---- float32 in and out, over weights of any kind -------------------------------------------------------------------
-
-enum { BLOCK = 2 * LANES, MOST_ROWS = LANES == 8 ? 6 : 12 };
-
-template <typename Weight, int ROWS>
-static inline void float_rows(const Matrix* matrix, const float* x, float* out, int64_t block, bool fetches) {
-  const int64_t inputs = matrix->inputs, first = block * BLOCK, count = least(BLOCK, matrix->outputs - first);
-  const Weight* weight = (const Weight*)matrix->weight + first * inputs;
-  Vector low[ROWS], high[ROWS];
-  for (int row = 0; row < ROWS; ++row) low[row] = high[row] = zero();
-  for (int64_t input = 0; input < inputs; ++input, weight += BLOCK) {
-    if (fetches)
-      for (size_t byte = 0; byte < BLOCK * sizeof(Weight); byte += 64)
-        _mm_prefetch((const char*)(weight + 16 * BLOCK) + byte, _MM_HINT_T0);
-    const Vector one = read(weight), two = read(weight + LANES);
-#pragma GCC unroll 12
-    for (int row = 0; row < ROWS; ++row) {
-      const Vector value = all(x[row * inputs + input]);
-      low[row] = add_product(one, value, low[row]);
-      high[row] = add_product(two, value, high[row]);
-    }
-  }
-  for (int row = 0; row < ROWS; ++row) {
-    float sums[BLOCK];
-    write(sums, low[row]);
-    write(sums + LANES, high[row]);
-    float* to = out + row * matrix->outputs + first;
-    for (int64_t output = 0; output < count; ++output)
-      to[output] = matrix->bias ? sums[output] + matrix->bias[first + output] : sums[output];
-  }
-}
-
-template <typename Weight, int ROWS>
-static inline void up_to(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t block,
-                         bool fetches) {
-  if (num_rows >= ROWS)
-    float_rows<Weight, ROWS>(matrix, x, out, block, fetches);
-  else if constexpr (ROWS > 1)
-    up_to<Weight, ROWS - 1>(matrix, x, num_rows, out, block, fetches);
-}
-
-template <typename Weight>
-static void floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
-                   int64_t last_block) {
-  for (int64_t block = first_block; block < last_block; ++block)
-    for (int64_t row = 0; row < num_rows; row += MOST_ROWS)
-      up_to<Weight, MOST_ROWS>(matrix, x + row * matrix->inputs, num_rows - row, out + row * matrix->outputs, block,
-                               row == 0);
-}
-
 // ---- doors ----------------------------------------------------------------------------------------------------------
 
 static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int64_t first, int64_t last) {
@@ -265,6 +216,8 @@ static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* ou
 // (num_rows, K) -> (num_rows, N), both contiguous; the blocks of outputs are shared out among the threads.
 extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads) {
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
+  if (matrix->kind != PAIRS && num_rows >= MANY && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads))
+    return;
   if (threads <= 1) return part(matrix, x, num_rows, out, 0, blocks);
 #pragma omp parallel num_threads(threads)
   {

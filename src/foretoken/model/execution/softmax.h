@@ -21,6 +21,7 @@ static const float FACTORS[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.
 #if defined(FORETOKEN_AVX2)
 
 static inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+static inline bool differ(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
 
 static inline float largest(Vector values) {
   float all_of[LANES], most;
@@ -59,6 +60,7 @@ struct WholeSum {
 #else
 
 static inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+static inline bool differ(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
 static inline float largest(Vector values) { return _mm512_reduce_max_ps(values); }
 
 static inline Vector exponential(Vector x) {
