@@ -181,6 +181,26 @@ def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
     assert sum(size == 9 for size in later) > 0.7 * len(later)
 
 
+@pytest.mark.parametrize("divisible", [True, False])
+def test_drafts_that_are_always_dropped_are_seldom_made_and_found_again_where_they_turn_good(divisible: bool) -> None:
+    """They cost next to nothing; to make, hold and drop them in every step is what they would still cost."""
+    asked: list[int] = []
+    is_right = False
+
+    def draft(text: list[int], place: int, row: int, length: int) -> DraftTree:
+        asked.append(length)
+        tokens = [text[p] if is_right and p < len(text) else 10_000 + p for p in range(place, place + min(length, 8))]
+        return DraftTree.chain(text[place - 1], tokens, source="guesser")
+
+    one = governor(STEEP, divisible=divisible)
+    guesser: Any = SimpleNamespace(draft=draft)
+    World(guesser, STEEP, 0.0001, num_texts=2).run(one)
+    later = asked[40:]
+    assert 0.2 < sum(map(bool, later)) / len(later) < 0.3
+    is_right = True
+    assert World(guesser, STEEP, 0.0001, num_texts=4).run(one) > 1.5
+
+
 def test_it_says_what_it_does_and_why() -> None:
     one = governor(STEEP)
     assert one.describe() is None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 
 CHEAP = 0.02  # tokens per row that the time of drafting could have brought: so little is not worth a plan
+MOST_DROPPED = 6  # cheap drafts one after another of which nothing was verified or would have been right, after which
+DROPPED_INTERVAL = 4  # only every fourth step makes one
 FIRST_DEPTH = 2  # of the first draft, whose cost is not known
 PROBE_DEPTH = 2
 DEAR = 0.5  # plain steps, above which a probe has one level only
@@ -72,6 +74,7 @@ class Governor:
         self._asked_depth = 0
         self._weights: list[float] = []
         self._begun: set[int] = set()  # rows that were drafted for
+        self._num_dropped = 0  # drafts one after another of which nothing was verified, and none was right
         self._lately = 0.0  # share of the last steps that verified a draft, and
         self._length = 0.0  # how many nodes per row that had
         self._last: tuple[int, NumNodes] | None = None
@@ -116,7 +119,8 @@ class Governor:
         price = self._price(num_rows, num_nodes)
         cost = self.costs.draft(num_rows, cap)
         if cost is not None and cost * price <= CHEAP * sum(self._weights):
-            return cap
+            is_left_out = self._num_dropped >= MOST_DROPPED and self._since_draft < DROPPED_INTERVAL - 1
+            return 0 if is_left_out else cap
         depth = self._best_depth(rows, budgets, cap, price, num_nodes)
         if depth:
             return depth
@@ -197,6 +201,13 @@ class Governor:
             self.survival.proposed(row.id, tree)
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
+        trimmed = self._trimmed(rows, trees, num_nodes, is_padded=is_padded)
+        self._num_dropped = 0 if any(len(tree) > 1 for tree in trimmed) else self._num_dropped + 1
+        return trimmed
+
+    def _trimmed(
+        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, is_padded: bool
+    ) -> list[DraftTree]:
         price, plain = self._price(len(rows), num_nodes), self._plain(len(rows), num_nodes)
 
         def worth(sizes: Seq[int], are_chains: bool) -> float:
@@ -233,7 +244,10 @@ class Governor:
             self._since_draft = 0
         else:
             self._since_draft += 1
+        num_right = self.survival.num_right
         self.follow(outputs)
+        if self.survival.num_right > num_right:
+            self._num_dropped = 0
         num_tokens = sum(len(output.token_ids) for output in outputs)
         seconds = drafting_seconds + other_seconds
         self._gain_tokens = GAIN_MEMORY * self._gain_tokens + num_tokens / num_rows

@@ -13,6 +13,7 @@ from foretoken.tree import DraftTree
 DEEPEST = 12
 """Depths from which on nodes count as alike."""
 
+RIGHT_DEPTH = 2
 FARTHEST = 128
 MOST_SIBLINGS = 8
 NUM_BINS = 8
@@ -134,6 +135,8 @@ class Survival:
         self._luck_of: dict[int, Luck] = {}
         self._now = 0  # drafts so far
         self._num_outcomes = 0
+        self.num_right = 0
+        """Drafts that turned out to be right for two tokens, or for all they had."""
         self._rates_at = -1
         self._rates_now: list[float] = []
 
@@ -178,7 +181,9 @@ class Survival:
         if hit is None:
             return False
         draft.node = hit
-        return bool(tree.children[hit])
+        goes_on = bool(tree.children[hit])
+        self.num_right += depth == RIGHT_DEPTH or (depth < RIGHT_DEPTH and not goes_on)
+        return goes_on
 
     def expect(self, source: str, depth: int, rate: float, num_trials: int) -> None:
         """Begin with a rate that was measured elsewhere, of first children of a drafter."""
