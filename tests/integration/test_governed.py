@@ -21,9 +21,10 @@ from foretoken.engine.costs import Forward
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
 from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.step_costs import CostCurve, StepCosts
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foretoken.tree import DraftTree
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 FREE = {1: 0.001, 512: 0.00101}
@@ -267,3 +268,24 @@ def test_a_longer_context_is_measured_to_cost_more(monkeypatch: pytest.MonkeyPat
     )
     assert cost_curves.measure_curve(long).per_token == pytest.approx(0.001)
     assert set(lengths) == {1000}
+
+
+def test_a_governor_begins_with_what_is_usual_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight outcomes are what that is worth: it takes more than a few misses to doubt it, and not many."""
+    monkeypatch.setattr(governing, "cost_curve", lambda target: CostCurve({1: 0.02, 16: 0.03}))
+    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
+    drafter = make_drafter(SpeculativeConfig("sparse_kv", kv_budget=8, kv_sinks=1), Materials(target()))
+    governor = governing.new_governor(target(), drafter)
+    assert isinstance(governor, Governor)
+    survival, usual = governor.survival, drafter.usual_acceptance
+    assert usual is not None
+    assert survival.by_depth(0, 3) == pytest.approx([usual, usual**2, usual**3])
+    drafts = [DraftTree.chain(1, [2, 3, 4], source=drafter.name) for _ in range(12)]
+    for row, draft in enumerate(drafts[:2]):
+        survival.proposed(row, draft)
+        survival.came(row, [9])
+    assert survival.by_depth(99, 1)[0] > 0.65
+    for row, draft in enumerate(drafts[2:], 2):
+        survival.proposed(row, draft)
+        survival.came(row, [9])
+    assert survival.by_depth(99, 1)[0] < 0.4

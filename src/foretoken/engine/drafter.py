@@ -141,6 +141,10 @@ class Drafter(ABC):
     is_divisible: bool = True
     """Whether parts of a draft may be left out before it is verified without harm to later ones."""
 
+    usual_acceptance: float | None = None
+    """How often a drafted token is right after those before it were, where that is much the same for all texts: what a
+    governor goes by until it knows better."""
+
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""
 

@@ -9,6 +9,7 @@ from foretoken.engine.arms import ArmsGovernor
 from foretoken.engine.cost_curves import cost_curve, facts_of
 from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.survival import DEEPEST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -31,6 +32,10 @@ AnyGovernor: TypeAlias = Governor | ArmsGovernor
 LEAST_SECONDS = 0.008
 """Plain steps that take less are not governed: the governor's own tenth of a millisecond would be more than 1 % of
 them, and what they take is host time for the most part."""
+
+
+USUAL_TRIALS = 8
+"""Outcomes that the usual acceptance of a drafter is worth."""
 
 
 class Governing:
@@ -99,6 +104,9 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     if len(drafter.arms) > 1:
         return ArmsGovernor(drafter, costs)
     governor = Governor(costs, divisible=drafter.is_divisible)
+    if drafter.usual_acceptance is not None:
+        for depth in range(1, DEEPEST + 1):
+            governor.survival.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)
     if profile is not None and profile.method == drafter.name:
         profile.teach(governor, has_costs=difference is None)
     return governor

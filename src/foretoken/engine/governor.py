@@ -72,6 +72,8 @@ class Governor:
         self._since_draft = 0
         self._is_drafting = True
         self._asked_depth = 0
+        self._reach = 0  # levels of the deepest draft so far, and
+        self._is_at_end = False  # whether more were allowed: the drafter makes no deeper ones
         self._weights: list[float] = []
         self._begun: set[int] = set()  # rows that were drafted for
         self._num_dropped = 0  # drafts one after another of which nothing was verified, and none was right
@@ -131,9 +133,10 @@ class Governor:
     ) -> int:
         """The depth of which most is to be expected, 0 where that is nothing."""
         num_rows = len(rows)
-        chances = [0.0] * cap
+        most = min(cap, self._reach) if self._is_at_end else cap
+        chances = [0.0] * most
         for row, budget, weight in zip(rows, budgets, self._weights, strict=True):
-            for level, chance in enumerate(self.survival.by_depth(row.id, int(budget))):
+            for level, chance in enumerate(self.survival.by_depth(row.id, min(int(budget), most))):
                 chances[level] += weight * chance
         plain = self._plain(num_rows, num_nodes)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
@@ -149,7 +152,9 @@ class Governor:
                 best_value, best_depth = value, level
         margin = 0.0 if self._is_drafting else MARGIN * num_rows
         self._is_drafting = best_value > margin
-        return best_depth if self._is_drafting else 0
+        if not self._is_drafting:
+            return 0
+        return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
     def _probe(self, num_rows: int, cap: int, num_nodes: NumNodes) -> int:
         """The depth of a draft that is not expected to pay; mostly 0."""
@@ -199,6 +204,9 @@ class Governor:
         """
         for row, tree in zip(rows, trees, strict=True):
             self.survival.proposed(row.id, tree)
+        deepest = max(tree.depth for tree in trees)
+        self._reach = max(self._reach, deepest)
+        self._is_at_end = self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
         trimmed = self._trimmed(rows, trees, num_nodes, is_padded=is_padded)
@@ -239,7 +247,8 @@ class Governor:
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
         if self._asked_depth:
             rows = {output.row.id for output in outputs}
-            self.costs.drafted(num_rows, self._asked_depth, drafting_seconds, is_first=not rows <= self._begun)
+            num_levels = min(self._asked_depth, self._reach) if self._is_at_end else self._asked_depth
+            self.costs.drafted(num_rows, num_levels, drafting_seconds, is_first=not rows <= self._begun)
             self._begun |= rows
             self._since_draft = 0
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 FEW = 3  # times that something was seen, below which the least of them counts: the first ones warm up
 LARGEST_STEP = 0.3  # of a logarithm: how far one time can pull an estimate, so that a pause of the machine cannot
+WARM_UPS = 1  # steps at the very first that say nothing of later ones
 SLOWEST_RATE = 0.05
 SCALE_RATE = 0.1
 EXACT_NODES = 32
@@ -98,9 +99,12 @@ class VerifyingCosts:
         if seconds <= 0.0:
             return
         ratio = math.log(seconds / self._expected(num_rows, num_nodes))
-        if self._num_steps == 0:
-            self.scale = ratio
+        if self._num_steps < WARM_UPS + 1:  # the first steps take what a first call takes
+            self.scale = ratio if self._num_steps == 0 else min(self.scale, ratio)
+            self.factor = math.exp(self.scale)
         self._num_steps += 1
+        if self._num_steps <= WARM_UPS:
+            return
         average = self._average(_rows(num_rows, are_chains), _place(num_nodes))
         error = ratio - self.scale - average.value
         self.scale += SCALE_RATE * max(-LARGEST_STEP, min(LARGEST_STEP, error))

@@ -65,6 +65,8 @@ class SparseKVDrafter(SelfDrafter):
     """
 
     name = "sparse_kv"
+    usual_acceptance = 0.85
+    """With 256 columns of texts of 1,024 to 7,168 tokens: 0.92 at the first token, 0.77 to 0.86 at later ones."""
 
     def __init__(
         self,
