@@ -142,8 +142,7 @@ class Drafter(ABC):
     """Whether parts of a draft may be left out before it is verified without harm to later ones."""
 
     usual_acceptance: float | None = None
-    """How often a drafted token is right after those before it were, where that is much the same for all texts: what a
-    governor goes by until it knows better."""
+    """How often a token is right after those before it, where all texts are alike: what a governor goes by at first."""
 
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""

@@ -206,7 +206,7 @@ class Governor:
             self.survival.proposed(row.id, tree)
         deepest = max(tree.depth for tree in trees)
         self._reach = max(self._reach, deepest)
-        self._is_at_end = self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
+        self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
         trimmed = self._trimmed(rows, trees, num_nodes, is_padded=is_padded)
