@@ -66,7 +66,7 @@ class ArmsGovernor:
         if untried:
             self._active, self._left = untried[0], TRIAL
             return
-        gains = [arm.recent_gain for arm in self._arms]
+        gains = [arm.pace.gain for arm in self._arms]
         best = max(range(len(gains)), key=gains.__getitem__)
         self._active = best
         for arm, gain in enumerate(gains):
@@ -115,10 +115,10 @@ class ArmsGovernor:
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
-        best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= TRIAL, self._arms[arm].recent_gain))
+        best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= TRIAL, self._arms[arm].pace.gain))
         said = self._arms[best].describe()
         others = [
-            f"{arm.title} {arm.recent_gain:.2f}" for arm, count in zip(self._arms, self._steps, strict=True) if count
+            f"{arm.title} {arm.pace.gain:.2f}" for arm, count in zip(self._arms, self._steps, strict=True) if count
         ]
         return None if said is None else f"{said}; speeds of late by plain decoding: {', '.join(others)}"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.budget import Budget
-from foretoken.engine.stats import Totals
+from foretoken.engine.pace import Pace
 from foretoken.engine.step_costs import FEW
 from foretoken.engine.survival import Survival
 from foretoken.engine.trimming import NumNodes, Trimming, weights_of
@@ -32,8 +32,6 @@ FIRST_PLAIN_INTERVAL = 24
 MARGIN = 0.02  # tokens per row that drafting must promise to begin again
 SHOWN_LENGTH = 4
 MOST_OTHER_ROWS = 16
-GAIN_MEMORY = 0.97
-RECENT = 0.97
 FEW_STEPS = 8  # of a row, before its pace counts
 LEAST_SHARE = 0.03  # of steps that draft, below which it is said that none do
 
@@ -64,9 +62,9 @@ class Governor:
         self.costs = costs
         self.survival = Survival()
         self.trimming = Trimming(self.survival)
-        self.totals = Totals()
+        self.pace = Pace()
+        self.totals = self.pace.totals
         self._is_divisible = divisible
-        self._gain_tokens = self._gain_time = 0.0
         self._credit = 0.0
         self._since_plain = 0
         self._since_draft = 0
@@ -77,8 +75,6 @@ class Governor:
         self._weights: list[float] = []
         self._begun: set[int] = set()  # rows that were drafted for
         self._num_dropped = 0  # drafts one after another of which nothing was verified, and none was right
-        self._lately = 0.0  # share of the last steps that verified a draft, and
-        self._length = 0.0  # how many nodes per row that had
         self._last: tuple[int, NumNodes] | None = None
 
     # -- before drafting -------------------------------------------------------------------------------------------
@@ -105,8 +101,8 @@ class Governor:
             paces = [row.num_output_tokens / max(row.num_steps, 1) for row in rows if row.num_steps >= FEW_STEPS]
             self._weights = weights_of([row.num_remaining_tokens for row in rows], share, paces)
         if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
-            self.survival.keep_only(row.id for row in rows)
             self._begun &= {row.id for row in rows}
+            self.survival.keep_only(row.id for row in rows)
         cap = int(max(budgets, default=0))
         depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
         self._asked_depth = min(depth, cap)
@@ -123,10 +119,7 @@ class Governor:
         if cost is not None and cost * price <= CHEAP * sum(self._weights):
             is_left_out = self._num_dropped >= MOST_DROPPED and self._since_draft < DROPPED_INTERVAL - 1
             return 0 if is_left_out else cap
-        depth = self._best_depth(rows, budgets, cap, price, num_nodes)
-        if depth:
-            return depth
-        return self._probe(num_rows, cap, num_nodes)
+        return self._best_depth(rows, budgets, cap, price, num_nodes) or self._probe(num_rows, cap, num_nodes)
 
     def _best_depth(
         self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float, num_nodes: NumNodes
@@ -163,8 +156,7 @@ class Governor:
         if (self.costs.draft(num_rows, depth) or 0.0) > DEAR * plain:
             depth = 1
         if self.costs.times_drafted(num_rows) < FEW_DRAFTS:
-            is_due = self._since_draft >= PROBE_INTERVAL or not self.costs.knows_later_drafts
-            return depth if is_due else 0
+            return 0 if self.costs.knows_later_drafts and self._since_draft < PROBE_INTERVAL else depth
         if not self._can_pay(num_rows, cap, num_nodes):
             return depth if self._since_draft >= RARELY else 0
         return depth if self._has_credit((self.costs.draft(num_rows, depth) or 0.0) / plain) else 0
@@ -209,13 +201,6 @@ class Governor:
         self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
-        trimmed = self._trimmed(rows, trees, num_nodes, is_padded=is_padded)
-        self._num_dropped = 0 if any(len(tree) > 1 for tree in trimmed) else self._num_dropped + 1
-        return trimmed
-
-    def _trimmed(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, is_padded: bool
-    ) -> list[DraftTree]:
         price, plain = self._price(len(rows), num_nodes), self._plain(len(rows), num_nodes)
 
         def worth(sizes: Seq[int], are_chains: bool) -> float:
@@ -223,9 +208,12 @@ class Governor:
             size = num_nodes(sizes, are_chains)
             return price * (self.costs.verify(len(sizes), size, are_chains=are_chains) - plain)
 
-        if not self._is_divisible:
-            return self.trimming.whole_or_none(rows, trees, worth)
-        return self.trimming.best(rows, trees, worth, self._weights, is_padded=is_padded)
+        if self._is_divisible:
+            kept = self.trimming.best(rows, trees, worth, self._weights, is_padded=is_padded)
+        else:
+            kept = self.trimming.whole_or_none(rows, trees, worth)
+        self._num_dropped = 0 if any(len(tree) > 1 for tree in kept) else self._num_dropped + 1
+        return kept
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
@@ -257,19 +245,10 @@ class Governor:
         self.follow(outputs)
         if self.survival.num_right > num_right:
             self._num_dropped = 0
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        seconds = drafting_seconds + other_seconds
-        self._gain_tokens = GAIN_MEMORY * self._gain_tokens + num_tokens / num_rows
-        self._gain_time = GAIN_MEMORY * self._gain_time + seconds / plain
-        has_draft = any(len(tree) > 1 for tree in trees)
-        weight = max(1.0 - RECENT, 1.0 / (self.totals.num_steps + 1))
-        self._lately += weight * (has_draft - self._lately)
-        if has_draft:
-            self._length += max(1.0 - RECENT, 1.0 / (self.totals.num_drafted + 1)) * (
-                size / num_rows - 1.0 - self._length
-            )
-        self._since_plain = self._since_plain + 1 if has_draft else 0
-        self._count(num_rows, num_tokens, seconds, plain, has_draft=has_draft)
+        num_tokens = sum(len(output.token_ids) for output in outputs) / num_rows
+        length = size / num_rows - 1.0 if any(len(tree) > 1 for tree in trees) else 0.0
+        self.pace.add(num_rows, num_tokens, length, drafting_seconds + other_seconds, plain)
+        self._since_plain = self._since_plain + 1 if length else 0
 
     def follow(self, outputs: Seq[RowOutput]) -> None:
         """Hold drafts against the tokens that have come, whoever drafted them."""
@@ -279,25 +258,12 @@ class Governor:
                 self.survival.forget(output.row.id)
                 self._begun.discard(output.row.id)
 
-    def _count(self, num_rows: int, num_tokens: int, seconds: float, plain: float, *, has_draft: bool) -> None:
-        totals = self.totals
-        totals.num_steps += 1
-        totals.num_drafted += has_draft
-        totals.num_tokens += num_tokens
-        totals.seconds += seconds
-        totals.plain_seconds += plain * num_tokens / num_rows
-
     # -- what it knows ---------------------------------------------------------------------------------------------
 
     @property
-    def recent_gain(self) -> float:
-        """Speed of late by that of plain decoding, as far as is known."""
-        return self._gain_tokens / self._gain_time if self._gain_time > 0.0 else 1.0
-
-    @property
     def gain(self) -> float:
-        """The same, never below 1: plain decoding is always at hand."""
-        return max(1.0, self.recent_gain)
+        """Speed of late by that of plain decoding, as far as is known; never below 1, since that is always at hand."""
+        return max(1.0, self.pace.gain)
 
     @property
     def speedup(self) -> float | None:
@@ -310,8 +276,8 @@ class Governor:
             return None
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
-        drafts = self._lately >= LEAST_SHARE
-        length = max(1, round(self._length)) if drafts else SHOWN_LENGTH
+        drafts = self.pace.share >= LEAST_SHARE
+        length = max(1, round(self.pace.length)) if drafts else SHOWN_LENGTH
         size, least = num_nodes([length + 1] * num_rows, True), num_nodes([1] * num_rows, True)
         reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
@@ -319,7 +285,7 @@ class Governor:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
         reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
         rows = "" if num_rows == 1 else f" with {num_rows} rows"
-        what = f"drafting in {self._lately:.0%} of the steps" if drafts else "not drafting"
+        what = f"drafting in {self.pace.share:.0%} of the steps" if drafts else "not drafting"
         return f"{what}{rows}: {', '.join(reasons)}"
 
     def _plain(self, num_rows: int, num_nodes: NumNodes) -> float:
