@@ -35,7 +35,7 @@ from foretoken.law.target import SamplingLaw
 from foretoken.model.execution import decodable, native, packing
 from foretoken.model.execution.decodable import decoder_of
 from foretoken.model.execution.decoder import Decoder
-from foretoken.model.execution.decoder_calls import Fed
+from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.testing import GREEDY, SAMPLED, check_drafter, toy_model
@@ -90,13 +90,13 @@ def test_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
         each.commit([range(23), range(7)])
     chains = [TEXT[30:33], TEXT[33:34]]
     want = lm.forward(Nodes.from_chains(chains), one)
-    found = decoder(lm).logits(Fed.chains(chains, other.lengths), other, range(4))
+    found = decoder(lm).logits(NodeList.chains(chains, other.lengths), other, range(4))
     assert near(found, torch.cat([want[0], want[1, :1]]))
     for each in (one, other):
         each.commit([range(3), range(1)])
     tree = DraftTree((5, 9, 11, 9, 2), (-1, 0, 0, 2, 3))
     want = lm.forward(Nodes.from_trees([tree, tree]), one)
-    fed = Fed(
+    fed = NodeList(
         tokens=tree.tokens * 2,
         positions=[length + depth for length in other.lengths for depth in tree.depths],
         columns=[length + node for length in other.lengths for node in range(5)],
@@ -123,12 +123,12 @@ def test_a_node_has_its_bits_among_any_others_and_on_any_threads(dtype: torch.dt
     run, alone, together = decoder(lm), lm.new_cache(1), lm.new_cache(2)
     want = []
     for token in TEXT[:12]:
-        want.append(run.logits(Fed.chains([[token]], alone.lengths), alone, [0]))
+        want.append(run.logits(NodeList.chains([[token]], alone.lengths), alone, [0]))
         alone.commit([range(1)])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        found = run.logits(Fed.chains([TEXT[:12], TEXT[20:25]], together.lengths), together, range(12))
+        found = run.logits(NodeList.chains([TEXT[:12], TEXT[20:25]], together.lengths), together, range(12))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, torch.cat(want))
@@ -143,14 +143,14 @@ def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) ->
     names = torch.arange(0, 3 * V, 3) if reduced else None
     chains, depths, columns = [TEXT[:4], TEXT[4:5], TEXT[9:11]], [5, 0, 2], V - 20
     cache, again = lm.new_cache(3), lm.new_cache(3)
-    found, runs = decoder(lm).chains(Fed.chains(chains, cache.lengths), cache, depths, columns, names)
+    found, runs = decoder(lm).chains(NodeList.chains(chains, cache.lengths), cache, depths, columns, names)
     assert [len(row) for row in found] == depths
     assert runs == 5
     for row, chain in enumerate(chains):
         want, text = [], list(chain)
         one = lm.new_cache(1)
         for _ in range(depths[row]):
-            fed = Fed.chains([text[one.lengths[0] :]], one.lengths)
+            fed = NodeList.chains([text[one.lengths[0] :]], one.lengths)
             best = int(decoder(lm).logits(fed, one, [len(fed.tokens) - 1])[0, :columns].argmax())
             want.append(best if names is None else int(names[best]))
             one.commit([range(len(fed.tokens))])
@@ -163,11 +163,13 @@ def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) ->
 def test_a_chain_ends_where_logits_are_no_numbers() -> None:
     lm = adapter("llama")
     cache = lm.new_cache(1)
-    (first,), _ = decoder(lm).chains(Fed.chains([TEXT[:4]], [0]), cache, [3], V, None)
+    (first,), _ = decoder(lm).chains(NodeList.chains([TEXT[:4]], [0]), cache, [3], V, None)
     spoilt = adapter("llama")
     spoilt.shadow.get_input_embeddings().weight[first[0]] = torch.nan
-    assert decoder(adapter("llama")).chains(Fed.chains([TEXT[:4]], [0]), lm.new_cache(1), [3], V, None)[0] == [first]
-    found = Decoder(spoilt, native.library()).chains(Fed.chains([TEXT[:4]], [0]), cache, [3], V, None)  # type: ignore[arg-type]
+    assert decoder(adapter("llama")).chains(NodeList.chains([TEXT[:4]], [0]), lm.new_cache(1), [3], V, None)[0] == [
+        first
+    ]
+    found = Decoder(spoilt, native.library()).chains(NodeList.chains([TEXT[:4]], [0]), cache, [3], V, None)  # type: ignore[arg-type]
     assert found == ([first[:1]], 2)
 
 

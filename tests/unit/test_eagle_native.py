@@ -25,6 +25,7 @@ from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution import native as kernels_of
 from foretoken.model.execution import packing
+from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 
@@ -118,10 +119,10 @@ def test_a_level_is_near_what_the_module_computes(name: str) -> None:
     streams = torch.randn(7, len(made.shape.streams) * 64, generator=generator).to(HALF)
     keys, values = (torch.zeros(1, 1, 16, 32, dtype=HALF) for _ in range(2))
     tokens = [3, 60, 99, 310, 7, 8, 120]
-    chain = native.NodeList(tokens, range(7), range(7), range(1, 8), [()] * 7, [7])
+    chain = NodeList(tokens, range(7), range(7), range(1, 8), [7], [()] * 7)
     outputs = own.feed(chain, keys, values, streams, is_true=True)
     places = list(range(7, 11))  # 7 and 8 after the text, 9 and 10 after 7
-    tree = native.NodeList([5, 6, 7, 8], [7, 7, 8, 8], places, [7] * 4, [[7], [8], [7, 9], [7, 10]], [4])
+    tree = NodeList([5, 6, 7, 8], [7, 7, 8, 8], places, [7] * 4, [4], [[7], [8], [7, 9], [7, 10]])
     fed = own.feed(tree, keys, values, outputs[[6, 6, 5, 5]], is_true=False)
 
     class Given:

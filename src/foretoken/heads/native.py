@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -17,40 +16,13 @@ from foretoken.heads.layers import DecoderLayer, RMSNorm
 from foretoken.heads.structures import Growing, Head, Integer, Level
 from foretoken.model.execution import linears, packing
 from foretoken.model.execution.native import Library
+from foretoken.model.execution.node_lists import NodeList, array_of
 
 MOST_LEVELS = 60
 """Of a draft: ``drafting.h`` has room for a few more."""
 MOST_HALF = 256
 MOST_NODES = 64
 """Of a call. Beyond, the products of torch are faster: they compute more at a time, and read no faster."""
-
-
-@dataclass(frozen=True)
-class NodeList:
-    """Nodes of neighbouring rows that are fed together, row after row.
-
-    Args:
-      tokens, positions: of every node.
-      columns: of the cache that they are written to.
-      prefixes: every node sees the columns before this one,
-      above: and these: its ancestors behind the prefix, and itself.
-      counts: nodes of every row.
-    """
-
-    tokens: Seq[int]
-    positions: Seq[int]
-    columns: Seq[int]
-    prefixes: Seq[int]
-    above: Seq[Seq[int]]
-    counts: Seq[int]
-
-    def views(self) -> list[int]:
-        """By row, columns up to the last one that is written; one where there is no node."""
-        ends, first = [], 0
-        for count in self.counts:
-            ends.append(1 + max(self.columns[first : first + count], default=0))
-            first += count
-        return ends
 
 
 class NativeHead:
@@ -125,12 +97,11 @@ class NativeHead:
         outputs = torch.empty(count, self.size)
         given = given.contiguous() if is_true else given.float().contiguous()
         above = (Integer * (count * (MOST_LEVELS + 4)))()
-        for node, columns in enumerate(nodes.above):
+        for node, columns in enumerate(nodes.above or [()] * count):
             first = node * (MOST_LEVELS + 4)
             above[first : first + len(columns) + 1] = [*columns, -1]
-        firsts = [sum(nodes.counts[:row]) for row in range(len(nodes.counts))]
-        of_nodes = [_array(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
-        of_rows = [_array(each) for each in (nodes.counts, firsts, nodes.views())]
+        of_nodes = [array_of(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
+        of_rows = [array_of(each) for each in (nodes.counts, nodes.firsts(), nodes.views())]
         level = Level(
             count,
             len(nodes.counts),
@@ -192,7 +163,7 @@ class NativeHead:
         tokens, parents = (Integer * most)(), (Integer * most)()
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
-        tokens_of = _array(chain)
+        tokens_of = array_of(chain)
         growing = Growing(
             pending,
             trunk,
@@ -281,7 +252,3 @@ def dense(layer: nn.Module) -> torch.Tensor:
     if isinstance(packed, packing.PackedLinear):
         return packed.dense()
     return packing.dense_weight(layer)
-
-
-def _array(values: Seq[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (Integer * len(values))(*values)

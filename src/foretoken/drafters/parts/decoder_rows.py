@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from foretoken.drafters.parts.rows import frontier_list, in_rectangle
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     import foretoken.model.execution.decodable as decodable
     import foretoken.model.execution.decoder_calls as calls
+    import foretoken.model.execution.node_lists as node_lists
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.drafters.parts.growth import Argmaxes
     from foretoken.drafters.parts.rows import Place
@@ -22,6 +24,7 @@ else:
     torch = Lazy("torch")
     decodable = Lazy("foretoken.model.execution.decodable")
     calls = Lazy("foretoken.model.execution.decoder_calls")
+    node_lists = Lazy("foretoken.model.execution.node_lists")
 
 
 class DecoderRows:
@@ -43,7 +46,7 @@ class DecoderRows:
 
     def open(self, places: Seq[Place], chains: Seq[Seq[int]]) -> torch.Tensor:
         """Feed the next tokens of texts, one at least of each; logits (B, 1, V) after the last of each."""
-        fed = calls.Fed.chains(chains, self._cache.row_lengths(0, len(chains)))
+        fed = node_lists.NodeList.chains(chains, self._cache.row_lengths(0, len(chains)))
         ends = [sum(fed.counts[: row + 1]) - 1 for row in range(len(chains))]
         logits = self._decoder.logits(fed, self._cache, ends)
         self._model.num_forwards += 1
@@ -54,7 +57,7 @@ class DecoderRows:
 
     def grow(self, drafts: Seq[GrowingDraft], places: Seq[Place], chains: Seq[Seq[int]], wanted: Argmaxes) -> None:
         """Feed the next tokens of texts, and add the likeliest tokens behind them to the drafts, one after another."""
-        fed = calls.Fed.chains(chains, self._cache.row_lengths(0, len(chains)))
+        fed = node_lists.NodeList.chains(chains, self._cache.row_lengths(0, len(chains)))
         found, num_forwards = self._decoder.chains(fed, self._cache, wanted.depths, wanted.num_columns, wanted.names)
         self._model.num_forwards += num_forwards
         num_fed = [max(len(tokens) - 1, 0) for tokens in found]  # nobody has asked what follows the last
@@ -67,30 +70,12 @@ class DecoderRows:
 
     def feed(self, drafts: Seq[GrowingDraft], places: Seq[Place], *, are_chains: bool) -> torch.Tensor:
         """Feed the frontier of every draft, as `foretoken.drafters.parts.rows.feed` does; logits (B, F, V)."""
-        counts = [len(draft.frontier) for draft in drafts]
-        width, num_fed = max(counts), self._cache.lengths[places[0].slot] - places[0].trunk
-        tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
-        above, numbers = list[list[int]](), list[int]()
-        for row, (draft, place) in enumerate(zip(drafts, places, strict=True)):
-            trunk = place.trunk
-            place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
-            for j, node in enumerate(draft.frontier):
-                tokens.append(draft.tokens[node])
-                positions.append(trunk + draft.depths[node] - 1)  # the pending token is part of the trunk by now
-                columns.append(trunk + num_fed + j)
-                if are_chains:  # all that lies before it are its ancestors
-                    prefixes.append(trunk + num_fed + 1)
-                else:
-                    prefixes.append(trunk)
-                    above.append([trunk + place.offset_of[one] for one in draft.path(node)])
-                numbers.append(row * width + j)
-        fed = calls.Fed(tokens, positions, columns, prefixes, counts, above)
-        found = self._decoder.logits(fed, self._cache, range(len(tokens)))
-        if len(numbers) < len(drafts) * width:
-            found = found.new_zeros(len(drafts) * width, found.shape[1]).index_copy_(0, torch.tensor(numbers), found)
+        width = max(len(draft.frontier) for draft in drafts)
+        fed, numbers = frontier_list(self._cache, drafts, places, width, are_chains=are_chains)
+        found = self._decoder.logits(fed, self._cache, range(len(numbers)))
         self._model.num_forwards += 1
         self._cache.commit([range(width)] * len(drafts))
-        return found.view(len(drafts), width, -1)
+        return in_rectangle(found, numbers, len(drafts), width)
 
     @property
     def _decoder(self) -> Decoder:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.candidates import SHARPNESS
-from foretoken.drafters.parts.rows import Frontier, Place
+from foretoken.drafters.parts.rows import Frontier, Place, frontier_list, in_rectangle
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import foretoken.heads.native as native
     import foretoken.model.execution.native as kernels_of
+    import foretoken.model.execution.node_lists as node_lists
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
@@ -23,6 +24,7 @@ else:
     torch = Lazy("torch")
     native = Lazy("foretoken.heads.native")
     kernels_of = Lazy("foretoken.model.execution.native")
+    node_lists = Lazy("foretoken.model.execution.node_lists")
 
 MOST_GROWN = 2
 """Rows that are grown one after the other: more are fed together, level by level."""
@@ -73,15 +75,7 @@ class NativeRows:
         """
         keys, values = self._buffers(slots.start, len(slots), max(map(len, chains)))
         starts = self._cache.row_lengths(slots.start, len(slots))
-        columns = [start + i for start, chain in zip(starts, chains, strict=True) for i in range(len(chain))]
-        nodes = native.NodeList(
-            [token for chain in chains for token in chain],
-            columns,
-            columns,
-            [column + 1 for column in columns],
-            [()] * len(columns),
-            [len(chain) for chain in chains],
-        )
+        nodes = node_lists.NodeList.chains(chains, starts)
         given = streams[0] if len(streams) == 1 else torch.cat(list(streams))
         outputs = self.head.feed(nodes, keys, values, given, is_true=True)
         ends = [sum(nodes.counts[: i + 1]) for i in range(len(chains))]
@@ -91,27 +85,11 @@ class NativeRows:
         """Run the frontiers of drafts behind what was fed before, draft i in row i: outputs (B, F, H) in float32."""
         width = features.shape[1]
         keys, values = self._buffers(0, len(drafts), width)
-        num_fed = self._cache.lengths[places[0].slot] - places[0].trunk
-        tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
-        above, rows = list[list[int]](), list[int]()
-        for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
-            place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
-            levels = draft.depths if draft.frontier else ()
-            for j, node in enumerate(draft.frontier):
-                tokens.append(draft.tokens[node])
-                positions.append(place.trunk + levels[node] - 1)  # the pending token is part of the trunk by now
-                columns.append(place.trunk + num_fed + j)
-                prefixes.append(place.trunk)
-                above.append([place.trunk + place.offset_of[one] for one in draft.path(node)])
-                rows.append(i * width + j)
-        counts = [len(draft.frontier) for draft in drafts]
-        nodes = native.NodeList(tokens, positions, columns, prefixes, above, counts)
+        nodes, numbers = frontier_list(self._cache, drafts, places, width)
         flat = features.flatten(0, 1)
-        is_full = len(rows) == len(flat)
-        found = self.head.feed(nodes, keys, values, flat if is_full else flat[rows], is_true=False)
-        if not is_full:
-            found = found.new_zeros(len(flat), found.shape[1]).index_copy_(0, torch.tensor(rows), found)
-        return found.view(len(drafts), width, -1)
+        is_full = len(numbers) == len(flat)
+        found = self.head.feed(nodes, keys, values, flat if is_full else flat[numbers], is_true=False)
+        return in_rectangle(found, numbers, len(drafts), width)
 
     def grow(
         self,

@@ -15,6 +15,7 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.model.execution.node_lists as node_lists
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.engine.sequence import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
+    node_lists = Lazy("foretoken.model.execution.node_lists")
 
 
 MAX_GAP = 2
@@ -142,6 +144,37 @@ class Frontier(Protocol):
     def path(self, node: int) -> Seq[int]:
         """Nodes from below the root to this one."""
         ...
+
+
+def frontier_list(
+    cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], width: int, *, are_chains: bool = False
+) -> tuple[node_lists.NodeList, list[int]]:
+    """`frontier_nodes` as a list without padding, and the place of every node in the rectangle (B, ``width``)."""
+    num_fed = cache.lengths[places[0].slot] - places[0].trunk
+    tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
+    above, numbers = list[list[int]](), list[int]()
+    for row, (draft, place) in enumerate(zip(drafts, places, strict=True)):
+        trunk, depths = place.trunk, draft.depths if draft.frontier else ()
+        place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
+        for j, node in enumerate(draft.frontier):
+            tokens.append(draft.tokens[node])
+            positions.append(trunk + depths[node] - 1)  # the pending token is part of the trunk by now
+            columns.append(trunk + num_fed + j)
+            if are_chains:  # all that lies before it are its ancestors
+                prefixes.append(trunk + num_fed + 1)
+            else:
+                prefixes.append(trunk)
+                above.append([trunk + place.offset_of[one] for one in draft.path(node)])
+            numbers.append(row * width + j)
+    counts = [len(draft.frontier) for draft in drafts]
+    return node_lists.NodeList(tokens, positions, columns, prefixes, counts, above), numbers
+
+
+def in_rectangle(found: torch.Tensor, numbers: Seq[int], num_rows: int, width: int) -> torch.Tensor:
+    """What was computed for a list (n, ...) by row (B, F, ...): zeros where there is no node."""
+    if len(numbers) < num_rows * width:
+        found = found.new_zeros(num_rows * width, found.shape[1]).index_copy_(0, torch.tensor(numbers), found)
+    return found.view(num_rows, width, -1)
 
 
 def frontier_nodes(cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], *, are_chains: bool) -> lm.Nodes:

@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 
 from foretoken.model.execution.chain import ChainedLayer
 from foretoken.model.execution.decoder import Decoder
-from foretoken.model.execution.decoder_calls import Fed
 from foretoken.model.execution.linears import LimitedLinear, linears
 from foretoken.model.execution.native import KINDS, Library, fits, library
+from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.regions import MIN_WEIGHTS
@@ -113,7 +113,7 @@ def _agrees(lm: CausalLM, decoder: Decoder) -> bool:
     lm.num_forwards = count
     cache, found = lm.new_cache(1, capacity=8), []
     for piece in (tokens[:4], *([token] for token in tokens[4:])):
-        fed = Fed.chains([piece], cache.lengths)
+        fed = NodeList.chains([piece], cache.lengths)
         found.append(decoder.logits(fed, cache, range(len(piece))))
         cache.commit([range(len(piece))])
     error, size = (float(each.double().norm()) for each in (torch.cat(found).double() - want.double(), want))

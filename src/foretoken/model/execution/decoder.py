@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +18,13 @@ from foretoken.model.execution.decoder_calls import (
     Address,
     DecoderFields,
     DraftsFields,
-    Fed,
     FedFields,
     Integer,
     LayerFields,
-    array_of,
 )
 from foretoken.model.execution.linears import replacement
 from foretoken.model.execution.native import KINDS, Library, NativeMatrix
+from foretoken.model.execution.node_lists import NodeList, array_of
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.support import check_autocast
 
@@ -93,7 +91,7 @@ class Decoder:
         self._reach(256)
         self._buffers: tuple[object, Any, Any, tuple[int, int]] = (None, None, None, (0, 0))
 
-    def logits(self, fed: Fed, cache: KVCache, kept: Sequence[int]) -> torch.Tensor:
+    def logits(self, fed: NodeList, cache: KVCache, kept: Sequence[int]) -> torch.Tensor:
         """Run nodes, and write their keys and values behind what is committed.
 
         Args:
@@ -115,7 +113,7 @@ class Decoder:
         return found
 
     def chains(
-        self, fed: Fed, cache: KVCache, depths: Sequence[int], num_columns: int, names: torch.Tensor | None
+        self, fed: NodeList, cache: KVCache, depths: Sequence[int], num_columns: int, names: torch.Tensor | None
     ) -> tuple[list[list[int]], int]:
         """Run nodes, one at least of every row, and then the likeliest token, again and again.
 
@@ -144,7 +142,7 @@ class Decoder:
         rows = [tokens[row * most : (row + 1) * most] for row in range(len(depths))]
         return [row[: row.index(-1)] if -1 in row else row for row in rows], runs
 
-    def _given(self, fed: Fed, cache: KVCache, num_more: int) -> tuple[FedFields, object]:
+    def _given(self, fed: NodeList, cache: KVCache, num_more: int) -> tuple[FedFields, object]:
         """Nodes as the kernels take them, with room for more columns behind them, and what is to be kept alive."""
         check_autocast(torch.device("cpu"))
         views = fed.views()
@@ -156,8 +154,7 @@ class Decoder:
         tokens = array_of([min(token, last) for token in fed.tokens])
         above = [column for columns in fed.above for column in (*columns, *[-1] * (most - len(columns)))]
         of_nodes = [tokens, *map(array_of, (fed.positions, fed.columns, fed.prefixes, above))]
-        firsts = list(accumulate(fed.counts, initial=0))[:-1]
-        of_rows = [*map(array_of, (fed.counts, firsts, views)), keys, values]
+        of_rows = [*map(array_of, (fed.counts, fed.firsts(), views)), keys, values]
         nodes = FedFields(
             len(fed.tokens),
             len(fed.counts),
