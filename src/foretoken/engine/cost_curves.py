@@ -23,6 +23,7 @@ from foretoken.folders import cache_folder, keep_json
 from foretoken.machine import cpu_name
 
 if TYPE_CHECKING:
+    from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
 logger = logging.getLogger("foretoken")
@@ -79,8 +80,9 @@ def measure_curve(target: CausalLM, seconds: float = SECONDS) -> CostCurve:
     single = seconds_of(first, target.device)
     if 2 * single * len(counts) > seconds:
         counts = [count for count in counts if count in FEW_NODES]
-    later, long_context = filled_cache(target, _long_context(target), 1)
-    forwards = [*(Forward(target, cache, count) for count in counts), Forward(target, later, 1)]
+    long_context = _long_context(target)
+    longer = _lengthened(target, cache, long_context)
+    forwards = [*(Forward(target, cache, count) for count in counts), Forward(target, longer, 1)]
     start = perf_counter()
     times = forward_times(forwards, 1)  # with a warm-up round
     taken = (perf_counter() - start) / 2
@@ -95,7 +97,21 @@ def measure_curve(target: CausalLM, seconds: float = SECONDS) -> CostCurve:
 
 def _long_context(target: CausalLM) -> int:
     """As many tokens as there is room for, `LONG_CONTEXT` at most."""
-    return max(CONTEXT, min(LONG_CONTEXT, MOST_BYTES // bytes_per_token(target)))
+    count = max(CONTEXT, min(LONG_CONTEXT, MOST_BYTES // bytes_per_token(target)))
+    return count if target.context_length is None else max(1, min(count, target.context_length - 1))
+
+
+def _lengthened(target: CausalLM, cache: KVCache, context: int) -> KVCache:
+    """A row of so many tokens, the columns of another one again and again: reading a long text would take seconds."""
+    length = cache.lengths[0]
+    states = cache.export(0, length)
+    num_times = -(-context // length)
+    repeated = [
+        None if pair is None else (pair[0].repeat(1, num_times, 1), pair[1].repeat(1, num_times, 1)) for pair in states
+    ]
+    longer = target.new_cache(1, capacity=context + 1)
+    longer.load(0, tuple(repeated), context)
+    return longer
 
 
 def _has_room(target: CausalLM, count: int) -> bool:
