@@ -23,6 +23,7 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
 from foretoken.model.execution import native, regions
 from foretoken.model.execution.chain import Ahead
+from foretoken.model.execution.direct import DirectForward
 from foretoken.model.execution.programs import Program
 from foretoken.model.execution.recording import NotReplayableError, Recording
 from foretoken.model.execution.regions import CompiledLayer
@@ -48,6 +49,12 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(regions, "_graphs", {})
     with own_products(monkeypatch):
         yield
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the modules around the layers; test_direct.py is about forwards without them."""
+    monkeypatch.setattr(DirectForward, "is_possible", False)
 
 
 @pytest.fixture

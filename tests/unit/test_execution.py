@@ -26,9 +26,10 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import execution as execution_module
 from foretoken.model.execution import packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
-from foretoken.model.execution.execution import apply_execution, choose_execution, cpu_has_bfloat16
+from foretoken.model.execution.execution import apply_execution
+from foretoken.model.execution.kinds import choose_execution
 from foretoken.model.execution.norms import RMSNorm
-from foretoken.model.execution.packing import PackedLinear, packed_dtype
+from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, packed_dtype
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
 

@@ -14,7 +14,8 @@ import foretoken
 from foretoken import LLM
 from foretoken.errors import ConfigError
 from foretoken.model.execution import packing
-from foretoken.model.execution.execution import apply_execution, choose_execution
+from foretoken.model.execution.execution import apply_execution
+from foretoken.model.execution.kinds import choose_execution
 from foretoken.model.execution.packing import can_pack, cpu_has_bfloat16, packable, packed_dtype
 from foretoken.model.execution.shadows import shadow
 from foretoken.testing import toy_model
@@ -67,7 +68,7 @@ if not has_onednn:  # as in wheels for Apple silicon
 
 import foretoken
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.model.execution.execution import cpu_has_bfloat16
+from foretoken.model.execution.packing import cpu_has_bfloat16
 
 llm = LLM("zoo:tiny", "draft_model+ngram")
 params = SamplingParams(temperature=0, max_tokens=24)

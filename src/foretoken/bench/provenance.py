@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from foretoken.machine import cpu_fact, cpu_name
-from foretoken.model.execution.execution import cpu_has_bfloat16
+from foretoken.model.execution.packing import cpu_has_bfloat16
 
 _PACKAGES = ("foretoken", "torch", "transformers", "numpy")
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")

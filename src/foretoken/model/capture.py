@@ -15,6 +15,7 @@ from foretoken.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.model.execution.direct import Passed
     from foretoken.model.nodes import FlatNodes, Logits
 
 
@@ -61,6 +62,7 @@ class Recorder:
         self._model = model
         self.layers = _decoder_layers(model, num_layers)
         self.needs_logits: bool | None = None
+        self._wanted = Wanted()
         self._returned: torch.Tensor | None = None
         self._read: torch.Tensor | None = None
         self._layer_inputs: dict[int, torch.Tensor] = {}
@@ -77,11 +79,31 @@ class Recorder:
     @contextmanager
     def recording(self, wanted: Wanted) -> Iterator[None]:
         """Record the forward inside; `output` then has it."""
+        self._wanted = wanted
+        try:
+            yield
+        finally:
+            self._wanted = Wanted()
+
+    @contextmanager
+    def seeing(self) -> Iterator[None]:
+        """See what passes through modules inside, where it is to be recorded."""
+        wanted = self._wanted
+        if not wanted:
+            yield
+            return
         handles = [self._see_layer(index) for index in wanted.layer_inputs]
         if wanted.last_hidden:
             handles.append(self._see_head() if self.needs_logits else self._see_decoder())
         with self._seeing(handles):
             yield
+
+    def take(self, passed: Passed, flat: FlatNodes) -> None:
+        """Record what a forward over a list of nodes has computed that ran without its modules."""
+        wanted, self.flat = self._wanted, flat
+        if wanted:
+            self._returned = self._read = passed.read if wanted.last_hidden else None
+            self._layer_inputs = {index: passed.layer_input(index) for index in wanted.layer_inputs}
 
     def output(self, logits: Logits) -> Output:
         """What was recorded last, beside the logits."""

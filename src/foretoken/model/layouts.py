@@ -55,10 +55,13 @@ class Layouts:
     Args:
       masks: makes its masks.
       kernels: by which few nodes run attention, if there are any.
+
+    Attributes:
+      masks: as given.
     """
 
     def __init__(self, masks: Masks, kernels: Library | None = None) -> None:
-        self._masks = masks
+        self.masks = masks
         self._grouping = Grouping(masks, kernels)
 
     def of(
@@ -85,12 +88,12 @@ class Layouts:
             flat = FlatNodes((width,) * num_rows if has_one_shape else nodes.counts, width, cache.device)
         columns = cache.open(first_row, num_rows, width, view_length, flat)
         if flat is None:
-            mask = self._masks.of(nodes, starts, positions, columns, view_length is not None)
+            mask = self.masks.of(nodes, starts, positions, columns, view_length is not None)
         else:
             keeps_width = is_fixed or shapes.rows_per_call is not None
             place = nodes, flat.counts, starts, positions, trunks, bucket
             flat.groups = self._grouping.of(*place, width if keeps_width else None, columns if is_fixed else None)
-            mask = self._masks.stand_ins(flat)
+            mask = self.masks.stand_ins(flat)
         limit = shapes.rows_per_call
         if bucket is not None:
             limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))

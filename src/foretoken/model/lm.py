@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,8 +16,9 @@ import torch
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import NotPassedOnError
-from foretoken.model.execution.execution import Execution, apply_execution, choose_execution, compute_dtype
+from foretoken.model.execution.execution import Execution, apply_execution
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
+from foretoken.model.execution.kinds import choose_execution, compute_dtype
 from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, unchanged_attributes
@@ -27,6 +29,7 @@ from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
 from foretoken.model.state import ModelState
 from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
+from foretoken.model.trial import trial
 from foretoken.model.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
@@ -148,14 +151,10 @@ class CausalLM:
     @torch.inference_mode()
     def _compile(self) -> None:
         """Compile the decoder layers where that is wanted and possible."""
-
-        def forward(num_nodes: int) -> None:
-            self.forward(Nodes.from_chains([[0] * num_nodes]), self.new_cache(1))
-
         if self.execution.regions is not None:
             count = self.num_forwards
             self._lists_all = True
-            self.execution.compile(self.name, self.layers, forward)
+            self.execution.compile(self.name, self.layers, self._layouts.masks.windows, partial(trial, self))
             self._lists_all = self.execution.num_compiled > 0
             self.num_forwards = count
 
@@ -311,19 +310,20 @@ class CausalLM:
         """
         check_autocast(self.device)
         self.num_forwards += 1
-        width = nodes.width
-        kept = range(width)[keep] if keep is not None else range(width)
-        shapes, tokens = Shapes(view_length, bucket, rows_per_call), nodes.tokens.to(self.device)
+        kept = range(nodes.width)[keep or slice(None)]
+        if view_length is None and rows_per_call is None:
+            logits = self.execution.direct_logits(nodes, cache, first_row, kept, bucket, self._recorder, listed)
+            if logits is not None:
+                return logits
+        shapes, tokens, run = Shapes(view_length, bucket, rows_per_call), nodes.tokens.to(self.device), self.execution
         while True:
             layout = self._layouts.of(
                 nodes, cache, first_row, shapes, takes_lists=self._takes_lists, lists_all=self._lists_all
             )
             self._recorder.flat = layout.flat
             try:
-                with self.execution.calls_of(layout.rows_per_call):
-                    return self.execution.logits(
-                        tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed
-                    )
+                with self.execution.calls_of(layout.rows_per_call), self._recorder.seeing():
+                    return run.logits(tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed)
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False
 

@@ -55,8 +55,13 @@ class Masks:
         return masks[0][None, None] if len(masks) == 1 else torch.stack(masks)[:, None]
 
     def stand_ins(self, flat: FlatNodes) -> Mask:
-        """What a model is given in place of masks where its rows run attention in groups: one for every kind."""
-        masks = {kind: torch.empty(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
+        """What a model is given in place of masks where its rows run attention in groups: one for every kind.
+
+        Each knows the list that it stands for, since not every model lets its attention know.
+        """
+        masks = {kind: torch.zeros(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
+        for mask in masks.values():
+            mask.flat_nodes = flat  # type: ignore[attr-defined]
         flat.kinds = {id(mask): kind for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

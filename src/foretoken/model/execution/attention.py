@@ -81,7 +81,7 @@ def grouped_sdpa(
       attention_mask: bool or additive, (B or 1, 1, N, T), or None when every query sees every column.
       scaling: factor of the scores; 1/sqrt(D) by default.
       flat_nodes: the query is the list (1, H_q, S, D) of the real nodes of all rows, and so is the result. The mask
-        only stands for its kind; the true ones are those of the groups.
+        only stands for its kind; the true ones are those of the groups. By default that of the mask, if it has one.
 
     Returns: (B, N, H_q, D_v), contiguous, and None.
     Raises: NotPassedOnError for a list that comes without ``flat_nodes``, or with a mask that was changed.
@@ -92,13 +92,15 @@ def grouped_sdpa(
         if (seen := see(module, query, key, value, attention_mask, **others)) is not None:
             return seen, None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    if flat_nodes is None:
+        flat_nodes = getattr(attention_mask, "flat_nodes", None)
     if flat_nodes is not None:
         kind = flat_nodes.kinds.get(id(attention_mask))
         if kind is None:
             raise NotPassedOnError
         parts = [_attend_group(module, query, key, value, group, kind, options) for group in flat_nodes.groups]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
-    if len(query) != len(key):
+    if len(query) != len(key) or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2]):
         raise NotPassedOnError
     return _attend(module, query, key, value, attention_mask, **options)
 

@@ -154,7 +154,7 @@ class Chain:
         while last < len(self.layers) and self._follows[last]:
             last += 1
         num_nodes, layer = inputs[0].shape[1], self.layers[position]
-        if last - position < 2 or self._program(position, num_nodes) is None:
+        if last - position < 2 or self.program(position, num_nodes) is None:
             return None
         if not all(tensor.is_contiguous() for tensor in inputs):
             return None
@@ -176,7 +176,7 @@ class Chain:
         """Those of some layers, as far as these can run in a row; None for fewer than two."""
         layers, programs = [], list[Program]()
         for number in range(position, last):
-            program = self._program(number, num_nodes)
+            program = self.program(number, num_nodes)
             if program is None or (
                 programs and (program.shape, program.dtype) != (programs[0].shape, programs[0].dtype)
             ):
@@ -187,7 +187,8 @@ class Chain:
             return None
         return ChainCalls.of(layers, programs, situation, self._kinds[position : position + len(layers)], position)
 
-    def _program(self, position: int, num_nodes: int) -> Program | None:
+    def program(self, position: int, num_nodes: int) -> Program | None:
+        """The calls of a layer over so many nodes, if they are recorded and can be made without Python."""
         layer = self.layers[position]
         if not layer.takes(num_nodes) or not layer.replay.is_possible:
             return None

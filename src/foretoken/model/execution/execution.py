@@ -6,10 +6,8 @@ tensors, and everything this file does is done to the shadow.
 
 from __future__ import annotations
 
-import difflib
 import logging
-import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,19 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from foretoken.errors import ConfigError
 from foretoken.machine import available_memory_bytes
 from foretoken.model.execution.attention import use_grouped_sdpa
+from foretoken.model.execution.calls import NUM_NODES
+from foretoken.model.execution.direct import CHECKED, DirectForward, direct_forward
+from foretoken.model.execution.kinds import choose_execution, compute_dtype
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
 from foretoken.model.execution.native import Library, NativeMatrix, library
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
-    can_pack,
-    cpu_has_bfloat16,
     packable,
-    packed_dtype,
     packing_bytes,
     worth_packing,
 )
@@ -42,44 +39,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from foretoken.model.nodes import FlatNodes, Logits
-
-__all__ = ["KINDS", "Execution", "apply_execution", "choose_execution", "compute_dtype", "cpu_has_bfloat16"]
+    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.capture import Recorder
+    from foretoken.model.execution.kernels import Bucket
+    from foretoken.model.nodes import FlatNodes, Logits, Nodes
 
 logger = logging.getLogger("foretoken")
 
-KINDS = ("eager", "packed", "compiled")
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def compute_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
-    return dtype if dtype.is_floating_point else model.dtype
-
-
-def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Resolve "auto" and check the rest.
-
-    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
-      too, where it is large enough and there is a C++ compiler.
-    Raises: ConfigError for an unknown kind, or one that the device cannot run.
-    """
-    if kind != "auto" and kind not in KINDS:
-        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
-        raise ConfigError(f"execution={kind!r} is unknown{hint}")
-    is_cpu = torch.device(device).type == "cpu"
-    if kind == "auto":
-        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
-    if kind != "eager" and not is_cpu:
-        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
-    if kind == "packed" and not can_pack():
-        raise ConfigError(
-            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
-            "execution='eager', or 'auto', which takes it"
-        )
-    return kind
 
 
 class Execution:
@@ -95,6 +62,7 @@ class Execution:
         self.kind = kind
         self.uses_grouped_attention = False
         self.regions: Regions | None = None
+        self.direct: DirectForward | None = None
         self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
         self._num_norms = 0
@@ -104,6 +72,22 @@ class Execution:
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
         return self.model(**kwargs)
+
+    def direct_logits(
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        first_row: int,
+        kept: range,
+        bucket: Bucket | None,
+        recorder: Recorder,
+        listed: bool,
+    ) -> Logits | None:
+        """`logits` without the modules of the model; None where these have to run."""
+        if self.direct is None:
+            return None
+        with self.calls_of(None if bucket is None else bucket.rows_in_a_call(nodes.num_real)):
+            return self.direct.forward(nodes, cache, first_row, kept, recorder, listed)
 
     def logits(
         self,
@@ -158,10 +142,29 @@ class Execution:
             setattr(other, name, getattr(self, name))
         return other
 
-    def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], object]) -> None:
-        """Compile the decoder layers, where this is compiled execution; see `Regions.build`."""
-        if self.regions is not None:
-            self.regions.build(name, layers, forward, has_own_attention=not self.uses_grouped_attention)
+    def compile(
+        self,
+        name: str,
+        layers: Sequence[nn.Module],
+        windows: Mapping[str, int | None],
+        forward: Callable[[int, int], torch.Tensor],
+    ) -> None:
+        """Compile the decoder layers, where this is compiled execution; see `Regions.build`.
+
+        Args:
+          windows: positions that a node looks back by kind of attention, its own included; None for all.
+          forward: logits of a number of nodes behind a number of committed ones, by this execution.
+        """
+        if self.regions is None:
+            return
+        has_own = not self.uses_grouped_attention
+        chain = self.regions.build(name, layers, lambda num_nodes: forward(num_nodes, 0), has_own_attention=has_own)
+        direct = direct_forward(self.model, chain, windows, lambda: forward(NUM_NODES[0], 0))
+        if direct is not None:
+            wanted = [forward(*shape) for shape in CHECKED]
+            self.direct = direct
+            if not direct.gives(wanted, forward):
+                self.direct = None
 
     @property
     def num_compiled(self) -> int:
@@ -174,6 +177,8 @@ class Execution:
         Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
         tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
         """
+        if self.direct is not None:
+            self.direct.look_again()
         return sum(product.refresh() for product in self._products) > 0
 
     @property

@@ -24,7 +24,7 @@ MOST_SCRATCH = 2**26
 _INTEGERS = "rows heads group size value_size kind query_node query_head key_row key_head value_row value_head mask_row"
 
 
-class _Attention(ctypes.Structure):
+class AttentionFields(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in (*_INTEGERS.split(), "mask_node")),
         *((name, ctypes.c_void_p) for name in ("counts", "firsts", "columns")),
@@ -56,7 +56,7 @@ class FewNodes:
         self.is_few = max(counts) <= most_nodes
         array = ctypes.c_int64 * len(counts)
         self._arrays = array(*counts), array(*list(accumulate(counts, initial=0))[:-1]), array(*columns)
-        self._calls: dict[object, tuple[_Attention, int] | None] = {}
+        self._calls: dict[object, tuple[AttentionFields, int] | None] = {}
 
     def __call__(
         self,
@@ -100,7 +100,7 @@ class FewNodes:
         mask: torch.Tensor | None,
         scaling: float | None,
         threads: int,
-    ) -> tuple[_Attention, int] | None:
+    ) -> tuple[AttentionFields, int] | None:
         """What the kernel is told of tensors like these, kept for all layers that have such, and the scratch it needs.
 
         Returns: a structure and a number of floats, or None where this is not for these kernels.
@@ -121,7 +121,7 @@ class FewNodes:
         mask: torch.Tensor | None,
         scaling: float | None,
         threads: int,
-    ) -> tuple[_Attention, int] | None:
+    ) -> tuple[AttentionFields, int] | None:
         size, value_size, lanes = query.shape[3], value.shape[3], self.kernels.lanes
         lie_together = (
             query.stride(3) == 1
@@ -133,7 +133,7 @@ class FewNodes:
             return None
         shares_mask = mask is None or mask.shape[0] == 1
         counts, firsts, columns = map(ctypes.addressof, self._arrays)
-        call = _Attention(
+        call = AttentionFields(
             self._count,
             key.shape[1],
             query.shape[1] // key.shape[1],

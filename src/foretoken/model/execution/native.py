@@ -30,11 +30,12 @@ SOURCES = tuple(
     FOLDER / name
     for name in (
         *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "replay.cpp", "decoder.cpp"),
-        *("drafting.cpp", "growing.cpp"),
+        *("forward.cpp", "drafting.cpp", "growing.cpp"),
     )
 )
 HEADERS = tuple(
-    FOLDER / name for name in ("calls.h", "vectors.h", "floats.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h")
+    FOLDER / name
+    for name in ("calls.h", "replay.h", "vectors.h", "floats.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h")
 )
 
 PAIRS = 0
@@ -80,6 +81,7 @@ class Library:
       attention, attention_scratch: of the address of a call; see `few_nodes`.
       lanes: numbers in a vector.
       replay: of the address of parts of layers, their number, and threads; see `programs`.
+      forward: of addresses, and threads; see `direct_calls`.
       decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
       drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
       chains: attention of prompts by dtype; see `many_nodes`. Of bfloat16 only where the CPU has tiles.
@@ -92,6 +94,7 @@ class Library:
     attention_scratch: Callable[[int, int], int]
     lanes: int
     replay: Callable[[int, int, int], None]
+    forward: Callable[..., int]
     decoder_logits: Callable[..., int]
     decoder_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
@@ -119,12 +122,14 @@ class Library:
         replay = shared.foretoken_replay
         replay.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         replay.restype = None
+        forward = shared.foretoken_forward
+        forward.argtypes, forward.restype = (*(ctypes.c_void_p,) * 7, ctypes.c_int), ctypes.c_int64
         logits, grown = shared.foretoken_decoder_logits, shared.foretoken_decoder_chains
         logits.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
         grown.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int)
         logits.restype = grown.restype = ctypes.c_int64
         block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
-        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, logits, grown)
+        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, logits, grown)
         if found.has_pairs:
             found = replace(found, drafting=_drafting(shared))
         names = {torch.float32: "float_chains"}

@@ -195,13 +195,14 @@ class Regions:
         forward: Callable[[int], object],
         *,
         has_own_attention: bool = False,
-    ) -> None:
+    ) -> Chain | None:
         """Compile the layers of a model, those that can be; the others stay as they are.
 
         Args:
           name: of the model, for messages.
           forward: runs this many nodes through the model, as it is going to run.
           has_own_attention: attention is not run by `grouped_sdpa`.
+        Returns: the chain of the layers, if it has all of them.
         """
         start = time.perf_counter()
         try:
@@ -211,7 +212,7 @@ class Regions:
             calls = [call_of(*each) for each in zip(first.of_layers, second.of_layers, strict=True)]
         except Exception as error:
             self._fall_back(name, error)
-            return
+            return None
         self.layers = [None] * len(layers)
         for index, (layer, call) in enumerate(zip(layers, calls, strict=True)):
             try:
@@ -224,7 +225,7 @@ class Regions:
                     break
             else:
                 self.layers[index] = compiled
-        self.attach(layers)
+        chain = self.attach(layers)
         self.compile_seconds = time.perf_counter() - start
         logger.debug(
             "compiled %d of %d layers of %s in %.1f s (kernels in %s)",
@@ -234,9 +235,13 @@ class Regions:
             self.compile_seconds,
             self.cache_dir,
         )
+        return chain
 
-    def attach(self, layers: Sequence[nn.Module]) -> None:
-        """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
+    def attach(self, layers: Sequence[nn.Module]) -> Chain | None:
+        """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it.
+
+        Returns: their chain, if it has all layers.
+        """
         found = [
             (layer, compiled)
             for layer, compiled in zip(layers, self.layers, strict=False)
@@ -245,6 +250,7 @@ class Regions:
         chain = Chain([compiled for _, compiled in found])
         for position, (layer, _) in enumerate(found):
             layer.forward = ChainedLayer(chain, position)
+        return chain if len(found) == len(layers) else None
 
     def _compile(
         self, layer: nn.Module, call: LayerCall, attention: tuple[nn.Module, dict[str, Any]] | None, index: int | None

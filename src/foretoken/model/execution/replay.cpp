@@ -1,38 +1,9 @@
 // A decoder layer as a list of steps, made one after another: inductor's kernels, products, and attention over a cache.
 
-#include "calls.h"
+#include "replay.h"
 #include "vectors.h"
 
 #include <utility>
-
-struct Operand {  // the address that lies `offset` bytes into pointers[base]; the number `offset` where base is negative
-  int64_t base, offset;
-};
-
-enum { MOST_OPERANDS = 24 };
-
-struct Step {
-  int64_t kind;
-  void* kernel;  // of inductor
-  Operand operands[MOST_OPERANDS];
-};
-
-enum { KERNEL = 0, PRODUCT = 1, ATTENTION = 2 };
-enum { KEYS = 2, VALUES = 3, SCRATCH = 4 };  // places in pointers
-
-struct Group {  // rows that run attention together
-  const Attention* call;
-  const void* mask;
-  int64_t first_node, first_row;
-};
-
-struct Rows {  // where a forward writes keys and values, and what attends to them
-  int64_t nodes;
-  const int64_t *rows, *columns;  // of every node
-  int64_t key_row, key_head, value_row, value_head;  // strides of the cache
-  int64_t num_groups;
-  const Group* groups;
-};
 
 template <size_t... I>
 static void call_kernel(void* kernel, const int64_t* values, std::index_sequence<I...>) {
@@ -98,13 +69,6 @@ static void attend(const Rows* rows, const int64_t* o, char* const* pointers, in
                         (char*)o[3] + group.first_node * width * o[11], (float*)pointers[SCRATCH], threads);
   }
 }
-
-struct Part {  // of a layer: steps that are made in a row
-  const Step* steps;
-  int64_t num_steps;
-  char* const* pointers;
-  const Rows* rows;
-};
 
 static void replay(const Part& part, int threads) {
   for (int64_t index = 0; index < part.num_steps; ++index) {

@@ -87,7 +87,7 @@ class Replay:
         self._names += [("tensor", index) for index in range(len(tensors))]
         self._names += [("product", index) for index in range(len(runners))]
         self._known: tuple[int, list[int | None]] = (-1, [])
-        self._scaling = None if attention is None else attention.get("scaling")
+        self.scaling = None if attention is None else attention.get("scaling")
         self.kernels = library() if attention is None or is_plain({"dropout": 0.0, **attention}) else None
 
     def __call__(
@@ -156,12 +156,21 @@ class Replay:
             first, scratch = situation.cache.window.first_row, scratch_address(plan.scratch)
             keys = layer.keys.data_ptr() + first * layer.keys.stride(0) * layer.keys.itemsize
             values = layer.values.data_ptr() + first * layer.values.stride(0) * layer.values.itemsize
+        out, *inputs = addresses
+        numbers = self.pointers(program, (room, out, keys, values, scratch), inputs)
+        return None if numbers is None else (numbers, plan)
+
+    def pointers(self, program: Program, places: Sequence[int], inputs: Sequence[int]) -> list[int | None] | None:
+        """Those of a replay; None where other than the library's own kernels run a product now.
+
+        Args:
+          places: working memory, output, keys, values and scratch.
+        """
         matrices = self._matrix_addresses()
         if any(matrices[number] is None for number in program.native):
             return None
-        out, *inputs = addresses
         tensors = [tensor.data_ptr() for tensor in self._tensors]
-        return [room, out, keys, values, scratch, *inputs, *tensors, *matrices], plan
+        return [*places, *inputs, *tensors, *matrices]
 
     def _matrix_addresses(self) -> list[int | None]:
         """Those of the matrices by which products run now; weights may have been packed again since."""
@@ -179,14 +188,14 @@ class Replay:
         assert query is not None
         kind = situation.kind
         layout = query.shape, query.stride(), layer.keys.stride(), layer.values.stride(), layer.keys.dtype
-        key = kind, layout, self._scaling, threads
+        key = kind, layout, self.scaling, threads
         if key not in flat.plans:
             flat.plans[key] = None
             if kind is not None and _is_few(flat):
                 window = situation.cache.window
                 keys, values = layer.keys[window.first_row :], layer.values[window.first_row :]
                 with suppress(NotReplayableError):
-                    flat.plans[key] = Plan(query, keys, values, flat, kind, window, self._scaling, threads)
+                    flat.plans[key] = Plan(query, keys, values, flat, kind, window, self.scaling, threads)
         plan: Plan | None = flat.plans[key]
         return plan
 

@@ -101,19 +101,11 @@ class Tracer:
         Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
         """
         from torch._inductor.decomposition import select_decomp_table
-        from torch._subclasses.fake_tensor import FakeTensorMode
-        from torch.fx.experimental import _config as fx_config
         from torch.fx.experimental.proxy_tensor import make_fx
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            # one node is no case of its own
-            stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-            shapes = ShapeEnv()
-            mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-            number = _Symbols(shapes)
+            mode, shapes = fake_mode(stack)
+            number = Symbols(shapes)
             nodes = number(NODES_HINT)
             numbers = [number(NODES_HINT + 1 + index) for index in range(len(self.runners))]
             tensors = [self._fake(mode, module, name) for module, name in self.tensors]
@@ -162,7 +154,7 @@ class Tracer:
             return attention(query, key, value)  # type: ignore[no-any-return]
 
         forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
-        with seen_by(attend), _replaced(forwards), _held(self.tensors, tensors):
+        with seen_by(attend), replaced(forwards), held(self.tensors, tensors):
             output = type(self._layer).forward(self._layer, *args, **kwargs)
         self.in_tuple = len(output) if isinstance(output, tuple) else None
         states, *others = output if isinstance(output, tuple) else (output,)
@@ -209,7 +201,7 @@ class Tracer:
         if not calls:
             return LayerGraph(None, compiled(body, [output], source_of), self.in_tuple)
         call = calls[0]
-        earlier = _ancestors(call)
+        earlier = ancestors(call)
         first = [node for node in body if node in earlier]
         second = [node for node in body if node not in earlier and node is not call]
         crossing = [node for node in first if any(user in second for user in node.users)]
@@ -219,7 +211,21 @@ class Tracer:
         return LayerGraph(before, compiled(second, [output], source_of), self.in_tuple)
 
 
-class _Symbols:
+def fake_mode(stack: ExitStack) -> tuple[Any, Any]:
+    """Torch's mode of tensors without values, and their shapes, for a trace inside of the contexts on a stack."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental import _config as fx_config
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    # one node is no case of its own
+    stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+    shapes = ShapeEnv()
+    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
+
+
+class Symbols:
     """Whole numbers that graphs take as inputs."""
 
     def __init__(self, shapes: Any) -> None:
@@ -235,14 +241,15 @@ class _Symbols:
         return self._shapes.create_symintnode(symbol, hint=hint)
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """All that a node is computed from."""
-    found, waiting = set[fx.Node](), [node]
+def ancestors(node: fx.Node, ends: Sequence[fx.Node] = ()) -> set[fx.Node]:
+    """All that a node is computed from, but for what lies behind ``ends``."""
+    found, waiting = set[fx.Node](), [] if node in ends else [node]
     while waiting:
         for parent in waiting.pop().all_input_nodes:
             if parent not in found:
                 found.add(parent)
-                waiting.append(parent)
+                if parent not in ends:
+                    waiting.append(parent)
     return found
 
 
@@ -261,7 +268,7 @@ def _put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None],
 
 
 @contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
+def replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
     """Let modules run these functions inside."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
@@ -277,7 +284,7 @@ def _replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]])
 
 
 @contextmanager
-def _held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let modules hold these tensors inside."""
     holders = [module._parameters if name in module._parameters else module._buffers for module, name in places]
     before = [holder[name] for holder, (_, name) in zip(holders, places, strict=True)]

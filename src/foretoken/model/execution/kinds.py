@@ -1,0 +1,47 @@
+"""The ways to execute a model, and which of them a device can."""
+
+from __future__ import annotations
+
+import difflib
+import platform
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.errors import ConfigError
+from foretoken.model.execution.packing import can_pack, packed_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KINDS = ("eager", "packed", "compiled")
+
+
+def compute_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype that a model computes in, even if its embedding is stored in blocks of bytes."""
+    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    return dtype if dtype.is_floating_point else model.dtype
+
+
+def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
+    """Resolve "auto" and check the rest.
+
+    Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
+      too, where it is large enough and there is a C++ compiler.
+    Raises: ConfigError for an unknown kind, or one that the device cannot run.
+    """
+    if kind != "auto" and kind not in KINDS:
+        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
+        raise ConfigError(f"execution={kind!r} is unknown{hint}")
+    is_cpu = torch.device(device).type == "cpu"
+    if kind == "auto":
+        return "packed" if is_cpu and packed_dtype(dtype) else "eager"
+    if kind != "eager" and not is_cpu:
+        raise ConfigError(f"execution={kind!r} runs on CPUs, and the model is on {device}; use execution='eager'")
+    if kind == "packed" and not can_pack():
+        raise ConfigError(
+            f"execution='packed' needs oneDNN on x86, which torch does not have here ({platform.machine()}); use "
+            "execution='eager', or 'auto', which takes it"
+        )
+    return kind
