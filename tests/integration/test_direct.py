@@ -193,6 +193,37 @@ def test_rows_whose_positions_are_ahead_of_their_columns() -> None:
     assert forward_of(lm).num_runs == count + 1
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-sliding"])
+@torch.inference_mode()
+def test_trees_that_are_fed_level_by_level(name: str) -> None:
+    """Nodes see those of their ancestors that were committed before, and positions count from the root."""
+    lm = compiled(ARCHITECTURES[name].build("sdpa", torch.float32))
+    trees = [DraftTree((7, 8, 9, 4, 5, 6), (-1, 0, 0, 1, 2, 2)), DraftTree((3, 1, 2, 9), (-1, 0, 0, 2))]
+    depths = torch.tensor([[0, 1, 1, 2, 2, 2], [0, 1, 1, 2, 2, 2]])
+    ancestors = torch.zeros(2, 6, 6, dtype=torch.bool)
+    for row, tree in enumerate(trees):
+        ancestors[row, : len(tree), : len(tree)] = torch.from_numpy(tree.ancestor_mask)
+
+    def levels() -> list[torch.Tensor]:
+        cache, found = filled(lm, [9, 40]), []
+        for first, last, counts in ((0, 1, (1, 1)), (1, 3, (2, 2)), (3, 6, (3, 1))):
+            tokens = torch.tensor([[*tree.tokens[first:last], *[3] * (last - len(tree))] for tree in trees])
+            seen = ancestors[:, first:last, :last].contiguous()
+            nodes = Nodes(tokens, depths[:, :last].contiguous(), counts, seen, first)
+            logits = lm.forward(nodes, cache)
+            found += [logits[row, : counts[row]] for row in range(2)]
+            cache.commit([range(count) for count in counts])
+        return found
+
+    levels()  # records the calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DirectForward, "is_possible", False)
+        want = levels()
+    count = forward_of(lm).num_runs
+    assert same(levels(), want)
+    assert forward_of(lm).num_runs == count + 3
+
+
 @torch.inference_mode()
 def test_limits_of_calls_are_kept() -> None:
     """Linear layers are to take so many rows at least or at most: forwards that do not fit go by modules."""

@@ -100,9 +100,7 @@ class DirectForward:
         self._forwards = [(each, vars(each).get("forward")) for each in self._watched if each not in of_linears]
         self._known = _Known()
         self._age = 0
-        self._seen: tuple[int, int] | None = (
-            None  # number of hooks ever registered, and age, when modules were looked at
-        )
+        self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
         self._is_unchanged = False
         self._tables = Tables(surroundings, 256)
 
@@ -118,10 +116,13 @@ class DirectForward:
         """
         num_nodes, (num_rows, width) = nodes.num_real, nodes.tokens.shape
         most = MOST_NODES if nodes.ancestors is None else MOST_IN_TREES
-        if nodes.num_fed or num_nodes < 1 or max(nodes.counts) > most or not self.is_possible:
+        if num_nodes < 1 or max(nodes.counts) > most or not self.is_possible:
             return None
         chain, known, around = self._chain, self._known, self._around
-        if chain.program(0, num_nodes) is None:
+        tokens, depths, ancestors = nodes.tokens, nodes.depths, nodes.ancestors
+        lie_together = tokens.is_contiguous() and depths.is_contiguous()
+        lie_together = lie_together and (ancestors is None or ancestors.is_contiguous())
+        if not lie_together or chain.program(0, num_nodes) is None:
             return None
         lengths = cache.row_lengths(first_row, num_rows)
         offsets = cache.row_offsets(first_row, num_rows)
@@ -137,11 +138,11 @@ class DirectForward:
         tables = self._tables_for(max(lengths) + width + (0 if offsets is None else max(offsets)))
         array = Integer * num_rows
         of_rows = [array(*nodes.counts), array(*lengths), None if offsets is None else array(*offsets)]
-        tokens, depths, ancestors = nodes.tokens, nodes.depths, nodes.ancestors
         fed = FedFields(
             num_rows,
             width,
             num_nodes,
+            nodes.num_fed,
             tokens.data_ptr(),
             depths.data_ptr(),
             *(None if each is None else ctypes.addressof(each) for each in of_rows),

@@ -69,7 +69,7 @@ class FedFields(ctypes.Structure):
     """Rows of nodes."""
 
     _fields_ = (
-        *((name, Integer) for name in ("rows", "width", "nodes")),
+        *((name, Integer) for name in ("rows", "width", "nodes", "earlier")),
         *((name, Address) for name in ("tokens", "depths", "counts", "lengths", "offsets", "ancestors")),
         ("first_row", Integer),
     )

@@ -40,10 +40,11 @@ struct Store {  // of a cache
 
 struct Fed {  // rows of nodes, padded to one width; those of a row lie behind its committed columns
   int64_t rows, width, nodes;         // nodes: without padding
-  const int64_t *tokens, *depths;     // (rows, width)
+  int64_t earlier;                    // committed columns, the last ones of every row, that are nodes of the same trees
+  const int64_t *tokens, *depths;     // (rows, width), and (rows, earlier + width) from the root
   const int64_t *counts, *lengths;    // of every row: nodes, and committed columns
   const int64_t* offsets;             // how far its positions are ahead of its columns; null for nowhere
-  const uint8_t* ancestors;           // (rows, width, width); null where rows are chains
+  const uint8_t* ancestors;           // (rows, width, earlier + width); null where rows are chains
   int64_t first_row;                  // of the cache
 };
 
@@ -71,25 +72,33 @@ struct Work {
   Place arena, scratch, inputs;
 };
 
+// Whether a node sees the column of another one of its row; numbers of others begin with the earlier ones.
 bool sees(const Fed& fed, int64_t row, int64_t node, int64_t other) {
-  return fed.ancestors ? fed.ancestors[(row * fed.width + node) * fed.width + other] : other <= node;
+  if (!fed.ancestors) return other <= fed.earlier + node;
+  return fed.ancestors[(row * fed.width + node) * (fed.earlier + fed.width) + other];
+}
+
+// Of an earlier or a new node, where offsets are left out.
+int64_t position(const Fed& fed, int64_t row, int64_t other) {
+  return fed.lengths[row] - fed.earlier + fed.depths[row * (fed.earlier + fed.width) + other];
 }
 
 // Which columns every node sees, (rows, most, longest), 0 for those; null where all see all.
 const void* mask_of(const Fed& fed, const Form& form, int64_t most, int64_t longest, Place& place) {
-  if (most == 1 && (!form.window || longest <= form.window)) return nullptr;
+  const bool is_tree = fed.ancestors && fed.earlier;
+  if (most == 1 && !is_tree && (!form.window || longest <= form.window)) return nullptr;
   char* mask = place.of(fed.rows * most * longest * form.item);
   memset(mask, 0xff, fed.rows * most * longest * form.item);
   for (int64_t row = 0; row < fed.rows; ++row)
     for (int64_t node = 0; node < fed.counts[row]; ++node) {
       char* of_node = mask + (row * most + node) * longest * form.item;
-      const int64_t length = fed.lengths[row], *depths = fed.depths + row * fed.width;
-      const int64_t hidden = form.window ? length + depths[node] - form.window + 1 : 0;  // positions before this one
-      const int64_t first = hidden < 0 ? 0 : hidden < length ? hidden : length;
-      memset(of_node + first * form.item, 0, (length - first) * form.item);
-      for (int64_t other = 0; other < fed.counts[row]; ++other)
-        if (sees(fed, row, node, other) && length + depths[other] >= hidden)
-          memset(of_node + (length + other) * form.item, 0, form.item);
+      const int64_t start = fed.lengths[row] - fed.earlier;
+      const int64_t hidden = form.window ? position(fed, row, fed.earlier + node) - form.window + 1 : 0;
+      const int64_t first = hidden < 0 ? 0 : hidden < start ? hidden : start;  // positions before this one are not seen
+      memset(of_node + first * form.item, 0, (start - first) * form.item);
+      for (int64_t other = 0; other < fed.earlier + fed.counts[row]; ++other)
+        if (sees(fed, row, node, other) && position(fed, row, other) >= hidden)
+          memset(of_node + (start + other) * form.item, 0, form.item);
     }
   return mask;
 }
@@ -98,9 +107,8 @@ const void* mask_of(const Fed& fed, const Form& form, int64_t most, int64_t long
 bool gather(const Fed& fed, const Table& table, char* out) {
   for (int64_t row = 0; row < fed.rows; ++row)
     for (int64_t node = 0; node < fed.counts[row]; ++node, out += table.bytes) {
-      const int64_t at = row * fed.width + node;
-      const int64_t position = fed.lengths[row] + fed.depths[at] + (fed.offsets ? fed.offsets[row] : 0);
-      const int64_t index = table.by_position ? position : fed.tokens[at];
+      const int64_t place = position(fed, row, fed.earlier + node) + (fed.offsets ? fed.offsets[row] : 0);
+      const int64_t index = table.by_position ? place : fed.tokens[row * fed.width + node];
       if (index < 0 || index >= table.count) return false;
       memcpy(out, table.rows + index * table.bytes, table.bytes);
     }

@@ -85,8 +85,9 @@ class Surroundings:
         if None not in self.by:
             return self._nothing
         flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
-        starts = torch.tensor(lengths if offsets is None else [*map(int.__add__, lengths, offsets)])[:, None]
-        tokens, positions = flat.listed(nodes.tokens)[None], flat.listed(starts + nodes.depths)[None]
+        ends = torch.tensor(lengths if offsets is None else [*map(int.__add__, lengths, offsets)])[:, None]
+        positions = ends - nodes.num_fed + nodes.depths[:, nodes.num_fed :]
+        tokens, positions = flat.listed(nodes.tokens)[None], flat.listed(positions)[None]
         computed = iter(self._computed(tokens.shape[1], tokens, positions))
         return [next(computed).contiguous() if by is None else None for by in self.by]
 
