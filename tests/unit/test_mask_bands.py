@@ -13,7 +13,7 @@ from foretoken.testing import toy_model
 @pytest.mark.parametrize("window", [None, 5])
 def test_texts_that_are_read_again_and_again_do_not_make_the_band_double_each_time(window: int | None) -> None:
     """It did: reading a text from its beginning, a token longer each time, took 17 GB after some twenty steps."""
-    masks: Masks = CausalLM(toy_model(64), execution="eager", probe=False)._layouts._masks
+    masks: Masks = CausalLM(toy_model(64), execution="eager", probe=False)._layouts.masks
     template = _Template(masks, window)
     for length, width in [(0, width) for width in range(2, 60)] + [(place, 3) for place in range(60, 90)]:
         found = template.cut(length, width, length + width)

@@ -25,6 +25,13 @@ struct Attention {
   float scale;
 };
 
+struct Norm {
+  int64_t size, kind;
+  const void* weight;  // (size,)
+  float eps;
+};
+
+extern "C" void foretoken_norm(const Norm* call, const void* x, int64_t rows, void* out);
 extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 extern "C" void foretoken_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                     const void* mask, void* out, float* scratch, int threads);

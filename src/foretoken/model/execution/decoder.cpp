@@ -50,22 +50,6 @@ struct Drafts {
 // Weights from which on threads share a product: less than that takes no longer than calling them together.
 enum { SHARED_WEIGHTS = 1 << 19 };
 
-inline float value_of(float from) { return from; }
-inline float value_of(Float16 from) { return _cvtsh_ss(from.bits); }
-inline float value_of(Bfloat16 from) {
-  const uint32_t bits = (uint32_t)from.bits << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-template <typename T>
-inline float rounded(float value) {
-  T kept;
-  store(&kept, value);
-  return value_of(kept);
-}
-
 template <typename T>
 struct Work {
   std::vector<T> x, normed, heads, seen, mixed, both, gated, logits, mask;

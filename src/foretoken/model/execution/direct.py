@@ -24,8 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from foretoken.model.execution.calls import NUM_NODES
 from foretoken.model.execution.direct_calls import DirectCalls, FedFields, Integer, Store, Tables
 from foretoken.model.execution.few_nodes import MOST_IN_TREES, MOST_NODES
+from foretoken.model.execution.inductor import NotTraceableError
 from foretoken.model.execution.linears import linears
 from foretoken.model.execution.surroundings import Surroundings, trace
+from foretoken.model.execution.tail import Tail
 from foretoken.model.nodes import FlatNodes, NodeLogits
 
 if TYPE_CHECKING:
@@ -53,11 +55,13 @@ class Passed:
       first: what the first layer was given, (1, S, H).
       outputs: of all layers, (layers, 1, S, H).
       read: what the output embedding reads, (1, S, H).
+      logits: (1, S, V), if they were computed in the same call.
     """
 
     first: torch.Tensor
     outputs: torch.Tensor
     read: torch.Tensor
+    logits: torch.Tensor | None = None
 
     def layer_input(self, index: int) -> torch.Tensor:
         """What a layer was given, (1, S, H)."""
@@ -103,16 +107,23 @@ class DirectForward:
         self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
         self._is_unchanged = False
         self._tables = Tables(surroundings, 256)
+        kernels = chain.layers[0].replay.kernels
+        if kernels is None:
+            raise NotTraceableError("its layers do not run by the library's own kernels")
+        self._kernels = kernels
+        output = model.get_output_embeddings()
+        self._tail = Tail.of((module for module, _ in self._forwards), output, surroundings, kernels)
 
     def look_again(self) -> None:
         """See whether modules or weights have changed, before the next forward."""
         self._age += 1
 
-    def run(self, nodes: Nodes, cache: KVCache, first_row: int) -> Passed | None:
+    def run(self, nodes: Nodes, cache: KVCache, first_row: int, *, with_logits: bool = True) -> Passed | None:
         """Run all layers, and what comes before and behind them; None where modules have to.
 
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
+          with_logits: compute the logits of all nodes, where that is one call.
         """
         num_nodes, (num_rows, width) = nodes.num_real, nodes.tokens.shape
         most = MOST_NODES if nodes.ancestors is None else MOST_IN_TREES
@@ -153,9 +164,8 @@ class DirectForward:
         addresses = (ctypes.c_void_p * len(given))(*(None if each is None else each.data_ptr() for each in given))
         states = torch.empty(len(chain.layers) + 1, *calls.shape, dtype=calls.dtype)
         first = states.data_ptr()
-        kernels = chain.layers[0].replay.kernels
-        assert kernels is not None
-        result = kernels.forward(
+        tail = None if self._tail is None or not with_logits else self._tail.over(num_nodes)
+        result = self._kernels.forward(
             calls.address,
             tables.address,
             store.address,
@@ -163,12 +173,16 @@ class DirectForward:
             ctypes.addressof(addresses),
             first,
             first + states[0].nbytes,
+            None if tail is None else ctypes.addressof(tail[0]),
             torch.get_num_threads(),
         )
         if result != 0:
             return None
         self.num_runs += 1
-        return Passed(states[0] if given[0] is None else given[0], states[1:], around.behind(num_nodes, states[-1]))
+        before = states[0] if given[0] is None else given[0]
+        if tail is not None:
+            return Passed(before, states[1:], *tail[1:])
+        return Passed(before, states[1:], around.behind(num_nodes, states[-1]))
 
     def forward(
         self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
@@ -179,7 +193,7 @@ class DirectForward:
           kept: columns whose logits are wanted.
           recorder: of features.
         """
-        passed = self.run(nodes, cache, first_row)
+        passed = self.run(nodes, cache, first_row, with_logits=len(kept) == nodes.width)
         if passed is None:
             return None
         flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
@@ -188,7 +202,7 @@ class DirectForward:
         if len(kept) < nodes.width:
             numbers, flat = flat.kept(kept)
             read = read[:, numbers]
-        logits = self._around.logits(read.shape[1], read)[0]
+        logits = (self._around.logits(read.shape[1], read) if passed.logits is None else passed.logits)[0]
         return NodeLogits(logits, flat.counts) if listed and len(kept) else flat.spread(logits)
 
     def gives(self, wanted: Sequence[torch.Tensor], forward: Callable[[int, int], torch.Tensor]) -> bool:
@@ -212,6 +226,8 @@ class DirectForward:
             self._seen = state if self._is_unchanged else None  # hooks may be taken away again
             if not self._tables.still_hold():
                 self._tables = Tables(self._around, self._tables.num_positions)
+            if self._tail is not None:
+                self._tail.look_again()
         return self._is_unchanged
 
     def _calls(self, num_nodes: int, cache: KVCache) -> DirectCalls | None:

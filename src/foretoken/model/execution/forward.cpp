@@ -33,6 +33,12 @@ struct Forward {
   const Form* forms;
 };
 
+struct Tail {  // what comes behind the layers, where that is a norm and a product
+  const Norm* norm;
+  const Matrix* output;
+  char *read, *logits;  // (nodes, state_bytes) and (nodes, V)
+};
+
 struct Store {  // of a cache
   void *const *keys, *const *values;  // of every layer: (rows, heads, columns, size)
   int64_t columns;
@@ -69,7 +75,7 @@ struct Work {
   std::vector<Rows> of_forms;
   std::vector<Place> masks;
   std::vector<char*> given, pointers;
-  Place arena, scratch, inputs;
+  Place arena, scratch, inputs, wide;
 };
 
 // Whether a node sees the column of another one of its row; numbers of others begin with the earlier ones.
@@ -128,12 +134,23 @@ void list(const Fed& fed, Work& work, int64_t& most, int64_t& longest) {
   }
 }
 
+void finish(const Tail& tail, int64_t nodes, const char* states, Place& place, int threads) {
+  foretoken_norm(tail.norm, states, nodes, tail.read);
+  const Matrix& matrix = *tail.output;
+  const int64_t inputs = whole_lines(nodes * matrix.inputs * sizeof(float));
+  const bool is_wide = matrix.kind != PAIRS && tail.norm->kind != FLOAT32;
+  char* wide = is_wide ? place.of(inputs + nodes * matrix.outputs * sizeof(float)) : nullptr;
+  const int64_t operands[] = {(int64_t)tail.output, (int64_t)tail.read,     nodes,          (int64_t)tail.logits,
+                              is_wide ? tail.norm->kind : 0, (int64_t)wide, (int64_t)(wide + inputs)};
+  multiply(operands, threads);
+}
+
 }  // namespace
 
 // Of all layers, outputs (layers, nodes, state_bytes); hidden states before them go to `first`.
-// Inputs that no table has are given.
+// Inputs that no table has are given; what comes behind the layers is left out where there is no tail.
 extern "C" int64_t foretoken_forward(const Forward* model, const Table* tables, const Store* store, const Fed* fed,
-                                     void* const* given, char* first, char* outputs, int threads) {
+                                     void* const* given, char* first, char* outputs, const Tail* tail, int threads) {
   static thread_local Work work;
   int64_t most, longest, scratch = 0, size = 0;
   list(*fed, work, most, longest);
@@ -182,5 +199,6 @@ extern "C" int64_t foretoken_forward(const Forward* model, const Table* tables, 
     foretoken_replay(&part, 1, threads);
     states = outputs, outputs += fed->nodes * model->state_bytes;
   }
+  if (tail) finish(*tail, fed->nodes, states, work.wide, threads);
   return DONE;
 }

@@ -30,7 +30,7 @@ SOURCES = tuple(
     FOLDER / name
     for name in (
         *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "replay.cpp", "decoder.cpp"),
-        *("forward.cpp", "drafting.cpp", "growing.cpp"),
+        *("forward.cpp", "norms.cpp", "drafting.cpp", "growing.cpp"),
     )
 )
 HEADERS = tuple(
@@ -82,6 +82,7 @@ class Library:
       lanes: numbers in a vector.
       replay: of the address of parts of layers, their number, and threads; see `programs`.
       forward: of addresses, and threads; see `direct_calls`.
+      norm: of the address of a norm, that of the input, its rows, and that of the output; see `tail`.
       decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
       drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
       chains: attention of prompts by dtype; see `many_nodes`. Of bfloat16 only where the CPU has tiles.
@@ -95,6 +96,7 @@ class Library:
     lanes: int
     replay: Callable[[int, int, int], None]
     forward: Callable[..., int]
+    norm: Callable[..., None]
     decoder_logits: Callable[..., int]
     decoder_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
@@ -123,13 +125,15 @@ class Library:
         replay.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
         replay.restype = None
         forward = shared.foretoken_forward
-        forward.argtypes, forward.restype = (*(ctypes.c_void_p,) * 7, ctypes.c_int), ctypes.c_int64
+        forward.argtypes, forward.restype = (*(ctypes.c_void_p,) * 8, ctypes.c_int), ctypes.c_int64
+        norm = shared.foretoken_norm
+        norm.argtypes, norm.restype = (*(ctypes.c_void_p,) * 2, ctypes.c_int64, ctypes.c_void_p), None
         logits, grown = shared.foretoken_decoder_logits, shared.foretoken_decoder_chains
         logits.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
         grown.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int)
         logits.restype = grown.restype = ctypes.c_int64
         block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
-        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, logits, grown)
+        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, norm, logits, grown)
         if found.has_pairs:
             found = replace(found, drafting=_drafting(shared))
         names = {torch.float32: "float_chains"}

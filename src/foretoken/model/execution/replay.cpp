@@ -27,8 +27,7 @@ static void narrow(const float* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(to + i, from[i]);
 }
 
-// Operands: matrix, x, number of rows, out, kind of x and out, and room for both in float32 where the matrix wants that.
-static void multiply(const int64_t* o, int threads) {
+void multiply(const int64_t* o, int threads) {
   const Matrix* matrix = (const Matrix*)o[0];
   const int64_t rows = o[2], inputs = rows * matrix->inputs, outputs = rows * matrix->outputs;
   float *x = (float*)o[5], *out = (float*)o[6];

@@ -40,5 +40,8 @@ struct Part {  // of a layer: steps that are made in a row
   const Rows* rows;
 };
 
+// Operands: matrix, x, number of rows, out, kind of x and out, and room for both in float32 where the matrix wants that.
+void multiply(const int64_t* operands, int threads);
+
 // Makes the steps of some parts, one after another.
 extern "C" void foretoken_replay(const Part* parts, int64_t num_parts, int threads);

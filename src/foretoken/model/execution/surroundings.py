@@ -45,9 +45,10 @@ class Surroundings:
       table: the module that embeds tokens, and the name of its weight.
       kinds: of attention, of every layer.
       inputs_of: numbers of the inputs that each layer is given beside hidden states.
+      ends_in_product: whether nothing follows the output embedding.
 
     Attributes:
-      by, kinds, inputs_of: as given.
+      by, kinds, inputs_of, ends_in_product: as given.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Surroundings:
         table: tuple[nn.Module, str] | None,
         kinds: Sequence[str | None],
         inputs_of: Sequence[Sequence[int]],
+        ends_in_product: bool,
     ) -> None:
         self.by = list(by)
         self.inputs_of = inputs_of
+        self.ends_in_product = ends_in_product
         self.kinds = list(kinds)
         self._by_position = by_position
         self._computed = computed
@@ -168,6 +171,7 @@ class _Tracer:
             table,
             self._kinds,
             self._inputs_of,
+            logits.target is product.default and logits.args[0] is read,
         )
 
     def _traced(self) -> fx.GraphModule:

@@ -52,6 +52,22 @@ static inline void store(Bfloat16* to, float value) {
   to->bits = value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+static inline float value_of(float from) { return from; }
+static inline float value_of(Float16 from) { return _cvtsh_ss(from.bits); }
+static inline float value_of(Bfloat16 from) {
+  const uint32_t bits = (uint32_t)from.bits << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <typename T>
+static inline float rounded(float value) {
+  T kept;
+  store(&kept, value);
+  return value_of(kept);
+}
+
 // As many vectors as they have lanes, rows to columns.
 #if defined(FORETOKEN_AVX2)
 static inline void transpose(Vector* r) {
