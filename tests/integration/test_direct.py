@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -12,13 +13,14 @@ import torch
 from test_replay import TREES, compiled, filled, llama, same, steps
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from architectures import ARCHITECTURES
 from compiled_models import ALL, own_products
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import direct, native, regions
+from foretoken.model.execution import direct, native, regions, tail
 from foretoken.model.execution.direct import DirectForward
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
@@ -330,3 +332,36 @@ def test_features_without_logits() -> None:
     assert whole.last_hidden is not None
     assert torch.equal(found.last_hidden, whole.last_hidden)
     assert all(torch.equal(found.layer_inputs[layer], whole.layer_inputs[layer]) for layer in (0, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@torch.inference_mode()
+def test_norms_have_the_bits_of_the_modules(dtype: torch.dtype) -> None:
+    """Of every width, whatever torch's vectors leave over: its sums are made in their order."""
+    kernels = native.library()
+    assert kernels is not None
+    for size in (17, 64, 100, 576, 2048, 5120, 16384):
+        norm = LlamaRMSNorm(size, 1e-5).to(dtype)
+        norm.weight = nn.Parameter(torch.randn(size).to(dtype))
+        fields = tail._NormFields(size, native.KINDS[dtype], norm.weight.data_ptr(), 1e-5)
+        for num_rows in (1, 5, 40):
+            states = 3 * torch.randn(1, num_rows, size).to(dtype)
+            found = torch.empty_like(states)
+            kernels.norm(ctypes.addressof(fields), states.data_ptr(), num_rows, found.data_ptr())
+            assert torch.equal(found, norm(states)), (size, num_rows)
+
+
+@pytest.mark.parametrize(("name", "has_tail"), [("llama", True), ("qwen3", True), ("gemma", False), ("granite", False)])
+@torch.inference_mode()
+def test_the_last_norm_and_the_output_embedding_run_in_the_same_call(name: str, has_tail: bool) -> None:
+    """Not where weights of norms are counted from one, or logits are scaled."""
+    lm = compiled(ARCHITECTURES[name].build("sdpa", torch.bfloat16))
+    forward = forward_of(lm)
+    cache, nodes = filled(lm, LENGTHS), Nodes.from_chains([[1, 2], [3], [4, 5]])
+    lm.forward(nodes, cache)  # records the calls
+    passed, apart = forward.run(nodes, cache, 0), forward.run(nodes, cache, 0, with_logits=False)
+    assert passed is not None
+    assert apart is not None
+    assert (passed.logits is not None) == has_tail
+    assert apart.logits is None
+    assert torch.equal(passed.read, apart.read)

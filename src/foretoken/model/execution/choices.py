@@ -26,8 +26,11 @@ MIN_ELEMENTS = 2**17
 ROWS_TIMED = ((1, 0.5), (5, 0.25), (16, 0.25))
 """Numbers of rows of steps at which products are timed, and the weight of each."""
 ROWS_OF_PROMPTS = 256
-MOST_FOR_PROMPTS = 1.5
-"""Of the time that the other kernel takes at that many rows; ours is not taken where it takes longer."""
+MOST_FOR_PROMPTS, MOST_FOR_TALL = 1.5, 2.0
+"""Of the time that the other kernel takes at that many rows; ours is not taken where it takes longer. Tall matrices,
+with `TALL` times as many outputs as inputs, embed outputs: they are given no prompts, and so many rows only in large
+batches of trees."""
+TALL = 16
 MOST_FOR_STEPS = 0.97
 BYTES_TIMED = 2**24
 """Copies of a matrix are timed in turns, so that none is in the cache of a core when it comes to it."""
@@ -112,7 +115,8 @@ def _is_faster(inputs: int, outputs: int, dtype: torch.dtype, kernels: Library, 
         of_steps,
         of_prompts,
     )
-    return of_steps <= MOST_FOR_STEPS and of_prompts <= MOST_FOR_PROMPTS
+    most_for_prompts = MOST_FOR_TALL if outputs >= TALL * inputs else MOST_FOR_PROMPTS
+    return of_steps <= MOST_FOR_STEPS and of_prompts <= most_for_prompts
 
 
 def _times(ours: Sequence[Run], theirs: Sequence[Run], x: torch.Tensor) -> tuple[float, float]:
