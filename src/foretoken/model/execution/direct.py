@@ -72,7 +72,7 @@ class _Known(threading.local):
     """What one thread has laid out for calls."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[int, int], DirectCalls] = {}
+        self.calls: dict[int, tuple[int, DirectCalls]] = {}  # with the age at which they were looked at
         self.store: Store | None = None
 
 
@@ -231,16 +231,17 @@ class DirectForward:
         return self._is_unchanged
 
     def _calls(self, num_nodes: int, cache: KVCache) -> DirectCalls | None:
-        known, key = self._known.calls, (num_nodes, self._age)
-        calls = known.get(key)
-        if calls is None:
-            older = known.pop((num_nodes, self._age - 1), None)
-            calls = older if older is not None and older.still_hold() else self._new_calls(num_nodes, cache)
-            if calls is None:
-                return None
+        known, age = self._known.calls, self._age
+        found = known.get(num_nodes)
+        if found is not None and (found[0] == age or found[1].still_hold()):
+            if found[0] != age:
+                known[num_nodes] = age, found[1]
+            return found[1]
+        calls = self._new_calls(num_nodes, cache)
+        if calls is not None:
             if len(known) >= MOST_KNOWN:
                 known.clear()
-            known[key] = calls
+            known[num_nodes] = age, calls
         return calls
 
     def _new_calls(self, num_nodes: int, cache: KVCache) -> DirectCalls | None:

@@ -174,7 +174,7 @@ extern "C" int64_t foretoken_forward(const Forward* model, const Table* tables, 
     call.key_head = store->columns * call.size, call.key_row = call.heads * call.key_head;
     call.value_head = store->columns * call.value_size, call.value_row = call.heads * call.value_head;
     const int64_t needed = foretoken_attention_scratch(&call, threads);
-    if (needed > model->most_scratch) return TOO_LARGE;
+    if (needed > model->most_scratch || fed->rows * most * longest * form.item > model->most_scratch) return TOO_LARGE;
     scratch = needed > scratch ? needed : scratch;
     work.groups[i] = {&call, mask_of(*fed, form, most, longest, work.masks[i]), 0, 0};
     work.of_forms[i] = {fed->nodes, work.rows.data(), work.columns.data(), call.key_row, call.key_head,
