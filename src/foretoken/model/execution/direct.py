@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken")
 
-CHECKED = ((1, 2), (NUM_NODES[0], 1), (NUM_NODES[1], NUM_NODES[0]))
+CHECKED = ((1, NUM_NODES[0]), (NUM_NODES[1], NUM_NODES[0]))
 """Forwards in which bits are compared: of so many nodes, behind so many committed ones."""
 
 MOST_KNOWN = 128
