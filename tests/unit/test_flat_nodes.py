@@ -163,14 +163,17 @@ def test_linear_layers_run_over_real_nodes(lm: CausalLM, rows_of_linears: list[i
     assert rows_of_linears == [4] * lm.num_layers
 
 
-def test_a_model_that_keeps_arguments_from_its_attention_runs_rows(
-    lm: CausalLM, rows_of_linears: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes_mask", [False, True])
+def test_a_model_that_keeps_arguments_from_its_attention(
+    lm: CausalLM, rows_of_linears: list[int], monkeypatch: pytest.MonkeyPatch, changes_mask: bool
 ) -> None:
+    """The mask tells of the list; where the model changes that, too, nodes run as rows."""
     forward = LlamaAttention.forward
     want = lm.forward(Nodes.from_trees(TREES), prefilled(lm))
 
-    def selfish(self: Any, *args: Any, flat_nodes: Any = None, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
+    def selfish(self: Any, *args: Any, attention_mask: torch.Tensor, flat_nodes: Any = None, **kwargs: Any) -> Any:
+        mask = attention_mask.clone() if changes_mask else attention_mask
+        return forward(self, *args, attention_mask=mask, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", selfish)
     cache, count = prefilled(lm), lm.num_forwards
@@ -181,4 +184,19 @@ def test_a_model_that_keeps_arguments_from_its_attention_runs_rows(
             torch.allclose(got[row, : len(tree)], want[row, : len(tree)], atol=1e-12) for row, tree in enumerate(TREES)
         )
     assert lm.num_forwards - count == 2
-    assert set(rows_of_linears) == {len(TREES) * max(map(len, TREES))}
+    as_rows, as_list = len(TREES) * max(map(len, TREES)), sum(map(len, TREES))
+    assert set(rows_of_linears) == {as_rows if changes_mask else as_list}
+
+
+def test_a_single_row_whose_mask_was_changed_runs_as_a_row(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stand-in would be broadcast over all columns."""
+    forward = LlamaAttention.forward
+    want = lm.forward(Nodes.from_trees(TREES[:1]), prefilled(lm))
+
+    def selfish(self: Any, *args: Any, attention_mask: torch.Tensor, flat_nodes: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, attention_mask=attention_mask.clone(), **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", selfish)
+    monkeypatch.setattr(lm, "_lists_all", True)
+    got = lm.forward(Nodes.from_trees(TREES[:1]), prefilled(lm))
+    assert torch.allclose(got, want, atol=1e-12)
