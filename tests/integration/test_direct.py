@@ -365,3 +365,22 @@ def test_the_last_norm_and_the_output_embedding_run_in_the_same_call(name: str, 
     assert (passed.logits is not None) == has_tail
     assert apart.logits is None
     assert torch.equal(passed.read, apart.read)
+
+
+def test_a_changed_model_goes_without_modules_once_it_has_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.model.lm.LATER", 4)
+    model = llama()
+    lm = compiled(model)
+    wanted = Wanted(last_hidden=True, layer_inputs=(0, 3))
+    for factor in (2.0, 3.0):
+        model.model.norm.variance_epsilon *= factor
+        assert lm.refresh()
+        assert lm.execution.direct is None
+        cache, nodes, count = filled(lm, LENGTHS), Nodes.from_chains([[1, 2], [3], [4, 5]]), lm.num_forwards
+        found = [lm.forward_with(wanted, nodes, cache) for _ in range(8)]
+        assert lm.num_forwards == count + 8
+        assert forward_of(lm).num_runs >= 3
+        for output in found:
+            assert torch.equal(output.logits, found[0].logits)
+            assert torch.equal(output.last_hidden, found[0].last_hidden)
+            assert all(torch.equal(output.layer_inputs[layer], found[0].layer_inputs[layer]) for layer in (0, 3))

@@ -23,8 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import execution as execution_module
-from foretoken.model.execution import packing
+from foretoken.model.execution import kinds, packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kinds import choose_execution
@@ -184,15 +183,15 @@ class TestMemory:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = build("llama")
-        monkeypatch.setattr(execution_module, "available_memory_bytes", lambda: 1000)
+        monkeypatch.setattr(kinds, "available_memory_bytes", lambda: 1000)
         assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "eager"
         assert "execution='packed'" in caplog.text
         assert apply_execution(shadow(model), "packed", **PACK_ALL).kind == "packed"
-        monkeypatch.setattr(execution_module, "available_memory_bytes", lambda: None)
+        monkeypatch.setattr(kinds, "available_memory_bytes", lambda: None)
         assert apply_execution(shadow(model), "auto", **PACK_ALL).kind == "packed"
 
     def test_the_system_is_asked(self) -> None:
-        available = execution_module.available_memory_bytes()
+        available = kinds.available_memory_bytes()
         assert available is None or 10**6 < available < 10**14
 
 

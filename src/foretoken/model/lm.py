@@ -16,6 +16,7 @@ import torch
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import NotPassedOnError
+from foretoken.model.execution.direct import LATER
 from foretoken.model.execution.execution import Execution, apply_execution
 from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.kinds import choose_execution, compute_dtype
@@ -132,7 +133,7 @@ class CausalLM:
                 earlier=earlier,
             )
         )
-        self._compile()
+        self._compile(0 if earlier is None else LATER)
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
             self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
@@ -149,14 +150,13 @@ class CausalLM:
         self._takes_lists = execution.uses_grouped_attention
 
     @torch.inference_mode()
-    def _compile(self) -> None:
+    def _compile(self, num_forwards: int) -> None:
         """Compile the decoder layers where that is wanted and possible."""
         if self.execution.regions is not None:
-            count = self.num_forwards
             self._lists_all = True
-            self.execution.compile(self.name, self.layers, self._layouts.masks.windows, partial(trial, self))
+            windows = self._layouts.masks.windows
+            self.execution.compile(self.name, self.layers, windows, partial(trial, self), num_forwards)
             self._lists_all = self.execution.num_compiled > 0
-            self.num_forwards = count
 
     def compile_again(self) -> None:
         """Run compiled what can be, after modules of the shadow were changed."""

@@ -36,12 +36,17 @@ if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.capture import Recorder
     from foretoken.model.execution.chain import Chain
+    from foretoken.model.execution.execution import Execution
     from foretoken.model.nodes import Logits, Nodes
 
 logger = logging.getLogger("foretoken")
 
 CHECKED = ((1, NUM_NODES[0]), (NUM_NODES[1], NUM_NODES[0]))
 """Forwards in which bits are compared: of so many nodes, behind so many committed ones."""
+
+LATER = 256
+"""Forwards of a changed model after which it goes without modules: to trace it takes as long as some hundred steps
+gain, and a model whose adapters are switched back and forth may change before."""
 
 MOST_KNOWN = 128
 """Numbers of nodes for which calls are kept."""
@@ -77,7 +82,7 @@ class _Known(threading.local):
 
 
 class DirectForward:
-    """Runs a model whose layers are one chain. Use `direct_forward` to make one.
+    """Runs a model whose layers are one chain. Use `start_direct` to make one.
 
     Args:
       model: a shadow.
@@ -258,23 +263,26 @@ class DirectForward:
         return self._tables
 
 
-def direct_forward(
-    model: PreTrainedModel,
-    chain: Chain | None,
+def start_direct(
+    execution: Execution,
+    chain: Chain,
     windows: Mapping[str, int | None],
-    forward: Callable[[], object],
-) -> DirectForward | None:
-    """That of a shadow; None where it cannot be traced.
+    forward: Callable[[int, int], torch.Tensor],
+) -> None:
+    """Let an execution run without modules, where what lies around the layers can be traced and keeps its bits.
 
     Args:
-      chain: of all its layers; None where these are none.
+      chain: of all layers.
       windows: as for `DirectForward`.
-      forward: runs it over a list of nodes.
+      forward: logits of a number of nodes behind a number of committed ones, by this execution.
     """
-    if chain is None:
-        return None
+    model = execution.model
     try:
-        return DirectForward(model, chain, trace(model, chain.layers, forward), windows)
+        direct = DirectForward(model, chain, trace(model, chain.layers, lambda: forward(NUM_NODES[0], 0)), windows)
     except Exception as error:  # of the code of a model, or of torch
         logger.debug("all of %s but its layers runs as modules: %s", type(model).__name__, error)
-        return None
+        return
+    wanted = [forward(*shape) for shape in CHECKED]
+    execution.direct = direct
+    if not direct.gives(wanted, forward):
+        execution.direct = None

@@ -6,20 +6,18 @@ tensors, and everything this file does is done to the shadow.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from foretoken.machine import available_memory_bytes
 from foretoken.model.execution.attention import use_grouped_sdpa
-from foretoken.model.execution.calls import NUM_NODES
-from foretoken.model.execution.direct import CHECKED, DirectForward, direct_forward
-from foretoken.model.execution.kinds import choose_execution, compute_dtype
+from foretoken.model.execution.direct import DirectForward, start_direct
+from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
 from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
 from foretoken.model.execution.native import Library, NativeMatrix, library
 from foretoken.model.execution.norms import RMSNorm
@@ -27,7 +25,6 @@ from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
     packable,
-    packing_bytes,
     worth_packing,
 )
 from foretoken.model.execution.regions import Regions, worth_compiling
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
     from foretoken.model.capture import Recorder
     from foretoken.model.execution.kernels import Bucket
     from foretoken.model.nodes import FlatNodes, Logits, Nodes
-
-logger = logging.getLogger("foretoken")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -63,6 +58,7 @@ class Execution:
         self.uses_grouped_attention = False
         self.regions: Regions | None = None
         self.direct: DirectForward | None = None
+        self._waiting: tuple[int, Callable[[], None]] | None = None  # forwards left until that is made, and how
         self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
         self._num_norms = 0
@@ -85,6 +81,7 @@ class Execution:
     ) -> Logits | None:
         """`logits` without the modules of the model; None where these have to run."""
         if self.direct is None:
+            self._wait()
             return None
         with self.calls_of(None if bucket is None else bucket.rows_in_a_call(nodes.num_real)):
             return self.direct.forward(nodes, cache, first_row, kept, recorder, listed)
@@ -148,23 +145,31 @@ class Execution:
         layers: Sequence[nn.Module],
         windows: Mapping[str, int | None],
         forward: Callable[[int, int], torch.Tensor],
+        num_forwards: int = 0,
     ) -> None:
         """Compile the decoder layers, where this is compiled execution; see `Regions.build`.
 
         Args:
           windows: positions that a node looks back by kind of attention, its own included; None for all.
           forward: logits of a number of nodes behind a number of committed ones, by this execution.
+          num_forwards: after which forwards go without modules.
         """
         if self.regions is None:
             return
         has_own = not self.uses_grouped_attention
         chain = self.regions.build(name, layers, lambda num_nodes: forward(num_nodes, 0), has_own_attention=has_own)
-        direct = direct_forward(self.model, chain, windows, lambda: forward(NUM_NODES[0], 0))
-        if direct is not None:
-            wanted = [forward(*shape) for shape in CHECKED]
-            self.direct = direct
-            if not direct.gives(wanted, forward):
-                self.direct = None
+        if chain is not None:
+            self._waiting = num_forwards, partial(start_direct, self, chain, windows, forward)
+        if num_forwards == 0:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Go without modules once there have been as many forwards with them as there are to be."""
+        if self._waiting is not None:
+            left, start = self._waiting
+            self._waiting = None if left == 0 else (left - 1, start)
+            if left == 0:
+                start()
 
     @property
     def num_compiled(self) -> int:
@@ -260,7 +265,7 @@ def apply_execution(
     chosen = choose_execution(kind, device, compute_dtype(shadow_model))
     is_packed_already = earlier is not None and earlier.num_packed_layers > 0
     if kind == "auto" and chosen == "packed":
-        if not is_packed_already and not _fits(shadow_model, release_originals):
+        if not is_packed_already and not fits_in_memory(shadow_model, release_originals):
             chosen = "eager"
         elif worth_compiling(packable(shadow_model)):
             chosen = "compiled"
@@ -275,22 +280,6 @@ def apply_execution(
     if execution.kind == "compiled":
         execution.regions = Regions(cache_dir, progress, execution._row_limit)
     return execution
-
-
-def _fits(model: PreTrainedModel, release_originals: bool) -> bool:
-    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
-    needed = packing_bytes(packable(model), release_originals)
-    available = available_memory_bytes()
-    if available is None or needed <= 0.9 * available:
-        return True
-    logger.warning(
-        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
-        "drafts; pass execution='packed' to pack all the same.",
-        type(model).__name__,
-        needed / 1e9,
-        available / 1e9,
-    )
-    return False
 
 
 def _count(number: int, of: str) -> str:

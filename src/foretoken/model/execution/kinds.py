@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import platform
 from typing import TYPE_CHECKING
 
 import torch
 
 from foretoken.errors import ConfigError
-from foretoken.model.execution.packing import can_pack, packed_dtype
+from foretoken.machine import available_memory_bytes
+from foretoken.model.execution.packing import can_pack, packable, packed_dtype, packing_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("foretoken")
 
 KINDS = ("eager", "packed", "compiled")
 
@@ -45,3 +49,19 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
             "execution='eager', or 'auto', which takes it"
         )
     return kind
+
+
+def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:
+    """Whether packed weights leave a tenth of the available memory; tells the user when they do not."""
+    needed = packing_bytes(packable(model), release_originals)
+    available = available_memory_bytes()
+    if available is None or needed <= 0.9 * available:
+        return True
+    logger.warning(
+        "packed weights of %s need %.1f GB and %.1f GB are available, so it runs eagerly, several times slower on "
+        "drafts; pass execution='packed' to pack all the same.",
+        type(model).__name__,
+        needed / 1e9,
+        available / 1e9,
+    )
+    return False
