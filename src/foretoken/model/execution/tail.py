@@ -41,12 +41,14 @@ class Tail:
         self._output = output
         self._kernels = kernels
         self._eps = eps
+        self._kept_alive: list[object] = []  # where calls in other threads may still look
         self._lay_out()
 
     def _lay_out(self) -> None:
         weight: torch.Tensor = self._module.weight  # type: ignore[assignment]
         self._weight = weight.detach()  # keeps this memory, whatever becomes of the weight
         self._norm = _NormFields(len(weight), KINDS[weight.dtype], weight.data_ptr(), self._eps)
+        self._kept_alive.append((self._weight, self._norm))
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], output: nn.Module, around: Surroundings, kernels: Library) -> Tail | None:
