@@ -98,9 +98,9 @@ class Recorder:
         with self._seeing(handles):
             yield
 
-    def take(self, passed: Passed, flat: FlatNodes) -> None:
+    def take(self, passed: Passed) -> None:
         """Record what a forward over a list of nodes has computed that ran without its modules."""
-        wanted, self.flat = self._wanted, flat
+        wanted, self.flat = self._wanted, passed.flat
         if wanted:
             self._returned = self._read = passed.read if wanted.last_hidden else None
             self._layer_inputs = {index: passed.layer_input(index) for index in wanted.layer_inputs}

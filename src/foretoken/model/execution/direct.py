@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from foretoken.model.execution.calls import NUM_NODES
-from foretoken.model.execution.direct_calls import DirectCalls, FedFields, Integer, Store, Tables
+from foretoken.model.execution.direct_calls import DirectCalls, FedFields, Store, Tables
 from foretoken.model.execution.few_nodes import MOST_IN_TREES, MOST_NODES
 from foretoken.model.execution.inductor import NotTraceableError
 from foretoken.model.execution.linears import linears
-from foretoken.model.execution.surroundings import Surroundings, trace
+from foretoken.model.execution.node_lists import array_of
+from foretoken.model.execution.surroundings import Surroundings, modules_around, trace
 from foretoken.model.execution.tail import Tail
 from foretoken.model.nodes import FlatNodes, NodeLogits
 
@@ -57,12 +57,14 @@ class Passed:
     """What a forward over a list of nodes has computed on its way.
 
     Args:
+      flat: how the nodes of the list lie in rows.
       first: what the first layer was given, (1, S, H).
       outputs: of all layers, (layers, 1, S, H).
       read: what the output embedding reads, (1, S, H).
       logits: (1, S, V), if they were computed in the same call.
     """
 
+    flat: FlatNodes
     first: torch.Tensor
     outputs: torch.Tensor
     read: torch.Tensor
@@ -102,9 +104,8 @@ class DirectForward:
         self._chain = chain
         self._around = surroundings
         self._windows = windows
-        layers: list[nn.Module] = [layer.kept_alive for layer in chain.layers]
-        inside = {module for layer in layers for module in layer.modules()}
-        self._watched = [*(module for module in model.modules() if module not in inside), *layers]
+        layers = [layer.kept_alive for layer in chain.layers]
+        self._watched = [*modules_around(model, layers), *layers]
         of_linears = set(linears(model))  # they are called as modules
         self._forwards = [(each, vars(each).get("forward")) for each in self._watched if each not in of_linears]
         self._known = _Known()
@@ -152,8 +153,7 @@ class DirectForward:
         if calls is None or not store.is_even:
             return None
         tables = self._tables_for(max(lengths) + width + (0 if offsets is None else max(offsets)))
-        array = Integer * num_rows
-        of_rows = [array(*nodes.counts), array(*lengths), None if offsets is None else array(*offsets)]
+        of_rows = [array_of(nodes.counts), array_of(lengths), None if offsets is None else array_of(offsets)]
         fed = FedFields(
             num_rows,
             width,
@@ -165,7 +165,8 @@ class DirectForward:
             None if ancestors is None else ancestors.data_ptr(),
             first_row,
         )
-        given = around.given(nodes, lengths, offsets)
+        flat = FlatNodes(nodes.counts, width, tokens.device)
+        given = around.given(nodes, flat, lengths, offsets)
         addresses = (ctypes.c_void_p * len(given))(*(None if each is None else each.data_ptr() for each in given))
         states = torch.empty(len(chain.layers) + 1, *calls.shape, dtype=calls.dtype)
         first = states.data_ptr()
@@ -186,8 +187,8 @@ class DirectForward:
         self.num_runs += 1
         before = states[0] if given[0] is None else given[0]
         if tail is not None:
-            return Passed(before, states[1:], *tail[1:])
-        return Passed(before, states[1:], around.behind(num_nodes, states[-1]))
+            return Passed(flat, before, states[1:], *tail[1:])
+        return Passed(flat, before, states[1:], around.behind(num_nodes, states[-1]))
 
     def forward(
         self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
@@ -201,9 +202,8 @@ class DirectForward:
         passed = self.run(nodes, cache, first_row, with_logits=len(kept) == nodes.width)
         if passed is None:
             return None
-        flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
-        recorder.take(passed, flat)
-        read = passed.read
+        recorder.take(passed)
+        flat, read = passed.flat, passed.read
         if len(kept) < nodes.width:
             numbers, flat = flat.kept(kept)
             read = read[:, numbers]

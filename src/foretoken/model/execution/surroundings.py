@@ -20,13 +20,12 @@ from foretoken.model.execution.linears import linears
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.operators import Runner, product, runner_of
 from foretoken.model.execution.tracing import NODES_HINT, Symbols, ancestors, fake_mode, held, replaced
-from foretoken.model.nodes import FlatNodes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foretoken.model.execution.regions import CompiledLayer
-    from foretoken.model.nodes import Nodes
+    from foretoken.model.nodes import FlatNodes, Nodes
 
 Part: TypeAlias = Callable[..., tuple[torch.Tensor, ...]]
 """A traced function of a number of nodes and tensors (1, nodes, ...)."""
@@ -83,11 +82,12 @@ class Surroundings:
         """Inputs of the layers at positions (1, S), those that depend on nothing else."""
         return self._by_position(positions.shape[1], positions)
 
-    def given(self, nodes: Nodes, lengths: Sequence[int], offsets: Sequence[int] | None) -> list[torch.Tensor | None]:
+    def given(
+        self, nodes: Nodes, flat: FlatNodes, lengths: Sequence[int], offsets: Sequence[int] | None
+    ) -> list[torch.Tensor | None]:
         """What layers are given and no table has, input by input: (1, S, ...), contiguous."""
         if None not in self.by:
             return self._nothing
-        flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
         ends = torch.tensor(lengths if offsets is None else [*map(int.__add__, lengths, offsets)])[:, None]
         positions = ends - nodes.num_fed + nodes.depths[:, nodes.num_fed :]
         tokens, positions = flat.listed(nodes.tokens)[None], flat.listed(positions)[None]
@@ -101,6 +101,12 @@ class Surroundings:
     def logits(self, num_nodes: int, read: torch.Tensor) -> torch.Tensor:
         """(1, K, V) of K nodes, of what the output embedding reads of them."""
         return self._logits(num_nodes, read)[0]
+
+
+def modules_around(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a model outside of its layers, the model itself included."""
+    inside = {module for layer in layers for module in layer.modules()}
+    return [module for module in model.modules() if module not in inside]
 
 
 def trace(model: PreTrainedModel, layers: Sequence[CompiledLayer], forward: Callable[[], object]) -> Surroundings:
@@ -126,9 +132,8 @@ class _Tracer:
         self._model = model
         self._layers = layers
         self._arguments = arguments
-        self._modules: list[nn.Module] = [layer.kept_alive for layer in layers]
-        inside = {module for layer in self._modules for module in layer.modules()}
-        outside = [module for module in model.modules() if module not in inside]
+        self._modules = [layer.kept_alive for layer in layers]
+        outside = modules_around(model, self._modules)
         of_linears = set(linears(model))
         self._leaves = [
             module for module in outside if module in of_linears or isinstance(vars(module).get("forward"), RMSNorm)
