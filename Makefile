@@ -12,17 +12,18 @@ PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/n
 # what changes and breaks off between steps. Files not named here run on each: logits, masks, caches and features of
 # transformers' modelling code, its generate(), loading, tokenizers and templates
 SAME_ON_EVERY_VERSION = tests/conformance \
-	$(addprefix tests/e2e/test_,chat_terminal.py cli.py cli_datastore.py docs.py own_methods.py wheel.py) \
-	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_law.py) \
+	$(addprefix tests/e2e/test_,chat_terminal.py cli.py cli_datastore.py cli_refusals.py docs.py own_methods.py wheel.py) \
+	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_installed.py classic_law.py classic_survey.py) \
 	$(addprefix tests/integration/test_,bad_input.py broken_steps.py choices.py counting.py heads_everywhere.py identity_compositions.py \
-	medusa_hydra.py method_mutations.py model_changes.py mutations.py policies_in_engine.py \
-	prefixes.py random_schedules.py real_model.py rejection_law.py self_draft_mutations.py \
+	medusa_hydra.py method_mutations.py every_method.py hostile_kinds.py instruction_sets.py \
+	model_changes.py mutations.py policies_in_engine.py \
+	prefixes.py prompt_bits.py random_schedules.py real_model.py rejection_law.py self_draft_mutations.py \
 	self_draft_state.py strict.py swift.py) \
-	$(addprefix tests/unit/test_,acceptance.py applicability.py architecture.py bench.py budget.py candidates.py chat.py \
-	cli_options.py composition.py costs.py datastore.py datastore_resume.py defaults.py \
+	$(addprefix tests/unit/test_,acceptance.py applicability.py architecture.py attention.py bench.py budget.py candidates.py chat.py \
+	cli_options.py compiling.py composition.py costs.py cuts.py datastore.py datastore_resume.py defaults.py \
 	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py \
-	flat_nodes.py growth.py heads_checkpoint.py imports.py jacobi.py kernels.py length_policies.py \
-	lengths.py lookahead.py medusa_hydra_layouts.py mutants.py nasd.py ngram.py noise.py params.py \
+	flat_nodes.py growth.py habit.py heads_checkpoint.py hostile_kernels.py imports.py jacobi.py kept_kernels.py length_policies.py \
+	lengths.py lookahead.py medusa_hydra_layouts.py mutants.py nasd.py neighbours.py ngram.py noise.py pages.py params.py \
 	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
 	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py which.py)
 PIP = -m pip install --quiet --disable-pip-version-check

@@ -3,8 +3,8 @@
     python benchmarks/classic_filler.py [--max-gen-len 64] [--repeats 3]
 
 Counts only, no times: the prompts of ``foretoken bench`` on zoo:tiny, through the classic function. The storage is
-cleared before every prompt ("fresh") or carried through all of them ("kept"); runners-up weigh 0.25 as the library has
-it, or 1 as an observed token does (the original listing). The last column compares the acceptance rate with
+cleared before every prompt ("fresh") or carried through all of them ("kept"); each of the likeliest tokens counts 1 as
+in the original listing, or 0.25 (`filler_weight`). The last column compares the acceptance rate with
 filler_top_k=1 of the same setting.
 """
 
@@ -23,13 +23,6 @@ from foretoken.classic.ngram_assisted import NGramStorage, ngram_assisted_specul
 from foretoken.classic.utils.logits_processor import GreedyProcessor, MultinomialProcessor
 
 
-class EvenStorage(NGramStorage):
-    """Counts runners-up like observed tokens, as the original listing does."""
-
-    def fill(self, input_ids: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        self.update(input_ids, next_tokens)
-
-
 def prompts(tokenizer: Any) -> list[list[int]]:
     lines = (resources.files("foretoken.bench") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     chats = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines if line]
@@ -38,7 +31,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 
 def measure(
-    storage: NGramStorage, filler_top_k: int, is_kept: bool, processor: Any, repeats: int, length: int
+    storage: NGramStorage, filler: dict[str, Any], is_kept: bool, processor: Any, repeats: int, length: int
 ) -> tuple[int, int, int, int]:
     """Drafted, accepted and emitted tokens, and steps."""
     target, _, tokenizer = zoo.load("tiny")
@@ -53,7 +46,7 @@ def measure(
                 inputs,
                 storage,
                 target,
-                filler_top_k=filler_top_k,
+                **filler,
                 logits_processor=processor,
                 max_gen_len=length,
                 eos_tokens_id=[tokenizer.eos_token_id],
@@ -75,30 +68,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="seeds at temperature 1")
     options = parser.parse_args()
     vocab_size = zoo.load("tiny")[0].config.vocab_size
-    print(
-        "| processor | storage | runners-up weigh | filler_top_k | drafted | accepted | rate | tau | rate against 1 |"
-    )
+    print("| processor | storage | filler_weight | filler_top_k | drafted | accepted | rate | tau | rate against 1 |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, processor in (("greedy", GreedyProcessor()), ("temperature 1", MultinomialProcessor(1.0))):
         repeats = 1 if name == "greedy" else options.repeats
         for is_kept in (False, True):
             base = 0.0
-            for kind, filler_top_k in (
-                (NGramStorage, 1),
-                (NGramStorage, 3),
-                (NGramStorage, 10),
-                (EvenStorage, 3),
-                (EvenStorage, 10),
-            ):
-                counts = measure(kind(3, vocab_size), filler_top_k, is_kept, processor, repeats, options.max_gen_len)
+            for weight, filler_top_k in ((1.0, 1), (1.0, 3), (1.0, 10), (0.25, 3), (0.25, 10)):
+                filler = {"filler_top_k": filler_top_k, "filler_weight": weight}
+                storage = NGramStorage(3, vocab_size)
+                counts = measure(storage, filler, is_kept, processor, repeats, options.max_gen_len)
                 drafted, accepted, emitted, steps = counts
                 rate = accepted / drafted if drafted else 0.0
                 base = rate if filler_top_k == 1 else base
-                weight = "-" if filler_top_k == 1 else "1" if kind is EvenStorage else "0.25"
                 change = f"{rate / base - 1:+.0%}" if base else "-"
                 print(
-                    f"| {name} | {'kept' if is_kept else 'fresh'} | {weight} | {filler_top_k} | {drafted} | {accepted} "
-                    f"| {rate:.3f} | {emitted / steps:.3f} | {change} |",
+                    f"| {name} | {'kept' if is_kept else 'fresh'} | {weight:g} | {filler_top_k} | {drafted} "
+                    f"| {accepted} | {rate:.3f} | {emitted / steps:.3f} | {change} |",
                     flush=True,
                 )
 

@@ -1,13 +1,15 @@
 """How far the governor stays behind the best fixed setting in hindsight, on recorded texts and measured costs.
 
     python benchmarks/governor_regret.py --texts answers.jsonl [--model zoo:smollm2] [--dtype bfloat16]
-        [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--out regret.json]
+        [--num-texts 24] [--max-new-tokens 200] [--seeds 3] [--temperature 0.8] [--interval 8] [--out regret.json]
 
 Under the rule "match" texts do not depend on drafts, so the texts that a model once gave are all that is needed: the
 drafters run along them, and every step costs what the cost curve of the model on this machine says, with 5 % of noise
 and one step in a hundred three times as slow. So every other setting can be had exactly: drafts of 0 to 16 tokens,
 and those of trees cut to so many nodes. Texts are JSON lines with ``kind``, ``prompt`` and ``answer``. One workload
-changes its nature midway, one its number of rows. Regret is 1 - speed by that of the best setting for the whole.
+changes its nature midway, one its number of rows. With ``--interval n`` the governor decides in every n-th step only,
+as it does where steps are short, and its last decision is followed between. Regret is 1 - speed by that of the best
+setting for the whole.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from foretoken.engine.budget import Budget
 from foretoken.engine.cost_curves import cost_curve
 from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.governor import Governor
+from foretoken.engine.pace import Steps
 from foretoken.engine.step_costs import StepCosts
 from foretoken.model.lm import CausalLM
 from foretoken.tree import DraftTree
@@ -72,6 +75,8 @@ class Walk:
     workload: Workload
     texts: Sequence[Text]
     seed: int = 0
+    interval: int = 1
+    num_steps: int = 0
     spent: float = 0.0
     plain: float = 0.0
     active: list[Any] = field(default_factory=list)
@@ -102,15 +107,21 @@ class Walk:
         self, drafter: Drafter, noise: random.Random, governor: Governor | None, length: int, max_nodes: int | None
     ) -> None:
         rows = self.active
+        is_deciding = self.num_steps % self.interval == 0
+        self.num_steps += 1
         budgets = [Budget(len(row.text) - len(row.token_ids) - 1) for row in rows]
         if governor is None:
             budgets = [Budget(min(budget, length)) for budget in budgets]
-        else:
+        elif is_deciding:
             budgets = governor.budgets(rows, budgets, num_nodes)
+        else:
+            budgets = governor.habit.budgets(budgets)
         proposed = drafter.propose(rows, budgets)
         trees = [budget.cut(tree) for tree, budget in zip(proposed, budgets, strict=True)]
-        if governor is not None:
-            trees = governor.trimmed(rows, trees, num_nodes, is_padded=False)
+        if governor is not None and not is_deciding:
+            trees = governor.cut(trees, num_nodes)
+        elif governor is not None:
+            trees = governor.trimmed(rows, trees, num_nodes)
         elif max_nodes is not None:
             trees = [tree.restricted(range(min(len(tree), max_nodes))) for tree in trees]
         drafting = DRAFTING_SECONDS[self.workload.drafter] * len(rows) * bool(max(budgets))
@@ -124,8 +135,17 @@ class Walk:
                 SimpleNamespace(row=row, token_ids=result.emitted, num_accepted=result.num_accepted)
                 for row, result in zip(rows, found, strict=True)
             ]
-            seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
-            governor.learn(trees, outputs, num_nodes, **seconds)
+            if is_deciding:
+                seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
+                governor.learn(trees, outputs, num_nodes, **seconds)
+            else:
+                governor.follow(outputs, is_decided=False)
+                num_tokens = sum(len(output.token_ids) for output in outputs)
+                steps = Steps()
+                steps.add(
+                    len(rows), sum(map(len, trees)) - len(rows), num_tokens, drafting * factor, verifying * factor
+                )
+                governor.follow_steps(steps)
         going_on = [i for i, row in enumerate(rows) if not row.is_finished]
         drafter.observe([rows[i] for i in going_on], [found[i] for i in going_on])
         drafter.forget([row for row in rows if row.is_finished])
@@ -161,7 +181,7 @@ def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, l
         for line in lines:
             one = json.loads(line)
             texts = found.setdefault(one.get("kind", "self"), [])
-            if len(texts) >= options.num_texts or one.get("temperature", 0):
+            if len(texts) >= options.num_texts or one.get("temperature", 0) != options.temperature:
                 continue
             messages = [{"role": "user", "content": one["prompt"]}]
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -178,6 +198,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-texts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0, help="at which the texts were drawn")
+    parser.add_argument("--interval", type=int, default=1, help="steps from one decision to the next")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -191,7 +213,7 @@ def main() -> None:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
 
         def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Walk:
-            return Walk(StepCosts(seconds), workload, chosen, seed)
+            return Walk(StepCosts(seconds), workload, chosen, seed, options.interval)
 
         fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}
         if workload.drafter == "suffix":

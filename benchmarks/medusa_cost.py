@@ -101,7 +101,7 @@ def measure(llm: LLM, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     target = llm.target
     with tempfile.TemporaryDirectory() as folder:
         write_heads(kind, target, folder)
-        method = "medusa" if kind.startswith("medusa") else "hydra"
+        method = kind.split()[0]
         tree = [[0] * (d + 1) for d in range(NUM_HEADS)]
         tree += [[r] for r in range(1, 6)] + [[0, r] for r in range(1, 5)] + [[1, 0], [1, 1]]
         config = {"method": method, "model": folder, "speculative_token_tree": tree[: options.nodes - 1]}

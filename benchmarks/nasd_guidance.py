@@ -2,10 +2,15 @@
 
     python benchmarks/nasd_guidance.py record --model zoo:tiny --texts tiny.json [--num-prompts 54] [--check]
     python benchmarks/nasd_guidance.py tables --texts tiny.json
+    python benchmarks/nasd_guidance.py topics --model zoo:smollm2 --texts answers.jsonl.xz [--num-prompts 200]
 
 Under "match" the text does not depend on the drafter. So it is generated once, plainly, and written down with the ten
 tokens that the target ranked highest in every place; then the drafter of ``nasd`` itself is led along the text, once
 per setting, and no forward is needed. ``record --check`` holds one such walk against the engine's own counters.
+
+"topics" asks what a kept storage does where the subject changes: it is led along recorded greedy answers of one kind
+(commands), then of another (maths), and back; beside one that is kept from the second kind on, and fresh ones. The file
+has lines of JSON with kind, prompt, answer and temperature.
 
 Storages are "fresh" for every prompt, or "kept" from prompt to prompt. Intervals are 95 % bootstraps over prompts;
 changes are by the same prompts with ``filler_top_k=1``, or with n = 3.
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,6 +173,60 @@ def as_listed(**options: Any) -> NasdDrafter:
     return drafter
 
 
+# -- topics --------------------------------------------------------------------------------------------------------
+
+
+def answers(file: Path, model: str, kind: str, number: int) -> list[dict[str, Any]]:
+    """Greedy answers of one kind, as texts to be led along, in the order of the file."""
+    from transformers import AutoTokenizer
+
+    from foretoken.zoo import path
+
+    tokenizer = AutoTokenizer.from_pretrained(path(model, "tokenizer"))
+    found = []
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            if line["kind"] == kind and line["temperature"] == 0 and len(found) < number:
+                turns = [{"role": "user", "content": line["prompt"]}]
+                prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+                output = tokenizer(line["answer"], add_special_tokens=False)["input_ids"]
+                found.append({"prompt": prompt, "output": output, "ranked": [], "limit": len(output)})
+    return found
+
+
+PLACES = ((-50, 0), (0, 10), (10, 50), (50, 100))
+"""Texts by their distance from a change of the subject: the last before it, and those behind it."""
+
+
+def topics(file: Path, model: str, number: int) -> None:
+    before, after = answers(file, model, "command", 2 * number), answers(file, model, "maths", number)
+    num = min(len(before) // 2, len(after))
+    back = before[num : 2 * num]
+    texts = [*before[:num], *after[:num], *back]
+    print(f"{model}: {num} answers on commands, {num} on maths, {num} on other commands; tokens per step")
+    print("| storage | place | kept all along | kept from the change on | fresh |\n|---|---|---|---|---|")
+    for storage in ("levels", "single"):
+        make = partial(NasdDrafter, ngram_size=3, storage=storage, filler_top_k=1)
+        kept, fresh = walks(texts, make, kept=True), walks(texts, make)
+        from_change = [walks(after[:num], make, kept=True), walks(back, make, kept=True)]
+        for change, since in zip((num, 2 * num), from_change, strict=True):
+            for first, end in PLACES:
+                shown = [
+                    kept[change + first : change + end],
+                    since[max(first, 0) : end],
+                    fresh[change + first : change + end],
+                ]
+                cells = [_per_step(counts) if len(counts) else "" for counts in shown]
+                subject = "maths" if change == num else "commands"
+                where = f"{-first} before {subject}" if first < 0 else f"{subject} {first + 1} to {end}"
+                print(f"| {storage} | {where} | {' | '.join(cells)} |", flush=True)
+
+
+def _per_step(counts: np.ndarray) -> str:
+    total = counts.sum(axis=0)
+    return f"{total[2] / total[3]:.3f} ({interval(resampled(counts, 2, 3))})"
+
+
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -248,7 +308,7 @@ def tables(file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("record", "tables"))
+    parser.add_argument("what", choices=("record", "tables", "topics"))
     parser.add_argument("--model", default="zoo:tiny")
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=40)
@@ -257,8 +317,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "record":
         record(given.model, given.texts, given.num_prompts, given.max_new_tokens, given.check)
-    else:
+    elif given.what == "tables":
         tables(given.texts)
+    else:
+        topics(given.texts, given.model, given.num_prompts)
 
 
 if __name__ == "__main__":

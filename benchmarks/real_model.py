@@ -30,7 +30,6 @@ from foretoken import LLM, SamplingParams, zoo
 from foretoken.bench.equality import MAX_FLOAT32_GAP, first_difference
 from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import read_questions
-from foretoken.model.execution.packing import packed_dtype
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.retrieval.build import build
 from foretoken.serving.outputs import RequestOutput
@@ -267,9 +266,8 @@ class Study:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether default chains have the bits of plain decoding: computed in this dtype, at shapes that keep them."""
-        is_computed = packed_dtype(self.llm.target.dtype) == self.llm.target.dtype
-        return is_computed and self.llm.kernel_facts.bucket is not None
+        """Whether every draft has the bits of plain decoding."""
+        return self.llm.promise.keeps_bits
 
     @cached_property
     def _draft(self) -> LlamaForCausalLM:
@@ -439,7 +437,7 @@ def main() -> None:
                 result["found"].append({"dtype": dtype, "mode": mode, **asdict(found)})
                 if options.json is not None:
                     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(f"{dtype} {mode}: {study.llm.kernel_facts.describe()}", file=sys.stderr)
+            print(f"{dtype} {mode}: {study.llm.promise.describe()}", file=sys.stderr)
     sys.exit(0 if is_held else 3)
 
 

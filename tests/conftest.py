@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from foretoken import zoo
-from foretoken.engine import governing
 from foretoken.errors import ConfigError
 from foretoken.model.execution.packing import can_pack
+from foretoken.testing import governed, ungoverned
 from foretoken.zoo.conversion import weights_file
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 os.environ.setdefault("FORETOKEN_CACHE", str(CACHE))  # not the user's; one for all versions and workers
-
-governing.LEAST_SECONDS = float("inf")  # drafts are as long as they may be, however busy the machine is
 
 _PACKAGE = zoo.manifest("smollm2").package
 HAS_SMOLLM2 = _PACKAGE is not None and weights_file(_PACKAGE) is not None
@@ -30,6 +28,19 @@ NEEDS_SMOLLM2 = HAS_SMOLLM2 or bool(os.environ.get("FORETOKEN_TEST_SMOLLM2"))
 def _few_threads() -> None:
     """Tiny matrices: more threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ungoverned() -> Iterator[None]:
+    """Drafts are as long as they may be, whatever the machine; tests of the governor ask for ``_governed``."""
+    with ungoverned():
+        yield
+
+
+@pytest.fixture
+def _governed() -> Iterator[None]:
+    with governed():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

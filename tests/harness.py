@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, draft_model, target_model
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.packing import can_pack
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.testing import reference_node_logits
+from foretoken.testing import Trace, reference_node_logits
 from foretoken.tree import DraftTree
 
 FLOAT64_TOLERANCE = 1e-9
@@ -43,6 +43,12 @@ def adapter(name: str, attention: str = "", execution: str = "") -> CausalLM:
 @cache
 def draft_adapter(name: str) -> CausalLM:
     return CausalLM(draft_model(name, first_attention(name)), execution="eager")
+
+
+def drafted(trace: Trace) -> Trace:
+    """A trace in which drafts were accepted: without any, it would equal plain decoding whatever else is broken."""
+    assert trace.num_accepted > 0, "no draft token was accepted"
+    return trace
 
 
 def random_ids(count: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -621,9 +621,9 @@ def _ranked(
 
     def make(original: Any) -> Any:
         class Ranked(original):  # type: ignore[misc]
-            def __init__(self, lengths: Sequence[int]) -> None:
-                super().__init__(lengths)
-                self.parts = [original([length]) for length in orders(lengths)]
+            def __init__(self, lengths: Sequence[int], **options: Any) -> None:
+                super().__init__(lengths, **options)
+                self.parts = [original([length], **options) for length in orders(lengths)]
 
             def extend(self, tokens: Sequence[int]) -> None:
                 for part in self.parts:

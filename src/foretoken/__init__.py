@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from foretoken.machine import wait_briefly
+
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
     from foretoken.config.speculative import SpeculativeConfig
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from foretoken.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
     from foretoken.serving.runner import Stream
     from foretoken.views.trajectory import Trajectory, trajectory
+
+wait_briefly()  # before anything imports torch
 
 __version__ = "0.1.0.dev0"
 

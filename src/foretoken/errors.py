@@ -15,6 +15,8 @@ ForetokenError
 ├── CheckpointError          a checkpoint is missing, truncated or of an unknown layout
 ├── DatastoreError           a datastore is missing, damaged, foreign, or cannot be written
 ├── CorpusError              a corpus is empty, binary or malformed
+├── NothingAcceptedError     a search has found no setting under which a draft is accepted
+├── CopyError                what belongs to one process was to be pickled or copied
 └── EngineBusyError          one engine was entered from two threads at once
 """
 
@@ -75,8 +77,16 @@ class DatastoreError(ForetokenError, OSError):
     """A datastore or a saved history is missing, damaged, foreign, or cannot be written."""
 
 
+class NothingAcceptedError(ForetokenError, RuntimeError):
+    """A search has found no setting under which a drafted token is accepted."""
+
+
 class CorpusError(ForetokenError, ValueError):
     """A corpus is empty, binary, or malformed."""
+
+
+class CopyError(ForetokenError, TypeError):
+    """An object that belongs to the process which made it was to be pickled or copied."""
 
 
 class EngineBusyError(ForetokenError, RuntimeError):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from threading import get_ident
 
 from filelock import FileLock, Timeout
+
+from foretoken.errors import ConfigError
 
 CACHE_VARIABLE = "FORETOKEN_CACHE"
 
@@ -60,6 +64,20 @@ def make_private(folder: Path) -> None:
         raise PermissionError(errno.EPERM, "others can write to it", str(folder))
 
 
+def check_place(file: str | os.PathLike[str]) -> Path:
+    """The path of a file that can be written; what is there stays as it is.
+
+    Raises: ConfigError.
+    """
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{file} cannot be written: it needs to be a file in a folder that exists")
+    place = path if path.exists() and not path.is_file() else path.parent  # files are replaced, devices are not
+    if not os.access(place, os.W_OK):
+        raise ConfigError(f"{file} cannot be written: {place} is not yours to write to; choose another place")
+    return path
+
+
 def keep_json(file: Path, content: object) -> None:
     """`keep_text` of JSON; the file's folder is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +98,23 @@ def keep_text(file: Path, text: str) -> None:
     part = file.with_name(f".{file.name}.{os.getpid()}-{get_ident()}.part")
     with replacing(file, part):
         part.write_text(text, encoding="utf-8")
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of the bytes of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def known_sha256(file: Path) -> str:
+    """`sha256_of` a file that is read once while it does not change: for a model it takes tenths of a second."""
+    found = file.stat()
+    return _sha256_of_version(file, (found.st_size, found.st_mtime_ns, found.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _sha256_of_version(file: Path, version: tuple[int, ...]) -> str:
+    return sha256_of(file)
 
 
 @contextmanager

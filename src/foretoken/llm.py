@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,14 +25,17 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.profiles import Profile
 from foretoken.engine.stats import StepProfile
+from foretoken.errors import CopyError
 from foretoken.loading.announcing import announce, announce_notes
 from foretoken.loading.applicability import applicable
 from foretoken.loading.info import describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.pairing import Pairing
+from foretoken.loading.sources import check_exists
 from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.execution.kernels import KernelFacts
+from foretoken.model.execution.kinds import check_kind
 from foretoken.model.lm import CausalLM
+from foretoken.model.promise import Promise
 from foretoken.progress import progress_bar
 from foretoken.serving.outputs import RequestOutput
 from foretoken.serving.payoff import PayoffWatch
@@ -56,7 +59,7 @@ class LLM:
       model: a directory, a hub id, ``zoo:NAME``, a GGUF file, or a loaded model, which keeps its dtype and stays as it
         is.
       speculative_config: how to draft: a mapping, JSON, ``@file``, a method's name, or None, the default, for plain
-        decoding. "ngram" needs no second model and is what the command line takes for most models.
+        decoding. "auto" needs no second model and is what the command line takes where none comes with the model.
       tokenizer: by default the one beside the model; without any, prompts and results are token ids.
       dtype, device: of what is loaded here. "auto" is the GPU where there is one, and the dtype of the checkpoint where
         the device computes in it, else float32; GGUF files with quantised weights count as bfloat16.
@@ -115,6 +118,12 @@ class LLM:
         )
         self._prefixes = PrefixStore(num_cached_prefixes) if num_cached_prefixes else None
         config = SpeculativeConfig.parse(speculative_config)
+        # what is wrong with the arguments is said before a model is loaded
+        check_kind(execution)
+        profile = None if profile_file is None else Profile.load(profile_file)
+        for part in config.parts:
+            check_exists(part.model)
+            part.options.check_paths()
         chosen = None if tokenizer is None else load_tokenizer(tokenizer)
         loaded = load_model(
             model,
@@ -126,9 +135,8 @@ class LLM:
             with_tokenizer=chosen is None,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
-        self.target = CausalLM(
-            loaded.model, execution=execution, release_originals=loaded.is_owned, packs_all=exactness == "strict"
-        )
+        self.target = CausalLM(loaded.model, execution=execution, release_originals=loaded.is_owned)
+        self.target.promise(exactness)  # refuses what cannot be kept before anything else is loaded
         self.model_info = describe(loaded, self.target)
         self._pairing = Pairing(
             loaded,
@@ -138,7 +146,7 @@ class LLM:
             execution=execution,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
-            profile=None if profile_file is None else Profile.load(profile_file),
+            profile=profile,
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)
@@ -146,7 +154,8 @@ class LLM:
         self._lock = threading.RLock()
         self._speculate(config)
         title = None if speculative_config is None else config.title
-        announce(self.model_info, title, loaded, self.drafting, is_dtype_chosen=dtype != "auto")
+        kept = self.promise if config.is_speculative and config.rule.keeps_tokens else None
+        announce(self.model_info, title, loaded, self.drafting, kept, is_dtype_chosen=dtype != "auto")
         if is_zoo(model):
             announce_notes(str(model), [part.method for part in config.parts])
 
@@ -166,11 +175,22 @@ class LLM:
             f"method={self.speculative_config.title})"
         )
 
+    def __copy__(self) -> LLM:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            "an LLM holds compiled kernels, packed weights and locks, so it can neither be pickled nor deeply copied: "
+            "make one in each process, from the name of the model; with_speculative_config(...) gives another one over "
+            "the same target. Results, SamplingParams and SpeculativeConfig can be pickled"
+        )
+
     @property
-    def kernel_facts(self) -> KernelFacts:
-        """At which shapes the kernels of this machine keep the bits of a row; measured when first asked."""
-        with self._lock:
-            return self.target.kernel_facts(self.engine_config.strict_width)
+    def promise(self) -> Promise:
+        """What texts keep of plain decoding, whatever is drafted."""
+        return self.target.promise(self.engine_config.exactness)
 
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """Every method with None, or with the reason why this model cannot draft with it at present.

@@ -215,13 +215,18 @@ class DraftTree:
         """The tree of some of its nodes, ascending, with every node's parent among them."""
         if len(nodes) == len(self):
             return self
-        new_index = {node: i for i, node in enumerate(nodes)} | {-1: -1}
+        tokens, parents = self.tokens, self.parents
+        if nodes[-1] == len(nodes) - 1:  # the first ones
+            kept_parents = parents[: len(nodes)]
+        else:
+            new_index = dict(zip(nodes, range(len(nodes)), strict=True))
+            kept_parents = (-1, *[new_index[parents[node]] for node in nodes[1:]])
         return self._with(
-            tokens=tuple(self.tokens[node] for node in nodes),
-            parents=tuple(new_index[self.parents[node]] for node in nodes),
+            tokens=tuple([tokens[node] for node in nodes]),
+            parents=kept_parents,
             probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
-            scores=None if self.scores is None else tuple(self.scores[node] for node in nodes),
-            sources=None if self.sources is None else tuple(self.sources[node] for node in nodes),
+            scores=None if self.scores is None else tuple([self.scores[node] for node in nodes]),
+            sources=None if self.sources is None else tuple([self.sources[node] for node in nodes]),
         )
 
     def main_chain(self) -> DraftTree:

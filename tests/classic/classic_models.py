@@ -192,9 +192,9 @@ class RecordingStorage(NGramStorage):
         self.updates.append((input_ids[0].tolist(), next_tokens[0].tolist()))
         super().update(input_ids, next_tokens)
 
-    def fill(self, input_ids: torch.Tensor, next_tokens: torch.Tensor) -> None:
+    def fill(self, input_ids: torch.Tensor, next_tokens: torch.Tensor, weight: float = 1.0) -> None:
         self.fills.append((input_ids[0].tolist(), next_tokens[0].tolist()))
-        super().fill(input_ids, next_tokens)
+        super().fill(input_ids, next_tokens, weight)
 
     def next_token(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.devices.add(input_ids.device.type)

@@ -80,7 +80,7 @@ def test_a_prompt_may_be_a_tensor_or_a_tuple(call: Any) -> None:
 
 
 @every_call
-@pytest.mark.parametrize("eos", [64, -1, [1, 99], None, [None], "stop", 1.5])
+@pytest.mark.parametrize("eos", [64, -1, [1, 99], None, [None], "stop", 1.5, True, [True], torch.tensor(True)])
 def test_unknown_end_tokens(call: Any, eos: Any) -> None:
     with pytest.raises(ConfigError, match="eos_tokens_id"):
         call(PROMPT, eos_tokens_id=eos)
@@ -115,6 +115,8 @@ def test_options_of_speculative_generate(options: dict[str, Any], text: str) -> 
     [
         ("ngram", {"gamma": -2}, "gamma is -2"),
         ("ngram", {"filler_top_k": -1}, "filler_top_k is -1"),
+        ("ngram", {"filler_weight": 0.0}, r"filler_weight is 0\.0"),
+        ("ngram", {"filler_weight": 1.5}, r"filler_weight is 1\.5"),
         ("beams", {"num_beams": 0}, "num_beams is 0"),
         ("beams", {"top_k": 0}, "top_k is 0"),
         ("beams", {"min_length": -1.0}, "min_length is -1.0"),

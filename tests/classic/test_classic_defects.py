@@ -43,8 +43,7 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
-from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT
-from foretoken.errors import ContextLengthError, UnsupportedModelError
+from foretoken.errors import ConfigError, ContextLengthError, UnsupportedModelError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 
@@ -264,8 +263,8 @@ def test_16_random_tokens_are_drafted_only_where_that_is_asked_for() -> None:
     assert drafted == [4, 0]
 
 
-def test_17_every_token_counts_once_and_runners_up_count_less() -> None:
-    """The accepted token used to count twice, runners-up as much as it, impossible tokens too, ties the oldest."""
+def test_17_every_token_counts_once_more_than_the_likely_ones() -> None:
+    """As listed, but for impossible tokens, and for ties that the oldest won."""
     storage = RecordingStorage(3, 64)
     processor = TopKProcessor(1.0, 3)
     torch.manual_seed(0)
@@ -277,19 +276,49 @@ def test_17_every_token_counts_once_and_runners_up_count_less() -> None:
     assert storage.updates == [(text[:place], [text[place]]) for place in places]
     with torch.no_grad():
         logits = target()(input_ids=ids(*text)).logits[0]
-    for place, (context, others) in zip(places, storage.fills, strict=True):
-        best = logits[place - 1].topk(3).indices.tolist()
+    for place, (context, likely) in zip(places, storage.fills, strict=True):
         assert context == text[:place]
-        assert others == [token for token in best if token != text[place]]
+        assert likely == logits[place - 1].topk(3).indices.tolist()
     plain = NGramStorage(3, 64)
-    plain.fill(ids(1, 2), ids(8, 9))
-    assert plain.counts[3] == {(1, 2): {8: RUNNER_UP_WEIGHT, 9: RUNNER_UP_WEIGHT}}
+    plain.fill(ids(1, 2), ids(8, 9), 0.25)
+    assert plain.counts[3] == {(1, 2): {8: 0.25, 9: 0.25}}
     assert plain.ngrams[3] == {(1, 2): 8}
     plain.update(ids(1, 2), ids(5))
     assert plain.ngrams[3] == {(1, 2): 5}
     plain.update(ids(1, 2), ids(6))
     assert plain.ngrams[3] == {(1, 2): 6}, "the most recent of equals"
-    assert RUNNER_UP_WEIGHT < 1
+
+
+@pytest.mark.parametrize(("given", "said", "likely"), [({}, 2.0, 1.0), ({"filler_weight": 0.25}, 1.25, 0.25)])
+def test_the_token_that_was_said_counts_two_and_the_other_likely_ones_one(
+    given: dict[str, float], said: float, likely: float
+) -> None:
+    """Greedy, with a context that no other place of the text has, so that each count is of that place alone."""
+    storage = NGramStorage(8, 64)
+    tokens, _ = ngram_assisted_speculative_generate(
+        PROMPT, storage, target(), filler_top_k=3, max_gen_len=6, eos_tokens_id=[], **given
+    )
+    text = [*PROMPT, *tokens]
+    with torch.no_grad():
+        best = target()(input_ids=ids(*text)).logits[0].topk(3).indices.tolist()
+    for place in range(len(PROMPT), len(text)):
+        context = tuple(text[place - 7 : place])
+        assert sum(tuple(text[i - 7 : i]) == context for i in range(7, len(text))) == 1
+        assert storage.counts[8][context] == dict.fromkeys(best[place - 1], likely) | {text[place]: said}
+
+
+def test_a_storage_of_ones_own_counts_fillers_by_update_and_refuses_fractions() -> None:
+    class Own(FixedStorage):
+        def update(self, input_ids: torch.Tensor, next_tokens: torch.Tensor) -> None:
+            told.append(next_tokens[0].tolist())
+
+    told: list[list[int]] = []
+    options: dict[str, Any] = {"filler_top_k": 3, "max_gen_len": 4, "eos_tokens_id": []}
+    tokens, _ = ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options)
+    assert [len(one) for one in told] == [3, 1] * 4
+    assert [one for one in told if len(one) == 1] == [[token] for token in tokens]
+    with pytest.raises(ConfigError, match="counts by update alone"):
+        ngram_assisted_speculative_generate(PROMPT, Own(PROMPT), target(), **options, filler_weight=0.5)
 
 
 def test_18_storages_see_cpu_tensors_and_forget_when_told() -> None:

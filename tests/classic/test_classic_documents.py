@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import types
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from classic_models import PROMPT, drafter, hf_greedy, target
 from transformers.cache_utils import DynamicCache
 
 from foretoken import zoo
-from foretoken.classic import last_trace
+from foretoken.classic import DraftedToken, Step, last_trace
 from foretoken.classic.ngram_assisted import (
     INgramStorage,
     NGramStorage,
@@ -86,8 +87,10 @@ SIGNATURES: list[tuple[Any, str, dict[str, Any]]] = [
     (
         ngram_assisted_speculative_generate,
         "inputs ngramstorage target tokenizer gamma filler_top_k logits_processor max_gen_len eos_tokens_id "
-        "pad_token_id use_cache first_target stop_if_unknown debug",
-        SHARED | {"tokenizer": None, "gamma": 5, "filler_top_k": 3, "first_target": True, "stop_if_unknown": False},
+        "pad_token_id use_cache first_target stop_if_unknown debug filler_weight",
+        SHARED
+        | {"tokenizer": None, "gamma": 5, "filler_top_k": 3, "first_target": True, "stop_if_unknown": False}
+        | {"filler_weight": 1.0},
     ),
 ]
 
@@ -100,6 +103,8 @@ def test_signatures(function: Any, names: str, defaults: dict[str, Any]) -> None
         assert parameters[name].default == default, name
     if "logits_processor" in parameters:
         assert type(parameters["logits_processor"].default) is GreedyProcessor
+    keyword_only = [name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    assert keyword_only == [name for name in parameters if name == "filler_weight"]  # no parameter of the documents
 
 
 def test_modules_and_constructors() -> None:
@@ -281,8 +286,8 @@ def test_the_parameters_of_the_tables(n: int, filler_top_k: int, stop_if_unknown
         PROMPT, storage, target(), filler_top_k=filler_top_k, stop_if_unknown=stop_if_unknown, eos_tokens_id=[]
     )
     assert tokens == hf_greedy(target(), PROMPT, 40)
-    counts = [count for followers in storage.counts[2].values() for count in followers.values()]
-    assert any(count % 1 for count in counts) == (filler_top_k > 1), "runners-up weigh a fraction"
+    counted = sum(count for followers in storage.counts[2].values() for count in followers.values())
+    assert counted == len(PROMPT) - 1 + 40 * (1 + (filler_top_k if filler_top_k > 1 else 0))
 
 
 # -- speculative decoding, parts and whole -----------------------------------------------------------------------------
@@ -356,7 +361,7 @@ class Words:
 
 
 def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
-    """Position, gamma, every draft with q, r and p/q, its verdict, the final sample, and the text so far."""
+    """Position, gamma, every draft with q, its verdict, r and p/q of a rejection, the final sample, the text so far."""
     torch.manual_seed(2)
     speculative_generate(
         PROMPT,
@@ -382,12 +387,10 @@ def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
             (line,) = [line for line in lines if line.startswith(f"  [{step.position + index + 1}]: ") and "q=" in line]
             assert f'"w{draft.token}" (q={draft.draft_prob:.2f})' in line
             if draft.accepted is not None:
-                sign = (
-                    "✓ (accepted: r={:.2f} < p/q={:.2f})" if draft.accepted else "✗ (rejected: r={:.2f} > p/q={:.2f})"
-                )
                 assert draft.uniform is not None
                 assert draft.ratio is not None
-                assert line.endswith(sign.format(draft.uniform, draft.ratio))
+                why = f" (rejected: r={draft.uniform:.2f} > p/q={draft.ratio:.2f})"
+                assert line.endswith(") ✓" if draft.accepted else f") ✗{why}")
             seen.add(draft.accepted)
         law = "adjusted" if step.is_adjusted else "target"
         seen.add(law)
@@ -410,6 +413,44 @@ def test_debug_without_a_tokenizer_shows_ids(name: str, capsys: pytest.CaptureFi
     assert str(tokens) in capsys.readouterr().out
 
 
+def test_the_example_of_the_debug_display() -> None:
+    """The lines of the example; its final sample stands one place too early there."""
+    names = ["Paris", ",", "France", "and"]
+    drafts = tuple(
+        DraftedToken(10 + i, i, q, ratio * q, r, r < ratio)
+        for i, (q, ratio, r) in enumerate([(0.85, 1.1, 0.3), (0.72, 0.9, 0.5), (0.68, 0.62, 0.75)])
+    )
+    step = Step(10, 4, None, drafts, 2, 3, True, 0.0, 0.0, 0.0)
+    words = types.SimpleNamespace(decode=lambda tokens: "".join(names[token] for token in tokens))
+    assert printing.describe(step, [0, 1, 3], words).splitlines() == [
+        "========== Speculative Step ==========",
+        "Position: 10, Gamma: 4, Accepted: 2",
+        "",
+        "Drafts (Drafter):",
+        '  [11]: "Paris" (q=0.85) ✓',
+        '  [12]: "," (q=0.72) ✓',
+        '  [13]: "France" (q=0.68) ✗ (rejected: r=0.75 > p/q=0.62)',
+        "",
+        "Final Sample:",
+        '  [13]: "and" (adjusted distribution)',
+        "",
+        'Generated: "Paris,and"',
+        "=======================================",
+    ]
+
+
+def test_characters_that_end_a_line_are_shown_as_they_are_written() -> None:
+    step = Step(10, 1, None, (DraftedToken(10, 0, 0.5, 0.5, 0.1, True),), 1, 1, False, 0.0, 0.0, 0.0)
+    breaks = types.SimpleNamespace(
+        decode=lambda tokens: "".join("\n\n" if not token else "\r\u2028\\n" for token in tokens)
+    )
+    lines = printing.describe(step, [0, 1], breaks).splitlines()
+    assert '  [11]: "\\n\\n" (q=0.50) ✓' in lines
+    assert '  [12]: "\\r\\u2028\\n" (target distribution)' in lines
+    assert lines[-2] == 'Generated: "\\n\\n\\r\\u2028\\n"'
+    assert len(lines) == 11
+
+
 def test_the_display_for_loops_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     drafts = torch.tensor([[5, 6, 7, 8, 9, 0]])
     after = torch.tensor([[5, 6, 7, 3, 0, 0]])
@@ -419,7 +460,7 @@ def test_the_display_for_loops_of_ones_own(capsys: pytest.CaptureFixture[str]) -
         "Position: 2, Gamma: 3, Accepted: 1",
         "",
         "Drafts (Drafter):",
-        '  [3]: "w7" ✓ (accepted: equals the target\'s token)',
+        '  [3]: "w7" ✓',
         '  [4]: "w8" ✗ (rejected: differs from the target\'s token)',
         '  [5]: "w9" - (not reached)',
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atexit import register
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -46,6 +47,7 @@ from foretoken.testing import (
     perturbed,
     toy_model,
 )
+from harness import drafted
 
 VOCAB_SIZE = 64
 
@@ -65,8 +67,6 @@ def plain_texts() -> tuple[tuple[int, ...], ...]:
     """Prompts with what plain decoding makes of them, greedy and sampled, with the samples of each."""
     texts = []
     for params in (GREEDY, SAMPLED):
-        from dataclasses import replace
-
         outputs = decode(target(), EmptyDrafter(), [(prompt, replace(params, n=3)) for prompt in PROMPTS]).outputs
         texts += [(*PROMPTS[int(key.split(".")[0])], *output) for key, output in outputs.items()]
     return tuple(texts)
@@ -215,8 +215,6 @@ def test_drafter_conforms_at_every_depth(name: str) -> None:
 
 
 def steps(make_drafter: Callable[[int], object], depth: int, budget: int) -> int:
-    from dataclasses import replace
-
     request = (PROMPTS[0], replace(GREEDY, max_tokens=budget))
     return decode(target(), make_drafter(depth), [request]).num_steps  # type: ignore[arg-type]
 
@@ -229,6 +227,16 @@ def test_a_drafter_that_is_always_right_needs_the_fewest_steps(name: str) -> Non
     """
     assert steps(DRAFTERS[name], 3, 12) == 4
     assert steps(DRAFTERS[name], 3, 13) == 5
+
+
+NEVER_RIGHT = ("none", "always-wrong", "always-wrong-tree", "draft-model-is-hopeless")
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in NEVER_RIGHT])
+def test_what_conforms_is_accepted_too(name: str) -> None:
+    """Or it would conform whatever was wrong with it."""
+    requests = [(prompt, replace(GREEDY, max_tokens=40)) for prompt in PROMPTS]
+    drafted(decode(target(), DRAFTERS[name](4), requests))
 
 
 @pytest.mark.parametrize("name", ["none", "always-wrong", "always-wrong-tree"])

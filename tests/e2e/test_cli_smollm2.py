@@ -37,7 +37,7 @@ def test_a_question_is_answered(plain: LLM) -> None:
     result = run("generate", QUESTION, *SHORT)
     assert "Paris" in result.stdout
     assert result.stderr.startswith("foretoken: zoo:smollm2: 134.5 M parameters, ")
-    assert "method ngram\n" in result.stderr
+    assert "method suffix+eagle3 with the head zoo:smollm2, eagle3 (on board); " in result.stderr
     answer = record("generate", QUESTION, *SHORT)
     params = SamplingParams(temperature=0, max_tokens=16)
     (expected,) = plain.chat([{"role": "user", "content": QUESTION}], params)
@@ -75,7 +75,7 @@ def test_a_trajectory_is_that_of_the_answer() -> None:
 def test_the_demo_ends_where_the_answer_ends() -> None:
     report = record("demo", QUESTION, "Repeat this word for word: The old bakery on Mill Street reopened last week.")
     assert report["model"].startswith("zoo:smollm2")
-    assert (report["method"], report["num_identical"], report["num_prompts"]) == ("ngram", 2, 2)
+    assert (report["method"], report["num_identical"], report["num_prompts"]) == ("suffix+eagle3", 2, 2)
     assert [one["finish_reason"] for one in report["questions"]] == ["stop", "stop"]
     assert "Paris" in report["questions"][0]["text"]
     assert report["questions"][1]["tokens_per_step"] > 1.5

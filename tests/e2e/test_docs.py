@@ -41,6 +41,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_governed")  # as a reader runs it
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -49,6 +50,7 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_governed")
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

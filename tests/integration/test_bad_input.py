@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken import LLM
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -63,6 +64,9 @@ BAD_PROMPTS = [
     ((), PromptError, "no tokens"),
     ((1, 2, VOCAB_SIZE), PromptError, f"{VOCAB_SIZE}"),
     ((1, -1), PromptError, "-1"),
+    ((1, True), PromptError, "True is not a whole number"),
+    ((1, 2.5), PromptError, "not a list of token ids"),
+    (("1", "2"), PromptError, "not a list of token ids"),
     (tuple([1] * 256), ContextLengthError, "256"),
     (tuple([1] * 1000), ContextLengthError, "1000"),
 ]
@@ -100,6 +104,15 @@ BAD_PARAMS = [
     ({"temprature": 1.0}, "temperature"),
     ({"best_of": 2}, "best_of"),
 ]
+
+
+@pytest.mark.parametrize("eos", [True, [2, False], 2.5])
+def test_an_end_of_text_that_is_no_token_id_is_refused(eos: Any) -> None:
+    """True ended texts at token 1."""
+    model = toy_model(VOCAB_SIZE)
+    model.generation_config.eos_token_id = eos
+    with pytest.raises(ConfigError, match=r"generation_config\.eos_token_id of LlamaForCausalLM is .* or to None"):
+        LLM(model)
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_PARAMS)

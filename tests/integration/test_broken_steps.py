@@ -38,7 +38,7 @@ CONFIGS: list[Any] = [
 ]
 TOY_PARAMS = SamplingParams(temperature=1, max_tokens=12, seed=5)
 TOY_IDS = [[5, 6, 7, 5, 6], [9, 3, 9, 3, 9, 3, 9], [11], [2, 4], [5, 6, 7]]
-HEADS = ("medusa", "hydra", "eagle", "eagle2", "eagle3")
+HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3")
 FAST = frozenset({"none", "ngram", "draft_model", "layer_skip"})
 """Entries that belong to the fast part."""
 
@@ -58,8 +58,9 @@ def head_of(method: str, folder: Path) -> str:
     torch.manual_seed(0)
     if method == "medusa":
         write_medusa(MedusaHeads(MedusaShape(size, vocabulary, 3)), folder)
-    elif method == "hydra":
-        write_hydra(HydraHeads(HydraShape(size, vocabulary, 3)), folder)
+    elif method.startswith("hydra"):
+        prefix = LayerShape(size, 2 * size, 4, 2, size // 4) if method == "hydra++" else None
+        write_hydra(HydraHeads(HydraShape(size, vocabulary, 3, prefix=prefix)), folder)
     else:
         layer = LayerShape(size, 2 * size, 4, 2, size // 4)
         depth = target.num_hidden_layers

@@ -21,7 +21,7 @@ from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model import groups
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import inductor, regions
+from foretoken.model.execution import inductor, native, regions
 from foretoken.model.execution.packing import can_pack as can_pack_here
 from foretoken.model.execution.regions import CompiledLayer, worth_compiling
 from foretoken.model.lm import CausalLM
@@ -50,7 +50,7 @@ def pair(pairs: dict[str, tuple[CausalLM, CausalLM]], name: str) -> tuple[Causal
     if name not in pairs:
         model = build(name)
         eager = CausalLM(model, execution="eager", probe=False)
-        pairs[name] = eager, CausalLM(model, execution="compiled", packs_all=True)
+        pairs[name] = eager, CausalLM(model, execution="compiled")
     return pairs[name]
 
 
@@ -112,7 +112,7 @@ def test_features_are_captured_between_compiled_layers(name: str, pairs: Any) ->
 @pytest.mark.parametrize("name", UNCOMPILED)
 def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(name)
-    lm = CausalLM(model, execution="compiled", packs_all=True, probe=False)
+    lm = CausalLM(model, execution="compiled", probe=False)
     assert lm.execution.num_compiled == 0
     assert UNCOMPILED[name] in lm.execution.describe()
     assert [record.message for record in caplog.records if "run packed and not compiled" in record.message]
@@ -122,21 +122,19 @@ def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_keeps_its_bits(name: str, pairs: Any) -> None:
-    """Strict mode promises what was measured; here it is measured once more by other shapes than those tried."""
+    """Chains of ragged rows together, and their tokens one after another, alone."""
     _, lm = pair(pairs, name)
-    bucket = lm.kernel_facts(8).bucket
-    if name == "cohere":  # its norms have weights for every head, which is not told from products
-        assert bucket is None
+    promise = lm.promise("default")
+    if native.library() is None:
+        assert promise.kind == "near-ties"
         return
-    assert bucket is not None, lm.kernel_facts(8).reason
+    assert promise.kind == "native", promise.reason
     chains = [[3, 4, 5, 6], [7], [9, 10]]
-    width = bucket.width(3, 4)
-    together = lm.forward(Nodes.from_chains(chains, width), filled_apart(lm, [9, 30, 17]), bucket=bucket)
+    together = lm.forward(Nodes.from_chains(chains), filled_apart(lm, [9, 30, 17]))
     for row, (chain, length) in enumerate(zip(chains, [9, 30, 17], strict=True)):
         cache = filled_apart(lm, [length])
         for number, token in enumerate(chain):
-            nodes = Nodes.from_chains([[token]], bucket.width(1, 1))
-            alone = lm.forward(nodes, cache, bucket=bucket)
+            alone = lm.forward(Nodes.from_chains([[token]]), cache)
             assert torch.equal(alone[0, 0], together[row, number])
             cache.commit([[0]])
 
@@ -183,7 +181,7 @@ def test_sublayers_are_left_out_of_compiled_layers(pairs: Any) -> None:
 def test_writes_into_weights_are_followed() -> None:
     model = build("llama")
     lm, eager = (
-        CausalLM(model, execution="compiled", packs_all=True, probe=False),
+        CausalLM(model, execution="compiled", probe=False),
         CausalLM(model, execution="eager", probe=False),
     )
     with torch.no_grad():
@@ -198,7 +196,7 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     model = build("llama")
     seen = []
     model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
-    lm = CausalLM(model, execution="compiled", packs_all=True, probe=False)
+    lm = CausalLM(model, execution="compiled", probe=False)
     assert lm.execution.num_compiled == 1
     assert "has hooks" in lm.execution.describe()
     seen.clear()
@@ -210,7 +208,7 @@ def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(regions, "_graphs", {})
     run = CompiledLayer._attend
     monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
-    lm = CausalLM(build("llama"), execution="compiled", packs_all=True, probe=False)
+    lm = CausalLM(build("llama"), execution="compiled", probe=False)
     assert lm.execution.num_compiled == 0
     assert "differs from itself uncompiled" in lm.execution.describe()
 
@@ -229,7 +227,7 @@ def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monke
     model = build("llama")
     compilers = ("no-such-compiler",) if trouble == "no compiler" else inductor_config.cpp.cxx
     with inductor_config.patch({"cpp.cxx": compilers}):
-        lm = CausalLM(model, execution="compiled", packs_all=True)
+        lm = CausalLM(model, execution="compiled")
     eager = CausalLM(model, execution="eager", probe=False)
     assert lm.execution.num_compiled == 0
     assert "0 decoder layers compiled, " in lm.execution.describe()
@@ -259,9 +257,9 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
 
         patch.setattr(inductor.Inductor, "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            CausalLM(model, execution="compiled", packs_all=True, probe=False)
+            CausalLM(model, execution="compiled", probe=False)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine
-    assert CausalLM(model, execution="compiled", packs_all=True, probe=False).execution.num_compiled == 2
+    assert CausalLM(model, execution="compiled", probe=False).execution.num_compiled == 2
 
 
 def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +269,7 @@ def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made: list[CausalLM] = []
 
     def make(name: str) -> None:
-        made.append(CausalLM(build(name), execution="compiled", packs_all=True, probe=False))
+        made.append(CausalLM(build(name), execution="compiled", probe=False))
 
     threads = [threading.Thread(target=make, args=[name]) for name in ("llama", "gpt2", "llama")]
     for thread in threads:
@@ -295,7 +293,7 @@ def logits(lm):
 
 def make():
     model = ARCHITECTURES["llama"].build("sdpa", torch.float32)
-    made.append(CausalLM(model, execution="compiled", packs_all=True, probe=False))
+    made.append(CausalLM(model, execution="compiled", probe=False))
 
 made = []
 thread = threading.Thread(target=make)

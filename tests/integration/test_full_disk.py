@@ -25,7 +25,8 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import append_lines, is_no_room, keep_json, keep_text
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.train.answers import Answering
-from foretoken.train.run import Plan, Run
+from foretoken.train.plan import Plan
+from foretoken.train.run import Run
 from foretoken.views.trajectory import write_text
 
 PROMPTS = "\n".join(

@@ -34,7 +34,7 @@ from foretoken.engine.drafter import Drafter
 from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import PerfectDrafter, Trace, compare, decode
-from harness import adapter, draft_adapter, first_attention, random_ids
+from harness import adapter, draft_adapter, drafted, first_attention, random_ids
 
 NAMES = list(ARCHITECTURES)
 PATTERN = random_ids(5, 1)
@@ -69,6 +69,8 @@ MODES = {
         logit_bias={5: 2.0, 6: -3.0},
         seed=23,
     ),
+    # of two tokens, so that texts of random models repeat themselves and every lookup finds something
+    "greedy-biased": SamplingParams(max_tokens=20, temperature=0.0, logit_bias={3: 50.0, 9: 50.0}, ignore_eos=True),
 }
 UNPROCESSED_MODES = ("greedy", "sampled")
 COVERING_TOKENS = 14
@@ -155,7 +157,8 @@ ALONE = [
 )
 def test_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch: greedy and seeded, with and without processors, with and without EOS."""
-    compare(run_mixed(name, DRAFTERS[drafter](name)), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
+    trace = run_mixed(name, DRAFTERS[drafter](name))
+    compare(drafted(trace), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
 @pytest.mark.parametrize(("name", "drafter", "row"), ALONE)
@@ -186,7 +189,8 @@ def test_what_always_runs_covers_every_pair() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mode: str) -> None:
     """Five ragged rows of one mode; penalties, bans, minimum lengths and EOS see every node's own path."""
-    compare(run(name, DRAFTERS[drafter](name), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+    trace = run(name, DRAFTERS[drafter](name), mode)
+    compare(drafted(trace), plain(name, mode), f"{name}, {drafter}, {mode}")
 
 
 @pytest.mark.full
@@ -206,7 +210,7 @@ def test_every_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter
 def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, depth: int) -> None:
     for mode in UNPROCESSED_MODES:
         trace = run(name, _draft_model(name, num_branches, depth), mode)
-        compare(trace, plain(name, mode), f"{name}, K={depth}, {num_branches} branches, {mode}")
+        compare(drafted(trace), plain(name, mode), f"{name}, K={depth}, {num_branches} branches, {mode}")
 
 
 # -- the controls, and plain decoding itself --------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def test_draft_depth_and_width_change_no_token(name: str, num_branches: int, dep
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral-filled", "deepseek-v3"])
 def test_a_greedy_drafter_of_a_sampling_target_changes_no_token(name: str, num_branches: int) -> None:
     drafter = _draft_model(name, num_branches, sample_method="greedy")
-    compare(run(name, drafter, "sampled"), plain(name, "sampled"), f"{name}, greedy drafts")
+    compare(drafted(run(name, drafter, "sampled")), plain(name, "sampled"), f"{name}, greedy drafts")
 
 
 @pytest.mark.every_version
@@ -277,4 +281,4 @@ def test_longrope_ends_where_its_frequencies_change() -> None:
     assert len(text) == LONGROPE_BORDER
     assert trace.reasons["0.0"] == "length"
     drafter = PerfectDrafter([(*text, 1, 2, 3)], 5, vocab_size=VOCAB_SIZE)
-    compare(decode(lm, drafter, [request]), trace, "drafts up to the border")
+    compare(drafted(decode(lm, drafter, [request])), trace, "drafts up to the border")

@@ -234,11 +234,6 @@ def test_plans_that_make_no_sense_are_refused(size: Any, message: str) -> None:
         Engine(target(), EmptyDrafter(), EngineConfig(max_kv_bytes=size))
 
 
-def test_strict_mode_has_no_plan() -> None:
-    with pytest.raises(ConfigError, match="reproduce every bit"):
-        EngineConfig(max_kv_bytes="1GB", exactness="strict")
-
-
 def test_sizes_are_read() -> None:
     assert memory_size("x", "500MB") == 500_000_000
     assert memory_size("x", "1.5 GiB") == 3 * 2**29

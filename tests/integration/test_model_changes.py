@@ -122,6 +122,11 @@ def test_adapters_merged_and_disabled_are_refused(face: str) -> None:
     assert speak() == plain(model) == expected
 
 
+def large(lm: CausalLM) -> list[int]:
+    """Packed matrices of the model itself; those of adapters are as narrow as their rank, together if active."""
+    return [id(each.matrix) for each in lm.execution._products if min(each.layers[0].weight.shape) > 16]  # type: ignore[type-var]
+
+
 def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switching to and fro costs a new shadow; weights that are the same stay packed."""
     model = lora.lora_model()
@@ -130,13 +135,13 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
     monkeypatch.setattr(Prober, "after", lambda prober: (probed.append(prober), judge(prober))[1])
     lm = CausalLM(model)
     is_packed = choose_execution("auto", "cpu", torch.float32) == "packed"
-    packed = [id(product.matrix) for product in lm.execution._products]
+    packed = large(lm)
     assert is_packed == bool(packed)
     for name in ("two", "one", "two", "one"):
         lora.set_adapter(model, name)
         assert lm.refresh()
         assert not lm.refresh()
-        assert [id(product.matrix) for product in lm.execution._products] == packed
+        assert large(lm) == packed
     assert len(probed) == 2
     assert lm.num_changes == 4
     if is_packed:
@@ -145,7 +150,7 @@ def test_a_switch_packs_nothing_again_and_probes_each_adapter_once(monkeypatch: 
         assert not lm.refresh(), "by itself such a write cannot be seen"
         lora.set_adapter(model, "two")
         assert lm.refresh()
-        assert len(set(packed) - {id(product.matrix) for product in lm.execution._products}) == 1
+        assert len(set(packed) - set(large(lm))) == 1
 
 
 def test_the_model_itself_stays_as_it_was() -> None:

@@ -31,6 +31,6 @@ def test_trees_are_supported(name: str, attention: str) -> None:
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_packed_execution_gives_the_same_node_logits(name: str, attention: str, is_tree: bool) -> None:
     """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains."""
-    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed", packs_all=True)
+    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed")
     assert lm.execution.num_packed_layers > 0
     assert node_logit_error(name, attention, is_tree, lm) < 1e-3

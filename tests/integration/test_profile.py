@@ -14,7 +14,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
 from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.engine import governing
 from foretoken.engine.governing import new_governor
 from foretoken.engine.governor import Governor
 from foretoken.engine.profiles import Profile, StepCurve
@@ -72,8 +71,7 @@ def test_a_profile_holds_what_was_measured_and_survives_its_file(found: Profile,
     assert Profile.load(file).as_dict() == found.as_dict()
 
 
-def test_a_governor_begins_with_it(found: Profile, target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
+def test_a_governor_begins_with_it(found: Profile, target: CausalLM) -> None:
     governor = new_governor(target, NGramDrafter(6), found)
     assert isinstance(governor, Governor)
     assert governor.survival.at_depth(1) == pytest.approx(found.acceptance[0])
@@ -82,9 +80,8 @@ def test_a_governor_begins_with_it(found: Profile, target: CausalLM, monkeypatch
 
 
 def test_costs_of_another_machine_are_left_out(
-    found: Profile, target: CausalLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    found: Profile, target: CausalLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(governing, "LEAST_SECONDS", 0.0)
     elsewhere = Profile(
         "ngram", {**found.facts, "device": "abacus"}, found.curves, found.drafting, found.acceptance, found.settings
     )
@@ -125,6 +122,29 @@ def test_times_that_are_none_are_refused(found: Profile, tmp_path: Path) -> None
     file = tmp_path / "p.json"
     file.write_text(json.dumps(data))
     with pytest.raises(ConfigError, match="seconds must be above 0"):
+        Profile.load(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("drafting_seconds", {"1": float("inf")}),
+        ("drafting_seconds", {"-1": 0.1}),
+        ("acceptance", [float("nan")]),
+        ("acceptance", [1.5]),
+        ("acceptance", [True]),
+        ("acceptance", [10**400]),
+        ("costs", [{"num_rows": 0, "context": 256, "seconds": {"1": 0.1}}]),
+        ("costs", [{"num_rows": 1.5, "context": 256, "seconds": {"1": 0.1}}]),
+        ("settings", [{"num_rows": 1}]),
+        ("settings", [dict.fromkeys(("num_rows", "context", "num_speculative_tokens", "speedup", "low", "high"), "1")]),
+    ],
+    ids=repr,
+)
+def test_values_that_nobody_measured_are_refused(found: Profile, key: str, value: Any, tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({**found.as_dict(), key: value}))
+    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foretoken tune profile"):
         Profile.load(file)
 
 

@@ -70,6 +70,24 @@ def test_a_wrapped_model_is_told_to_come_unwrapped(face: str) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
+def test_a_model_without_an_output_embedding_says_how_to_load_one(face: str) -> None:
+    """It was an AttributeError of transformers' output."""
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no output embedding .* AutoModelForCausalLM"):
+        FACES[face](toy_model(64).base_model)
+
+
+@pytest.mark.parametrize("face", [face for face in FACES if face != "classic"])
+def test_a_model_without_values_is_named(face: str) -> None:
+    """It was a RuntimeError of autocast, which does not know the meta device."""
+    with pytest.raises(UnsupportedModelError, match=r"no values for 21 of its weights \(model.*meta.*from_pretrained"):
+        FACES[face](toy_model(64).to("meta"))
+    offloaded = toy_model(64)
+    offloaded.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"no values for 9 of its weights \(model\.layers\.1"):
+        FACES[face](offloaded)
+
+
+@pytest.mark.parametrize("face", FACES)
 def test_a_compiled_model_is_the_model(face: str) -> None:
     """``torch.compile`` wraps lazily: nothing is compiled here, and nothing would be by our forwards."""
     FACES[face](torch.compile(toy_model(64)))

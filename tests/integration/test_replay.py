@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from architectures import ARCHITECTURES
-from compiled_models import ALL, own_products
+from compiled_models import ALL
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
@@ -44,11 +43,9 @@ TREES = (
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let small models run by the library's own products, too."""
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of this test alone, whose calls nobody has recorded."""
     monkeypatch.setattr(regions, "_graphs", {})
-    with own_products(monkeypatch):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +83,7 @@ def llama(dtype: torch.dtype = torch.float32, num_layers: int = 4) -> LlamaForCa
 
 
 def compiled(model: PreTrainedModel, **options: Any) -> CausalLM:
-    lm = CausalLM(model, execution="compiled", packs_all=True, probe=False, **options)
+    lm = CausalLM(model, execution="compiled", probe=False, **options)
     assert lm.execution.num_compiled == lm.num_layers
     return lm
 
@@ -276,7 +273,7 @@ def test_calls_that_give_something_else_are_not_replayed(
 
 def test_more_nodes_than_kernels_take_run_by_graphs(counts: dict[str, int]) -> None:
     lm = compiled(llama())
-    trees = [DraftTree.chain(3, tuple(range(40)))]
+    trees = [DraftTree.chain(3, tuple(range(70)))]
     with torch.inference_mode():
         steps(lm, [9], TREES[0])
         counts["alone"] = counts["ahead"] = 0
@@ -297,8 +294,6 @@ LESSER = """
 import sys, torch
 sys.path[:0] = sys.argv[1:]
 import test_replay as tests
-import pytest
-from compiled_models import own_products
 from foretoken.model.execution import native
 from foretoken.model.execution.replay import Replay
 ran, run = [], Replay.prepared
@@ -306,7 +301,7 @@ def prepared(self, *given):
     ran.append(result := run(self, *given))
     return result
 Replay.prepared = prepared
-with own_products(pytest.MonkeyPatch()), torch.inference_mode():
+with torch.inference_mode():
     for dtype in (torch.bfloat16, torch.float16):
         lm = tests.compiled(tests.llama(dtype))
         ran.clear()

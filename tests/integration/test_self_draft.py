@@ -26,7 +26,7 @@ from foretoken.llm import LLM
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.quantize import GroupedInt4, Int4Linear
 from foretoken.testing import check_drafter, compare, decode, toy_model
-from harness import adapter
+from harness import adapter, drafted
 
 SKIPPED = LayerSet((1,), (0,))
 
@@ -53,7 +53,8 @@ DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_self_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, every architecture, every mode, float64."""
-    compare(run_mixed(name, DRAFTERS[drafter]()), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
+    trace = run_mixed(name, DRAFTERS[drafter]())
+    compare(drafted(trace), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
 @pytest.mark.full
@@ -62,7 +63,7 @@ def test_self_drafting_changes_no_token(name: str, drafter: str) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mode: str) -> None:
     """The whole product: five rows of one mode."""
-    compare(run(name, DRAFTERS[drafter](), mode), plain(name, mode), f"{name}, {drafter}, {mode}")
+    compare(drafted(run(name, DRAFTERS[drafter](), mode)), plain(name, mode), f"{name}, {drafter}, {mode}")
 
 
 @pytest.mark.parametrize("make", [layer_skip, quantized_self])
@@ -246,7 +247,7 @@ def test_self_drafting_is_chosen_by_name_on_the_zoo(config: dict[str, Any]) -> N
         ({"method": "layer_skip", "skipped_attention": [1, 6]}, r"layers \[6\], and .* has 0\.\.5"),
         ({"method": "layer_skip", "exit_layer": 6}, "exit_layer is 6"),
         ({"method": "layer_skip", "exit_layer": 2, "skipped_mlp": [1]}, "exclude each other"),
-        ({"method": "layer_skip", "layer_set": "/nowhere/set.json"}, "cannot be read"),
+        ({"method": "layer_skip", "layer_set": "/nowhere/set.json"}, "where nothing is"),
         ({"method": "quantized_self", "quantization_group_size": 48}, "choose one of 32"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Rows keep their bits: plain and speculative decoding give the very logits of each other, whatever runs beside."""
+"""Rows keep their bits: plain and speculative decoding give the very logits of each other, whatever runs beside.
+
+By the library's own kernels under any exactness; by others at one fixed shape in strict mode, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,22 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.model.execution.packing import packed_dtype
+from foretoken.engine.memory import bytes_per_token
+from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.model.execution import native
 from foretoken.model.lm import CausalLM
+from foretoken.model.promise import MOST_NODES
 from foretoken.testing import PerfectDrafter, WrongDrafter, decode, strengthen, toy_model
 from harness import first_attention, random_ids
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.95, seed=5)
 STRICT = EngineConfig(exactness="strict", output_logits=True)
+DEFAULT = replace(STRICT, exactness="default")
 BORDERS = (5, 245, 500, 1010)
 """Prompts whose outputs cross the first column, and multiples of 256 and 512 columns."""
 
-has_native_bfloat16 = packed_dtype(torch.bfloat16) == torch.bfloat16
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 
 
 @cache
@@ -39,7 +46,7 @@ def long_lm(name: str, dtype: torch.dtype, execution: str = "auto") -> CausalLM:
     config._attn_implementation = first_attention(name)
     torch.manual_seed(0)
     model = type(target_model(name, first_attention(name)))(config)
-    return CausalLM(strengthen(model).to(dtype).eval(), execution=execution, probe=False, packs_all=True)
+    return CausalLM(strengthen(model).to(dtype).eval(), execution=execution, probe=False)
 
 
 def run(
@@ -53,15 +60,15 @@ def run(
         for output in outputs:
             assert output.logits is not None
             logits[output.row.id].append(torch.as_tensor(output.logits))
+    if type(drafter) is PerfectDrafter:
+        assert sum(row.stats.num_accepted_draft_tokens for row in rows) > 0
     return [(row.output_ids, torch.cat(logits[row.id])) for row in rows]
 
 
 def drafters(texts: list[list[int]], vocab_size: int) -> dict[str, Drafter]:
     """Right to their end in different depths, and always wrong."""
-    return {
-        f"{kind.name} {depth}": kind(texts, depth, vocab_size=vocab_size)
-        for kind, depth in ((PerfectDrafter, 1), (PerfectDrafter, 4), (PerfectDrafter, 15), (WrongDrafter, 6))
-    }
+    kinds = (PerfectDrafter, 1), (PerfectDrafter, 4), (PerfectDrafter, 15), (PerfectDrafter, 40), (WrongDrafter, 6)
+    return {f"{kind.name} {depth}": kind(texts, depth, vocab_size=vocab_size) for kind, depth in kinds}
 
 
 def check_bits(lm: CausalLM, prompts: Seq[Seq[int]], params: SamplingParams, config: EngineConfig) -> None:
@@ -80,52 +87,93 @@ def check_bits(lm: CausalLM, prompts: Seq[Seq[int]], params: SamplingParams, con
 PROMPTS = [random_ids(length, 40 + length) for length in BORDERS]
 
 
+@needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3", "mistral-filled", "gpt-neox", "olmo2", "granite"])
-def test_strict_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, params: SamplingParams) -> None:
+def test_logits_are_those_of_plain_decoding(name: str, dtype: torch.dtype, params: SamplingParams) -> None:
     """Over prompts whose outputs cross 256, 512 and 1,024 columns, in batches that rows leave, and alone."""
     lm = long_lm(name, dtype)
-    facts = lm.kernel_facts(STRICT.strict_width)
-    if facts.bucket is None:
-        pytest.fail(f"{name} in {dtype}: {facts.reason}")
-    check_bits(lm, PROMPTS, params, STRICT)
+    assert lm.promise("default").kind == "native", lm.promise("default").reason
+    check_bits(lm, PROMPTS, params, DEFAULT)
 
 
+@needs_kernels
+@pytest.mark.parametrize("exactness", ["default", "strict"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_strict_logits_of_short_texts_are_those_of_plain_decoding(name: str) -> None:
-    check_bits(long_lm(name, torch.bfloat16), PROMPTS[:2], replace(GREEDY, max_tokens=12), STRICT)
+def test_logits_of_short_texts_are_those_of_plain_decoding(name: str, dtype: torch.dtype, exactness: str) -> None:
+    config = replace(STRICT, exactness=exactness)
+    check_bits(long_lm(name, dtype), PROMPTS[:2], replace(GREEDY, max_tokens=12), config)
 
 
-@pytest.mark.skipif(not has_native_bfloat16, reason="the default keeps bits where the CPU computes in bfloat16")
-def test_the_default_keeps_bits_of_chains_in_half_precision() -> None:
-    check_bits(long_lm("llama", torch.bfloat16), PROMPTS[:2], GREEDY, EngineConfig(output_logits=True))
+@needs_kernels
+def test_what_was_said_is_replayed_with_its_bits() -> None:
+    """Rows that leave for want of memory come back with the very keys and values that they had."""
+    lm = long_lm("llama", torch.float32)
+    params = replace(GREEDY, max_tokens=200, ignore_eos=True)
+    prompts = [random_ids(length, length) for length in (100, 130, 70)]
+    plain = [run(lm, EmptyDrafter(), [prompt], params, DEFAULT)[0] for prompt in prompts]
+    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, plain, strict=True)]
+    for drafter in (EmptyDrafter(), PerfectDrafter(texts, 4, vocab_size=lm.vocab_size)):
+        engine = Engine(lm, drafter, replace(DEFAULT, max_kv_bytes=640 * bytes_per_token(lm)))
+        rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
+        logits: dict[int, list[torch.Tensor]] = {row.id: [] for row in rows}
+        for outputs in engine.run():
+            for output in outputs:
+                logits[output.row.id].append(torch.as_tensor(output.logits))
+    if type(drafter) is PerfectDrafter:
+        assert sum(row.stats.num_accepted_draft_tokens for row in rows) > 0
+        assert sum(row.stats.num_preemptions for row in rows) > 0
+        for row, (tokens, want) in zip(rows, plain, strict=True):
+            assert row.output_ids == tokens
+            assert torch.equal(torch.cat(logits[row.id]), want)
+
+
+@needs_kernels
+def test_a_draft_of_more_nodes_is_cut_where_bits_are_promised() -> None:
+    """100 tokens drafted: 64 nodes are verified by default, all of them when nothing is promised."""
+    lm = long_lm("llama", torch.float32)
+    params = replace(GREEDY, max_tokens=128, ignore_eos=True)
+    (tokens,) = decode(lm, EmptyDrafter(), [([3, 1, 4], params)]).outputs.values()
+    perfect = PerfectDrafter([[3, 1, 4, *tokens]], 100, vocab_size=lm.vocab_size)
+    steps = {}
+    for exactness in ("default", "strict", "relaxed"):
+        trace = decode(lm, perfect, [([3, 1, 4], params)], config=EngineConfig(exactness=exactness))
+        assert trace.outputs["0.0"] == tokens
+        steps[exactness] = trace.num_steps - 1  # one reads the prompt
+    assert steps == {"default": 128 // MOST_NODES, "strict": 128 // MOST_NODES, "relaxed": 2}
 
 
 ALIKE = [random_ids(length, 7 + i) for i, length in enumerate((34, 40, 90, 37, 40, 3, 2, 39, 150, 35))]
 """Prompts of which some are padded to one width."""
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_prompts_that_are_read_together_leave_what_they_leave_alone(name: str, dtype: torch.dtype) -> None:
-    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), replace(STRICT, prefill_chunk_size=64))
+    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), replace(DEFAULT, prefill_chunk_size=64))
+    check_bits(long_lm(name, dtype), ALIKE, replace(GREEDY, max_tokens=6), DEFAULT)
 
 
-def test_prompts_of_about_one_length_are_read_in_one_forward() -> None:
-    """Tokens to read, without the pending one: 33 to 39 make one forward, 1 and 2, 89 and 149 one each."""
-    lm = lm_that_rounds()
-    assert lm.kernel_facts(STRICT.strict_width).bucket is not None
-    engine = Engine(lm, EmptyDrafter(), replace(STRICT, max_num_seqs=len(ALIKE)))
-    for prompt in ALIKE:
-        engine.add_request([token % lm.vocab_size for token in prompt], replace(GREEDY, max_tokens=20))
-    num_reads = 0
-    while engine.num_running < len(ALIKE) or len(engine.decoding_rows) < len(ALIKE):
+@pytest.mark.parametrize(("execution", "num_reads"), [("packed", 1), ("eager", 9)])
+def test_prompts_are_read_together_unless_steps_have_one_shape(execution: str, num_reads: int) -> None:
+    """Ten prompts, of which one has a single token, which a step verifies."""
+    if execution == "packed" and native.library() is None:
+        pytest.skip("no kernels here")
+    lm = CausalLM(toy_model().float(), execution=execution, probe=False)
+    prompts = [[token % lm.vocab_size for token in prompt[:9]] for prompt in ALIKE[:-1]] + [[1]]
+    engine = Engine(lm, EmptyDrafter(), replace(STRICT, max_num_seqs=10, max_model_len=96, prefill_chunk_size=64))
+    for prompt in prompts:
+        engine.add_request(prompt, replace(GREEDY, max_tokens=20))
+    found = 0
+    while len(engine.decoding_rows) < len(prompts):
         before = engine.profile.num_prefill_tokens
         engine.step()
-        num_reads += engine.profile.num_prefill_tokens > before
-    assert num_reads == 4
+        found += engine.profile.num_prefill_tokens > before
+    assert found == num_reads
 
 
 # -- kernels whose habits are known ------------------------------------------------------------------------------
@@ -153,9 +201,9 @@ TOY_PROMPTS = [[3, 1, 4, 1, 5], [7], [2, 7, 1, 8, 2, 8, 1, 8], [9, 9, 8]] * 3
 
 @pytest.mark.parametrize("habits", [{"few": 3}, {"many": 20}, {"few": 4, "many": 24}, {"odd": True}], ids=str)
 def test_strict_mode_goes_around_the_habits_of_kernels(habits: dict[str, int]) -> None:
-    """Few rows are padded, many are split; where no range helps, every step runs at one shape."""
+    """Every step runs at one shape, whatever kernels make of others."""
     lm = lm_that_rounds(**habits)
-    assert (lm.kernel_facts(8).bucket is None) == ("odd" in habits)
+    assert lm.promise("strict").kind == "fixed"
     config = EngineConfig(exactness="strict", strict_width=8, max_num_seqs=12, max_model_len=64, prefill_chunk_size=16)
     requests = [(prompt, replace(GREEDY, max_tokens=10)) for prompt in TOY_PROMPTS]
     plain = decode(lm, EmptyDrafter(), requests, config=config)
@@ -187,3 +235,16 @@ def test_longer_drafts_end_at_the_width() -> None:
     trace = decode(lm, perfect, [([3, 1, 4], GREEDY)], config=config)
     assert trace.outputs["0.0"] == tokens
     assert trace.num_steps == 1 + 3  # prefill; 24 tokens in steps of 8
+
+
+def test_one_shape_holds_no_plan_for_memory() -> None:
+    with pytest.raises(ConfigError, match="max_kv_bytes cannot hold it to less"):
+        Engine(lm_that_rounds(), EmptyDrafter(), replace(STRICT, max_kv_bytes="1GB"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_are_refused_in_strict_mode_and_decoded_otherwise(name: str) -> None:
+    lm = CausalLM(target_model(name, first_attention(name)), probe=False)
+    with pytest.raises(UnsupportedModelError, match="multiplies as many rows as the text sends it"):
+        Engine(lm, EmptyDrafter(), STRICT)
+    assert Engine(lm, EmptyDrafter(), DEFAULT).target.promise("default").kind == "near-ties"

@@ -21,6 +21,7 @@ from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import check_drafter, compare, decode, strengthen
+from harness import drafted
 
 VOCAB_SIZE = 64
 
@@ -64,7 +65,7 @@ def test_searching_conforms(num_branches: int) -> None:
 def test_searching_changes_no_token(num_scored: int) -> None:
     """Greedy and sampled rows of different length in one batch, every step with a pass of another set."""
     lm, drafter = target(), swift(num_scored=num_scored)
-    compare(decode(lm, drafter, REQUESTS), decode(lm, EmptyDrafter(), REQUESTS), f"swift, C={num_scored}")
+    compare(drafted(decode(lm, drafter, REQUESTS)), decode(lm, EmptyDrafter(), REQUESTS), f"swift, C={num_scored}")
     assert drafter.num_scoring_passes > 3
 
 

@@ -1,131 +1,193 @@
-"""Every node of a draft, trees included, has the bits of the same token decoded plainly, where the kernels are ours."""
+"""Every node of a draft has the bits of the same token decoded plainly, where steps run by the library's own kernels.
+
+Trees and chains of up to 64 nodes side by side in ragged batches, over several rounds, on models of several structures,
+by every instruction set that this machine has. Stock kernels round by the shape of their call meanwhile, so that none
+of them can have a part in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from compiled_models import own_products
-from foretoken import LLM, SamplingParams
+from compiled_models import build
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import native
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.model.promise import MOST_NODES
+from foretoken.testing import hostile_kernels
 from foretoken.tree import DraftTree
+from harness import random_ids
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
 DTYPES = [torch.bfloat16, torch.float32]
+MODELS = ("llama", "gemma3", "qwen3", "gpt2", "zoo:tiny")
+"""Grouped heads, windows that fill, norms of queries and keys, learned positions and biases; and a trained one."""
+
+PROMPTS = (90, 3, 41, 11)
+"""Tokens of the rows: within the windows and past them, a prompt of more tokens than a draft may have."""
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let small models run by these kernels, too."""
-    with own_products(monkeypatch):
+def instruction_sets() -> list[str]:
+    """Those that this machine runs, the widest first; without kernels none."""
+    widest, sets = native.instruction_set(), list(native.OPTIONS)
+    return [] if widest is None or native.library() is None else sets[sets.index(widest) :]
+
+
+@pytest.fixture(autouse=True)
+def _hostile() -> Iterator[None]:
+    with hostile_kernels():
         yield
 
 
-def model(dtype: torch.dtype) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+@pytest.fixture(params=instruction_sets() or [pytest.param("", marks=pytest.mark.skip("no kernels here"))])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The instruction set by which models run that are loaded in the test."""
+    if native.library(request.param) is None:
+        pytest.fail(f"no kernels were made for {request.param}")
+    monkeypatch.setattr(native, "instruction_set", lambda: request.param)
+    return str(request.param)
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@torch.inference_mode()
-def test_a_path_of_a_tree_is_plain_decoding(dtype: torch.dtype) -> None:
-    lm = CausalLM(model(dtype), execution="compiled", packs_all=True)
-    assert lm.execution.kernels is not None
-    assert lm.execution.num_compiled == 3
-    prompts = [[5, 6, 7, 8] * 20, [9, 10, 11], [3] * 41]
-    said = [[20, 21, 22, 23], [30, 31, 32, 33], [40, 41, 42, 43]]
+def model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    return zoo.load("tiny", dtype=dtype)[0] if name == "zoo:tiny" else build(name, dtype)
 
-    def begun(rows: list[int]) -> object:
-        cache = lm.new_cache(len(rows))
-        for index, row in enumerate(rows):
-            lm.forward(Nodes.from_chains([prompts[row]]), cache, first_row=index)
-            cache.commit([list(range(len(prompts[row])))], index)
-        return cache
 
-    plain: list[list[torch.Tensor]] = []
-    for row in range(3):
-        cache = begun([row])
-        plain.append([])
-        for token in said[row]:
-            plain[row].append(lm.forward(Nodes.from_chains([[token]]), cache)[0, 0].clone())
-            cache.commit([[0]])  # type: ignore[attr-defined]
+def grown(num_nodes: int, root: int, seed: int, vocab_size: int) -> DraftTree:
+    """A random tree, half of whose nodes hang on the one before: deep, wide and uneven."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, parents = [root], [-1]
+    while len(tokens) < num_nodes:
+        parent, token = len(tokens) - 1, int(torch.randint(vocab_size, (), generator=generator))
+        if torch.rand((), generator=generator) < 0.5:
+            parent = int(torch.randint(len(tokens), (), generator=generator))
+        if token not in [tokens[node] for node, other in enumerate(parents) if other == parent]:
+            tokens.append(token)
+            parents.append(parent)
+    return DraftTree(tuple(tokens), tuple(parents))
 
-    cache = begun([0, 1, 2])
-    first, second, third = said
-    trees = [
-        DraftTree((first[0], 1, first[1], 2, 3, first[2], 4, 5, first[3], 6), (-1, 0, 0, 0, 1, 2, 2, 4, 5, 5)),
-        DraftTree.chain(second[0], second[1:]),
-        DraftTree.root(third[0]),
+
+def drafts(number: int, roots: list[int], vocab_size: int) -> list[DraftTree]:
+    """Of a round: in turns over the rows, a tree and a chain of the largest size, a small tree, and no draft."""
+
+    def chain(root: int) -> DraftTree:
+        return DraftTree.chain(root, [token % vocab_size for token in random_ids(MOST_NODES - 1, 50 + number)])
+
+    makers: list[Callable[[int], DraftTree]] = [
+        lambda root: grown(MOST_NODES, root, number, vocab_size),
+        chain,
+        DraftTree.root,
+        lambda root: grown(13, root, 20 + number, vocab_size),
     ]
-    paths = [[0, 2, 5, 8], [0, 1, 2, 3], [0]]
-    logits = lm.forward(Nodes.from_trees(trees), cache)
-    for row, path in enumerate(paths):
-        for depth, node in enumerate(path):
-            assert torch.equal(logits[row, node], plain[row][depth]), (row, node)
-    cache.commit(paths)  # type: ignore[attr-defined]
-    again = lm.forward(Nodes.from_chains([[77], [77], [third[1]]]), cache)
-    alone = begun([0])
-    for token in first:
-        lm.forward(Nodes.from_chains([[token]]), alone)
-        alone.commit([[0]])  # type: ignore[attr-defined]
-    assert torch.equal(again[0, 0], lm.forward(Nodes.from_chains([[77]]), alone)[0, 0])
-    assert torch.equal(again[2, 0], plain[2][1])
+    return [makers[(row + number) % len(makers)](root) for row, root in enumerate(roots)]
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_nodes", [31, 64])
+def longest_path(tree: DraftTree) -> list[int]:
+    return list(max((tree.path(leaf) for leaf in tree.leaves), key=len))
+
+
+class Plain:
+    """Plain decoding of one row, alone.
+
+    Args:
+      prompt: of which nothing was said yet.
+    """
+
+    def __init__(self, lm: CausalLM, prompt: list[int]) -> None:
+        self._lm = lm
+        self._length = len(prompt)
+        self._states = read(lm, [prompt]).export(0, len(prompt))
+
+    def say(self, tokens: Sequence[int], *, for_good: bool = False) -> list[torch.Tensor]:
+        """Logits (V,) after each of these tokens, one at a time; they stay, or are forgotten again."""
+        cache, found = self._lm.new_cache(1), []
+        cache.load(0, self._states, self._length)
+        for token in tokens:
+            found.append(self._lm.forward(Nodes.from_chains([[token]]), cache)[0, 0].clone())
+            cache.commit([[0]])
+        if for_good:
+            self._length += len(tokens)
+            self._states = cache.export(0, self._length)
+        return found
+
+
+def read(lm: CausalLM, prompts: list[list[int]]) -> KVCache:
+    """A cache that holds prompts, each read alone."""
+    cache = lm.new_cache(len(prompts))
+    for row, prompt in enumerate(prompts):
+        lm.forward(Nodes.from_chains([prompt]), cache, first_row=row, keep=slice(0, 0))
+        cache.commit([range(len(prompt))], row)
+    return cache
+
+
 @torch.inference_mode()
-def test_a_path_of_a_wide_tree_is_plain_decoding(dtype: torch.dtype, num_nodes: int) -> None:
-    lm = CausalLM(model(dtype), execution="compiled", packs_all=True)
-    said = [20, 21, 22, 23, 24]
-
-    def begun() -> object:
-        cache = lm.new_cache(1)
-        lm.forward(Nodes.from_chains([[5, 6, 7, 8] * 20]), cache)
-        cache.commit([list(range(80))])
-        return cache
-
-    cache, plain = begun(), []
-    for token in said:
-        plain.append(lm.forward(Nodes.from_chains([[token]]), cache)[0, 0].clone())
-        cache.commit([[0]])  # type: ignore[attr-defined]
-    tokens, parents, path = [said[0]], [-1], [0]
-    for token in said[1:]:  # others before and behind it, below what comes before it
-        for other in range((num_nodes - 1) // 4 - 1):
-            tokens.append(100 + other)
-            parents.append(path[-1])
-        path.append(len(tokens))
-        tokens.append(token)
-        parents.append(path[-2])
-    tree = DraftTree(
-        (*tokens, *range(200, 200 + num_nodes - len(tokens))), (*parents, *[0] * (num_nodes - len(tokens)))
-    )
-    assert len(tree) == num_nodes
-    logits = lm.forward(Nodes.from_trees([tree]), begun())
-    for depth, node in enumerate(path):
-        assert torch.equal(logits[0, node], plain[depth]), node
+def check_drafts(lm: CausalLM, num_rounds: int = 2) -> None:
+    """Every node of every row and round against plain decoding of its own path."""
+    assert lm.promise("default").kind == "native", lm.promise("default").describe()
+    prompts = [[token % lm.vocab_size for token in random_ids(length, length)] for length in PROMPTS]
+    plain = [Plain(lm, prompt) for prompt in prompts]
+    cache, pending = read(lm, prompts), [row + 1 for row in range(len(prompts))]
+    for number in range(num_rounds):
+        trees = drafts(number, pending, lm.vocab_size)
+        logits = lm.forward(Nodes.from_trees(trees), cache)
+        for row, tree in enumerate(trees):
+            for path in map(tree.path, tree.leaves):
+                said = plain[row].say([tree.tokens[node] for node in path])
+                for node, want in zip(path, said, strict=True):
+                    assert torch.equal(logits[row, node], want), (number, row, node)
+        paths = [longest_path(tree) for tree in trees]
+        cache.commit(paths)
+        for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):
+            plain[row].say([tree.tokens[node] for node in path], for_good=True)
+            pending[row] += 40  # the bonus
 
 
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_texts_of_drafted_trees_are_equal_in_batches(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("llama", "gpt2") else pytest.mark.slow) for name in MODELS]
+)
+def test_every_node_of_a_ragged_batch_is_plain_decoding(name: str, dtype: torch.dtype, kernels: str) -> None:
+    lm = CausalLM(model(name, dtype))
+    check_drafts(lm)
+    assert kernels in lm.execution.describe()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "llama" else pytest.mark.full) for name in MODELS],
+)
+def test_every_node_is_plain_decoding_in_compiled_layers(name: str, dtype: torch.dtype, kernels: str) -> None:
+    lm = CausalLM(model(name, dtype), execution="compiled")
+    assert lm.execution.num_compiled == lm.num_layers
+    check_drafts(lm)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_node_is_plain_decoding_on_two_threads(name: str, dtype: torch.dtype, kernels: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_drafts(CausalLM(model(name, dtype)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_texts_of_drafted_trees_are_equal_in_batches(dtype: torch.dtype, kernels: str) -> None:
     """With a model of noise, whose tokens are near ties all the time."""
-    target = model(dtype)
     params = [SamplingParams(temperature=t, seed=5, max_tokens=24, ignore_eos=True) for t in (0, 0.8, 0)]
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 6, 7] * 9, [9, 10], [3] * 30)]
     config = {"method": "token_recycling", "max_draft_nodes": 12, "length_policy": "fixed"}
-    plain = LLM(target, execution="compiled", max_num_seqs=3)
-    drafted = LLM(target, config, execution="compiled", max_num_seqs=3)
-    texts = [[output.outputs[0].token_ids for output in llm.generate(prompts, params)] for llm in (plain, drafted)]
-    assert texts[0] == texts[1]
+    plain = LLM(build("llama", dtype), max_num_seqs=3)
+    drafted = plain.with_speculative_config(config)
+    results = [llm.generate(prompts, params) for llm in (plain, drafted)]
+    first, second = ([output.outputs[0].token_ids for output in each] for each in results)
+    assert first == second
+    assert sum(output.metrics.speculative_decoding["num_accepted_draft_tokens"] for output in results[1]) > 0

@@ -9,11 +9,15 @@ import pytest
 
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import AutoDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.arms import ArmsGovernor
 from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
 from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
 from foretoken.errors import ConfigError
+from foretoken.model.lm import CausalLM
+from foretoken.testing import toy_model
 from foretoken.tree import DraftTree
 
 
@@ -53,6 +57,14 @@ def test_only_the_parts_of_the_arm_are_asked_and_their_drafts_merged() -> None:
     assert tree.child(0, 4) is not None
 
 
+def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
+    """Its one part that drafts chains was once refused as one drafter where several are combined."""
+    target = CausalLM(toy_model(), execution="eager")
+    target.supports_trees = False
+    made = drafter_factory(SpeculativeConfig("auto"), Materials(target))()
+    assert isinstance(made, SuffixDrafter)
+
+
 def run(governor: ArmsGovernor, one: AutoDrafter, arm_of_text: list[int], costs: dict[str, float]) -> list[int]:
     """Decode a text of which the token at place p is that of part ``arm_of_text[p]``; the arm of every step."""
     row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
@@ -60,7 +72,7 @@ def run(governor: ArmsGovernor, one: AutoDrafter, arm_of_text: list[int], costs:
     for wanted in arm_of_text:
         budgets = governor.budgets([row], [Budget(1)], lambda sizes, _: sum(sizes))
         trees = one.propose([row], budgets)
-        trees = governor.trimmed([row], trees, lambda sizes, _: sum(sizes), is_padded=False)
+        trees = governor.trimmed([row], trees, lambda sizes, _: sum(sizes))
         arms.append(one._arm)
         token = one.parts[wanted].tokens[0]
         hit = trees[0].child(0, token) is not None

@@ -339,13 +339,13 @@ def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.M
 
 
 def test_a_model_without_a_drafter_is_measured_as_it_is(pair: Pair) -> None:
-    """By the method that the zoo or the command line would take, at its own vocabulary."""
+    """By the method that the command line would take, at its own vocabulary."""
     lone = replace(pair, drafter=None, zoo_name=None)
     settings = Settings(num_prompts=1, max_new_tokens=8, batch_size=2, vocab_sizes=(1000, 50_000))
     suite = Suite(lone, "none", settings)
-    assert suite.lineup.default_method == "ngram"
-    assert [arm.name for arm in suite.lineup.draft_arms()] == ["ngram"]
-    assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "ngram"]
+    assert suite.lineup.default_method == "auto"
+    assert [arm.name for arm in suite.lineup.draft_arms()] == ["auto"]
+    assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "auto"]
     assert suite._vocab_sizes() == [pair.target.config.vocab_size]
     assert Suite(pair, "none", settings).lineup.default_method == "draft_model"
     inflated = Suite(pair, "512x1408", settings)

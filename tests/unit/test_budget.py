@@ -27,12 +27,17 @@ def test_a_number_limits_the_depth_alone() -> None:
     budget = Budget(2, 5, chains_only=True)
     assert Budget.of(budget) is budget
     assert [7, 8, 9][:budget] == [7, 8]
-    assert repr(budget) == "Budget(depth=2, nodes=5, chains_only=True)"
+    assert repr(budget) == "Budget(depth=2, nodes=5, chains_only=True, least=0.0)"
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda budget: pickle.loads(pickle.dumps(budget))])
 def test_a_copy_keeps_all_of_it(copied) -> None:
-    assert repr(copied(Budget(2, 5, chains_only=True))) == "Budget(depth=2, nodes=5, chains_only=True)"
+    assert repr(copied(Budget(2, 5, chains_only=True, least=0.5))) == repr(Budget(2, 5, True, 0.5))
+
+
+def test_a_governor_takes_depth_away_and_says_what_is_not_worth_drafting() -> None:
+    assert repr(Budget(4, 5, chains_only=True).within(2, 0.25)) == repr(Budget(2, 5, True, 0.25))
+    assert Budget(4).within(9, 0.0).depth == 4
 
 
 def test_a_draft_is_cut_to_it() -> None:

@@ -203,7 +203,7 @@ def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None
     engine.add_request([*row.token_ids, 5, 6], replace(GREEDY, max_tokens=2))
     engine.step()
     known = len(row.token_ids) - 1
-    assert curious.recalled == [(f"curious of row {row.id}", length) for length in (known, 3)]
+    assert curious.recalled == [(f"curious of row {row.id}", known)]
     assert plain.recalled == [(f"plain of row {row.id}", length) for length in (known, 3)]
     assert [start for start, _ in curious.has_read] == [0, 3]
 
@@ -309,3 +309,21 @@ def test_keys_are_handed_on_to_the_drafters_that_know_them() -> None:
 def test_impossible_compositions_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig(**config)
+
+
+@pytest.mark.parametrize("method", ["suffix+eagle3", "eagle3+suffix", "medusa+eagle3", "auto"])
+def test_a_head_among_several_drafters_recalls_what_it_recalls_alone(method: str) -> None:
+    """It recalls one token less than it is asked for, so the parts once agreed on nothing, and chats were read anew."""
+
+    def recalled(config: str) -> int:
+        llm = LLM("zoo:tiny", config, dtype="float32", num_cached_prefixes=2)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        first = llm.generate("Once upon a time there was a little", params)[0]
+        longer = [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6]
+        output = llm.generate({"prompt_token_ids": longer}, params)[0]
+        plain = llm.with_speculative_config(None).generate({"prompt_token_ids": longer}, params)[0]
+        assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert output.metrics.speculative_decoding["num_draft_tokens"] > 0
+        return output.num_cached_tokens
+
+    assert recalled(method) == recalled("eagle3") > 0

@@ -32,7 +32,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law.target import SamplingLaw
-from foretoken.model.execution import decodable, native, packing
+from foretoken.model.execution import decodable, native
 from foretoken.model.execution.decodable import decoder_of
 from foretoken.model.execution.decoder import Decoder
 from foretoken.model.execution.node_lists import NodeList
@@ -268,9 +268,7 @@ def test_drafts_in_one_call_are_those_of_one_level_after_another(monkeypatch: py
 @cache
 def target(dtype: torch.dtype) -> CausalLM:
     """All products by the library's own kernels, so that nodes of trees have the bits of plain decoding."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packing, "faster", lambda *_: native.library())
-        return CausalLM(toy_model(V, dtype=dtype, **SIZES), execution="packed")
+    return CausalLM(toy_model(V, dtype=dtype, **SIZES), execution="packed")
 
 
 @pytest.mark.parametrize("branches", [1, 2])

@@ -20,6 +20,7 @@ from foretoken.retrieval.history import OutputHistory
 OPTION_OF = {
     "max_nodes": ("max_draft_nodes",),
     "num_branches": ("num_draft_branches",),
+    "match": ("prompt_lookup_match",),
     "num_candidates": ("num_candidates", "num_prompt_lookup_candidates"),
     "dynamic_index": ("retrieval_dynamic_index",),
     "max_tree_depth": ("suffix_decoding_max_tree_depth",),
@@ -31,6 +32,7 @@ OPTION_OF = {
     "history_file": ("state_file",),
     "beam_width": ("draft_beam_width",),
     "reranks": ("draft_rerank",),
+    "sharpness": ("draft_sharpness",),
     "sample_method": ("draft_sample_method",),
     "acceptance": ("rejection_sample_method",),
     "match_min": ("retrieval_match_min",),
@@ -73,8 +75,8 @@ OF_THEIR_OWN = {
 
 
 def made_by(method: Method) -> list[type[Drafter]]:
-    """The drafters in the file of a method."""
-    module = sys.modules[method.options.__module__]
+    """The drafters in the file that builds those of a method."""
+    module = sys.modules[method.build.__module__]
     return [
         value
         for value in vars(module).values()

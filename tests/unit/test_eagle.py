@@ -19,7 +19,6 @@ from foretoken.drafters.heads.eagle3 import Eagle3Drafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts import eagle_rows
-from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
 from foretoken.engine.drafter import Budget
@@ -127,7 +126,7 @@ def from_scratch(head: EagleHead, text: Seq[int], path: Seq[int] = ()) -> tuple[
     return cache, output[0, -1]
 
 
-def pool(head: EagleHead, row: Sequence, depth: int) -> dict[tuple[int, ...], float]:
+def pool(head: EagleHead, row: Sequence, depth: int, sharpness: float) -> dict[tuple[int, ...], float]:
     """Every candidate of EAGLE-2 by its path, with its score, in the order in which they come up."""
     found: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
@@ -135,7 +134,7 @@ def pool(head: EagleHead, row: Sequence, depth: int) -> dict[tuple[int, ...], fl
         level: list[tuple[float, tuple[int, ...]]] = []
         for path in frontier:
             found_logits = logits_of(head, from_scratch(head, row.token_ids, path)[1])
-            law = torch.log_softmax(SHARPNESS * found_logits.float(), dim=-1)
+            law = torch.log_softmax(sharpness * found_logits.float(), dim=-1)
             best = sorted(enumerate(law.tolist()), key=lambda candidate: -candidate[1])[:NUM_BRANCHES]
             for column, score in best:
                 token = column if head.vocabulary is None else int(head.vocabulary.target_ids[column])
@@ -192,7 +191,7 @@ class Watched(EmptyDrafter):
 
     def check_tree(self, row: Sequence, tree: DraftTree, depth: int) -> None:
         """A draft holds the best candidates of the pool."""
-        candidates = pool(self.drafter.states.head, row, depth) if depth > 0 else {}
+        candidates = pool(self.drafter.states.head, row, depth, self.drafter.growth.sharpness) if depth > 0 else {}
         best = sorted(candidates, key=lambda path: -candidates[path])[: NUM_NODES - 1]
         assert {tree.path_tokens(node) for node in range(1, len(tree))} == set(best)
         self.num_trees += 1

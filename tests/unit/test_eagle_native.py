@@ -24,7 +24,6 @@ from foretoken.heads.eagle import EagleHead, EagleShape
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution import native as kernels_of
-from foretoken.model.execution import packing
 from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
@@ -52,9 +51,7 @@ def _needs_kernels() -> None:
 @cache
 def target() -> CausalLM:
     """All products by the library's own kernels, so that nodes of trees have the bits of plain decoding."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(packing, "faster", lambda *_: kernels_of.library())
-        return CausalLM(toy_model(320, dtype=HALF, num_hidden_layers=4, **SIZES), execution="packed")
+    return CausalLM(toy_model(320, dtype=HALF, num_hidden_layers=4, **SIZES), execution="packed")
 
 
 def head(name: str = "eagle3", *, is_packed: bool = True, **layer: Any) -> EagleHead:

@@ -13,9 +13,11 @@ import pytest
 
 from foretoken.engine.budget import Budget
 from foretoken.engine.governor import Governor
-from foretoken.engine.step_costs import LEAST_SHARE, CostCurve, StepCosts
+from foretoken.engine.pace import Steps
+from foretoken.engine.step_costs import StepCosts
 from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import Trimming, best_counts, best_length, weights_of
+from foretoken.engine.trimming import best_counts, weights_of
+from foretoken.engine.verifying_costs import LEAST_SHARE, CostCurve
 from foretoken.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
@@ -85,7 +87,7 @@ class World:
                 for row, budget in zip(rows, budgets, strict=True)
             ]
             if governor is not None:
-                trees = governor.trimmed(rows, trees, num_nodes, is_padded=False)
+                trees = governor.trimmed(rows, trees, num_nodes)
             outputs = [self._accept(row, tree) for row, tree in zip(rows, trees, strict=True)]
             size = sum(map(len, trees))
             self.sizes.append(size)
@@ -173,6 +175,18 @@ def test_costs_that_differ_from_the_curve_are_learned() -> None:
     assert verify == pytest.approx(3.0, rel=0.35)
 
 
+@pytest.mark.parametrize("divisible", [True, False])
+@pytest.mark.parametrize("level_cost", [0.0, 2.2])
+def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(divisible: bool, level_cost: float) -> None:
+    """By it no draft would ever pay, so that none would be verified and nothing show that it is wrong."""
+    one = governor({1: 20.0, 2: 80.0, 64: 2000.0}, divisible=divisible)
+    guesser = Guesser(lambda place: 0.9)
+    World(guesser, FLAT, level_cost, num_texts=16).run(one)
+    later = World(guesser, FLAT, level_cost, num_texts=8).run(one)
+    assert later > 0.85 * World(guesser, FLAT, level_cost, num_texts=8).run(governor(FLAT, divisible=divisible))
+    assert one.costs.verify(1, 8) / one.costs.verify(1, 1) < 1.6
+
+
 def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
     world = World(Guesser(lambda place: 0.95), FLAT, 0.5)
     world.run(governor(FLAT, divisible=False))
@@ -212,6 +226,32 @@ def test_it_says_what_it_does_and_why() -> None:
     assert one.speedup == pytest.approx(1.0, abs=0.06)
 
 
+def test_it_speaks_of_no_acceptance_where_nothing_was_drafted() -> None:
+    """It once said "acceptance 0.60 at depth 1", which is what it expects of a drafter that it does not know."""
+    one = governor(STEEP)
+    silent: Any = SimpleNamespace(draft=lambda text, place, row_id, budget: DraftTree.root(text[place]))
+    World(silent, STEEP, 8.0, num_texts=2).run(one)
+    said = one.describe()
+    assert said is not None
+    assert "acceptance" not in said
+    assert "nothing was drafted so far" in said
+
+
+def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None:
+    """Steps that took longer than was expected, as the first ones do: that says nothing of drafts."""
+    one = governor(FLAT)
+    rows: list[Any] = [SimpleNamespace(id=0, is_finished=False)]
+    output: Any = SimpleNamespace(row=rows[0], token_ids=(5,))
+    for seconds in (0.09, 0.05, 0.03, 0.0222, 0.0222):
+        one.budgets(rows, [Budget(8)], num_nodes)
+        tree = DraftTree.root(1)
+        one.learn([tree], [output], num_nodes, drafting_seconds=0.0, other_seconds=seconds)
+    steps = Steps()
+    steps.add(1, 0, 1, 0.0, 0.06)
+    one.follow_steps(steps)
+    assert one.speedup == pytest.approx(1.0)
+
+
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +289,29 @@ def test_a_step_that_was_slow_for_once_moves_little() -> None:
     assert before == pytest.approx(0.04, rel=0.05)
 
 
+def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
+    """Scores say how sure one can be further on; multiplied at every level, luck made the deepest nodes certain."""
+    survival = Survival()
+    chain = DraftTree(tuple(range(1, 8)), tuple(range(-1, 6)), scores=tuple(0.5**depth for depth in range(7)))
+    for place in range(120):
+        survival.proposed(place % 2, chain)
+        survival.came(place % 2, (9,) if place % 2 else (2, 3, 9))
+    lucky, unlucky = ([chance for chance, _ in survival.best_nodes(row, chain, 0.0)] for row in (0, 1))
+    assert survival.factor(0) > 1.1 > 0.9 > survival.factor(1)
+    assert lucky[0] > unlucky[0]
+    assert lucky[3] / lucky[0] == pytest.approx(unlucky[3] / unlucky[0])
+
+
+def test_what_scores_are_worth_is_learned() -> None:
+    survival = Survival()
+    assert survival.trust == 1.0
+    chain = DraftTree((1, 2), (-1, 0), scores=(1.0, 0.8))
+    for place in range(400):
+        survival.proposed(0, chain)
+        survival.came(0, (2 if place % 5 < 2 else 9,))
+    assert survival.trust == pytest.approx(0.5, abs=0.1)
+
+
 def test_the_first_draft_may_be_slow() -> None:
     costs = StepCosts({1: 0.02})
     for seconds in (5.0, 0.01, 0.01):
@@ -262,13 +325,36 @@ def test_a_first_draft_counts_only_as_long_as_there_is_no_other() -> None:
     costs = StepCosts({1: 0.02})
     costs.drafted(4, 2, 5.0, is_first=True)
     assert costs.draft(4, 2) == pytest.approx(5.0)
-    assert costs.times_drafted(4) == 1
-    assert not costs.knows_later_drafts
+    assert costs.times_drafted(4) == 0
     costs.drafted(4, 1, 0.01)
-    assert costs.knows_later_drafts
+    assert costs.times_drafted(4) == 1
     assert costs.draft(4, 2) == pytest.approx(0.02)
     costs.drafted(4, 2, 5.0, is_first=True)
     assert costs.draft(4, 2) == pytest.approx(0.02)
+
+
+def test_what_deep_drafts_took_when_they_were_last_tried_does_not_keep_them_away_for_good() -> None:
+    costs = StepCosts({1: 0.02})
+    costs.drafted(1, 2, 0.05)  # cold
+    for _ in range(63):
+        costs.drafted(1, 1, 0.002)
+    assert costs.draft(1, 2) == pytest.approx(0.05)
+    costs.drafted(1, 1, 0.002)
+    assert costs.draft(1, 2) == pytest.approx(0.004)
+    costs.drafted(1, 2, 0.003)
+    assert costs.draft(1, 2) == pytest.approx(0.003)
+    assert costs.draft(1, 4) == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("are_chains", [True, False])
+def test_the_first_step_of_a_kind_says_nothing_of_others(are_chains: bool) -> None:
+    """Trees that were slow once seemed dear at every size, and were verified no more."""
+    costs = StepCosts({1: 0.02, 16: 0.03})
+    for _ in range(8):
+        costs.verified(1, 1, 0.02)
+    expected = costs.verify(1, 4, are_chains=are_chains)
+    costs.verified(1, 12, 0.09, are_chains=are_chains)
+    assert costs.verify(1, 4, are_chains=are_chains) == pytest.approx(expected, rel=0.05)
 
 
 def test_the_very_first_step_says_nothing_of_later_ones() -> None:
@@ -293,7 +379,7 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
         asked.append(int(budget))
         tree = guesser.draft(text, place, 0, budget)
         levels = tree.depth
-        (tree,) = one.trimmed(rows, [tree], num_nodes, is_padded=False)
+        (tree,) = one.trimmed(rows, [tree], num_nodes)
         emitted, node = [], tree.child(0, text[place])
         while node is not None:
             emitted.append(text[place + len(emitted)])
@@ -343,7 +429,7 @@ def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> Non
         drafted.append(int(asked))
         drafts = [[next(tokens) for _ in range(asked)] for _ in rows]
         trees = [DraftTree.chain(0, draft, source="sparse") for draft in drafts]
-        trees = one.trimmed(rows, trees, num_nodes, is_padded=False)
+        trees = one.trimmed(rows, trees, num_nodes)
         outputs: list[Any] = [
             SimpleNamespace(row=row, token_ids=(*tree.tokens[1:], next(tokens)))
             for row, tree in zip(rows, trees, strict=True)
@@ -368,7 +454,7 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
         def worth(sizes: Any, are_chains: bool, price: float = price) -> float:
             return price * (sum(sizes) - 3) ** 0.8
 
-        counts, _ = best_counts(found, worth)
+        counts = best_counts(found, worth)
         value = sum(chance for nodes, n in zip(found, counts, strict=True) for chance, _ in nodes[:n])
         value -= worth([1 + n for n in counts], False)
         for first in range(len(found[0]) + 1):
@@ -377,13 +463,6 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
                     some = (first, second, third)
                     other = sum(chance for nodes, n in zip(found, some, strict=True) for chance, _ in nodes[:n])
                     assert value >= other - worth([1 + n for n in some], False) - 1e-9
-
-
-def test_chains_that_are_padded_are_cut_to_one_length() -> None:
-    found = [[(0.9, 1), (0.8, 2), (0.1, 3)], [(0.5, 1)]]
-    assert best_length(found, lambda sizes, _: 0.2 * (sum(sizes) - 2))[0] == 2
-    assert best_length(found, lambda sizes, _: 2.0 * (sum(sizes) - 2)) == (0, 0.0)
-    assert best_length([[], []], lambda sizes, _: 0.0) == (0, 0.0)
 
 
 def test_a_batch_ends_with_its_last_row() -> None:
@@ -403,20 +482,3 @@ def test_trees_and_chains_have_costs_of_their_own() -> None:
         costs.verified(4, 16, 0.06, are_chains=False)
     assert costs.verify(4, 16) == pytest.approx(0.03, rel=0.1)
     assert costs.verify(4, 16, are_chains=False) == pytest.approx(0.06, rel=0.1)
-
-
-def test_trees_of_which_chains_are_left_count_as_padded() -> None:
-    """Two rows, one with a good chain: padded to it, both rows pay."""
-    trimming = Trimming(Survival())
-    rows: list[Any] = [SimpleNamespace(id=0), SimpleNamespace(id=1)]
-    trees = [DraftTree.from_paths(1, [[2, 3]]), DraftTree.from_paths(1, [[2], [3]])]
-
-    def worth(sizes: Any, are_chains: bool) -> float:
-        nodes = len(sizes) * max(sizes) if are_chains else sum(sizes)
-        return 0.35 * (nodes - 2)
-
-    flat = trimming.best(rows, trees, worth, [1.0, 1.0], is_padded=False)
-    assert sum(map(len, flat)) == 5  # 0.6, 0.6 and 0.36 are more than 0.35 each
-    padded = trimming.best(rows, trees, worth, [1.0, 1.0], is_padded=True)
-    assert [len(tree) for tree in padded] == [2, 2]
-    assert all(tree.is_chain for tree in padded)

@@ -19,13 +19,14 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.growth import Growth
-from foretoken.engine.drafter import Budget
+from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw
 from foretoken.model.lm import CausalLM
 from foretoken.testing import check_drafter, perturbed, toy_model
+from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 7
 
@@ -90,6 +91,20 @@ def pool(oracle: Oracle, text: Seq[int], depth: int, siblings: int, beam: int) -
         found |= {path: score for score, path in level}
         frontier = [path for _, path in level[:beam]]
     return found
+
+
+@pytest.mark.parametrize(("is_right", "power"), [(True, 4.0), (False, 0.5)])
+def test_the_power_of_a_law_follows_how_often_first_choices_are_right(is_right: bool, power: float) -> None:
+    keys = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(1), "num_branches": 2, "reranks": True, "max_nodes": 4}
+    learned, fixed = Growth(**keys), Growth(**keys, sharpness=2.0)
+    assert (learned.sharpness, fixed.sharpness) == (SHARPNESS, 2.0)
+    row = row_of(0, [1, 2])
+    tree = DraftTree((2, 5, 6), (-1, 0, 0), scores=(1.0, 0.3, 0.5))
+    result = StepResult(tree, (0, 2) if is_right else (0,), (6, 9) if is_right else (7,))
+    for growth in (learned, fixed):
+        for _ in range(200):
+            growth.end(row, result)
+    assert (learned.sharpness, fixed.sharpness) == (power, 2.0)
 
 
 CASES = {

@@ -33,6 +33,16 @@ class TestReading:
         assert checkpoint.shapes == {"fc.weight": (2, 4), "fc.bias": (2,)}
         assert all(torch.equal(checkpoint.tensors[name], TENSORS[name]) for name in TENSORS)
 
+    def test_eight_bits_are_read_as_the_same_numbers_in_bfloat16(self, tmp_path: Path) -> None:
+        """All 256 patterns but the two that are not numbers; a layer can then be moved to the dtype of its target."""
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        numbers = every[~every.float().isnan()]
+        write_checkpoint(tmp_path, {}, {"fc.weight": numbers[None]})
+        read = read_checkpoint(tmp_path).tensors["fc.weight"]
+        assert read.dtype == torch.bfloat16
+        assert torch.equal(read.float(), numbers.float()[None])
+        assert len(numbers) == 254
+
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
     @pytest.mark.parametrize("wrap", [dict, lambda tensors: {"state_dict": tensors}])
     def test_files_of_torch_are_read(self, tmp_path: Path, name: str, wrap: Any) -> None:

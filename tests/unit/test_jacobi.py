@@ -17,6 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app
 from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.budget import Budget
+from foretoken.engine.cuts import CAUSES
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, PromptError
 from foretoken.law.noise import mix
@@ -158,6 +160,61 @@ def test_settled_and_right_early() -> None:
     both = Trajectory((7,), (block, Block(9, (6,), ((8,),))), "length", 0)
     assert both.token_ids == (1, 2, 3, 4, 8)
     assert (both.num_iterations, both.num_right_early, both.tokens_per_iteration) == (4, 3, 1.25)
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("block", [9, 17])
+def test_a_trajectory_follows_what_was_verified(monkeypatch: pytest.MonkeyPatch, block: int, is_strict: bool) -> None:
+    """Where steps took fewer tokens than a block has, iterates became shorter than it, and the views crashed."""
+    width = 4
+    if is_strict:
+        limited = LLM(MODEL, exactness="strict", strict_width=width)
+    else:
+        limited, cut = LLM(MODEL), Budget.cut
+        monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(width - 1))
+    found = foretoken.trajectory(limited, list(PROMPTS[0]), block, PARAMS["greedy"])
+    plain = limited.generate([list(PROMPTS[0])], PARAMS["greedy"])[0].outputs[0].token_ids
+    assert found.token_ids == plain
+    assert sum(map(len, found.blocks)) == len(plain)
+    for one in found.blocks:
+        assert {len(iterate) for iterate in one.iterates} == {len(one)}
+        assert len(one.verified) == one.num_iterations <= len(one)
+        newest = one.initial
+        for iterate, reach in zip(one.iterates, one.verified, strict=True):
+            assert iterate[reach:] == newest[reach:]
+            newest = iterate
+    first, text = found.blocks[0], found.text()
+    assert first.verified[0] == width
+    (cause,) = first.cuts.keys() - {"budget"}
+    assert first.cuts[cause] >= block - width
+    assert cause == "bits" or not is_strict
+    assert f"{first.cuts[cause]} guesses cut off by {CAUSES[cause]}" in text
+    assert "  '-' cut off: not verified in this iteration" in text
+    assert 'class="cut"' in found.html()
+    assert [record["verified"] for record in found.records()] == [list(one.verified) for one in found.blocks]
+
+
+@pytest.mark.parametrize("block", [17, 24])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_trajectory_of_wide_blocks_runs_where_nothing_keeps_bits(
+    monkeypatch: pytest.MonkeyPatch, block: int, is_cut: bool
+) -> None:
+    """Eager bfloat16, where steps once took few nodes and the command crashed. What was not verified is counted, and
+    every iterate has the length of its block."""
+    if is_cut:
+        cut = Budget.cut
+        monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(7))
+    llm = LLM("zoo:tiny", "none", dtype="bfloat16", execution="eager")
+    found = foretoken.trajectory(llm, "Once upon a time", block, SamplingParams(temperature=0.0, max_tokens=40))
+    assert len(found.token_ids) == sum(map(len, found.blocks)) <= 40
+    for one in found.blocks:
+        assert {len(iterate) for iterate in one.iterates} == {len(one)}
+    first = found.blocks[0]
+    assert sum(first.cuts.values()) == sum(block - count for count in first.verified)
+    assert bool(first.cuts) == is_cut
+    assert ("  '-' cut off: not verified in this iteration" in found.text()) == is_cut
+    assert ("cut off by" in found.text()) == is_cut
+    assert ('class="cut"' in found.html()) == is_cut
 
 
 def test_views_show_every_iterate() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
@@ -115,9 +117,15 @@ def test_metrics_are_vllms_and_add_up(llm: LLM) -> None:
         "num_spec_steps",
         "num_spec_tokens",
         "num_steps",
+        "num_proposed_tokens",
+        "num_cut_tokens",
+        "num_undrafted_steps",
         "tokens_per_step",
         "lossless",
     ]
+    cut, undrafted = metrics["num_cut_tokens"], metrics["num_undrafted_steps"]
+    assert metrics["num_proposed_tokens"] == metrics["num_draft_tokens"] + sum(cut.values())
+    assert metrics["num_steps"] == metrics["num_spec_steps"] + sum(undrafted.values())
     histogram = metrics["acceptance_histogram"]
     assert all(isinstance(key, str) and count > 0 for key, count in histogram.items())
     assert sum(int(key) * count for key, count in histogram.items()) == metrics["num_accepted_draft_tokens"]
@@ -133,7 +141,7 @@ def test_metrics_without_a_draft_are_numbers() -> None:
     metrics = speculative_metrics(SequenceStats(), 0)
     assert metrics["mean_acceptance_length"] == 1.0
     assert metrics["draft_acceptance_rate"] == 0.0
-    assert metrics["acceptance_histogram"] == {}
+    assert metrics["acceptance_histogram"] == metrics["num_cut_tokens"] == metrics["num_undrafted_steps"] == {}
 
 
 def test_token_ids_end_with_the_eos_and_the_text_does_not_show_it(llm: LLM) -> None:
@@ -202,6 +210,10 @@ def test_prompts_come_in_every_form(plain: LLM) -> None:
         ([STORY, [4, 4096]], PromptError, "prompt 1: token id 4096 lies outside the vocabulary, 0..4095"),
         ([[5, -1]], PromptError, "token id -1"),
         ([[5, 1.5]], PromptError, "holds 1.5"),
+        ([True, 5], PromptError, "holds True"),
+        ({"prompt_token_ids": [5, False]}, PromptError, "holds False"),
+        (torch.tensor([True, False]), PromptError, "holds tensor(True)"),
+        (np.array([[True, False]]), PromptError, "holds np.True_"),
         ([[5], STORY, {"text": STORY}], PromptError, "prompt 2 has the keys"),
         (12, PromptError, "the prompt is 12"),
         ([STORY, [7] * 2048], ContextLengthError, "prompt 1: the prompt has 2048 tokens and the context 2048"),
@@ -209,7 +221,7 @@ def test_prompts_come_in_every_form(plain: LLM) -> None:
     ids=repr,
 )
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompt: Any, error: type, message: str) -> None:
-    with pytest.raises(error, match=message.replace(".", r"\.")):
+    with pytest.raises(error, match=re.escape(message)):
         llm.generate(prompt, GREEDY)
     assert llm.num_unfinished == 0
     assert llm.generate(STORY, GREEDY)[0].finished
@@ -594,7 +606,11 @@ def test_one_line_says_what_was_loaded_and_how_it_decodes(
     with caplog.at_level("INFO", "foretoken"):
         LLM("zoo:tiny", config, dtype="float32", execution="eager")
     (line,) = caplog.messages
-    assert line == f"zoo:tiny: 5.5 M parameters, float32 (as asked; the checkpoint is bfloat16), eager, {ending}"
+    start = "zoo:tiny: 5.5 M parameters, float32 (as asked; the checkpoint is bfloat16), eager, "
+    promise = (
+        "" if "plain" in ending else "; near-ties: same tokens as plain decoding but for near-ties (it runs eagerly)"
+    )
+    assert line == f"{start}{ending}{promise}"
 
 
 def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptureFixture) -> None:
@@ -602,7 +618,17 @@ def test_the_load_line_of_a_loaded_model_names_its_class(caplog: pytest.LogCaptu
         LLM(toy_model(), "ngram")
     (line,) = caplog.messages
     assert line.startswith("LlamaForCausalLM: 0.")
-    assert line.endswith(", method ngram")
+    assert ", method ngram; near-ties: same tokens as plain decoding but for near-ties (" in line
+
+
+@pytest.mark.parametrize(("exactness", "kind"), [("default", "near-ties"), ("strict", "fixed")])
+def test_results_name_the_promise_that_holds(exactness: str, kind: str) -> None:
+    llm = LLM(toy_model(), "ngram", execution="eager", exactness=exactness, strict_width=4)
+    metrics = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))[0].metrics
+    assert metrics.promise == llm.promise
+    assert (llm.promise.kind, llm.promise.reason) == (kind, "it runs eagerly")
+    by_law = llm.with_speculative_config({"method": "ngram", "rejection_sample_method": "block"})
+    assert by_law.generate([[1, 2, 3]], SamplingParams(max_tokens=4, seed=1))[0].metrics.promise is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lookup.ngram import NGramDrafter, continuation
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.suffix_index import MATCHES
 from foretoken.engine.drafter import Requirements, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -48,12 +50,15 @@ def observed(drafter: NGramDrafter, row: Any, tree: DraftTree, path: tuple[int, 
 # --- the reference: scan the whole text ------------------------------------------------------------
 
 
-def scanned(tokens: list[int], length: int, shortest: int, longest: int, limit: int) -> list[tuple[int, ...]]:
-    """Distinct continuations by scan: longest suffix first, then the latest occurrence."""
+def scanned(
+    tokens: list[int], length: int, shortest: int, longest: int, limit: int, match: str
+) -> list[tuple[int, ...]]:
+    """Distinct continuations by scan: longest suffix first, then the latest or the earliest occurrence."""
     found: list[tuple[int, ...]] = []
     for order in range(longest, shortest - 1, -1):
         suffix = tokens[len(tokens) - order :]
-        for end in range(len(tokens) - 1, order - 1, -1):
+        ends = range(order, len(tokens))
+        for end in ends if match == "earliest" else reversed(ends):
             if order < len(tokens) and tokens[end - order : end] == suffix:
                 text = list(tokens)
                 for i in range(length):  # one token at a time, from the text as copied so far
@@ -67,16 +72,19 @@ def scanned(tokens: list[int], length: int, shortest: int, longest: int, limit: 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
-@given(texts, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), st.integers(1, 4))
-def test_draft_equals_the_scan(tokens: list[int], length: int, shortest: int, more: int, limit: int) -> None:
+@given(texts, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), st.integers(1, 4), st.sampled_from(MATCHES))
+def test_draft_equals_the_scan(
+    tokens: list[int], length: int, shortest: int, more: int, limit: int, match: str
+) -> None:
     tree = proposal(
         tokens,
         num_speculative_tokens=length,
         prompt_lookup_min=shortest,
         prompt_lookup_max=shortest + more,
         num_candidates=limit,
+        match=match,
     )
-    want = DraftTree.from_paths(tokens[-1], scanned(tokens, length, shortest, shortest + more, limit))
+    want = DraftTree.from_paths(tokens[-1], scanned(tokens, length, shortest, shortest + more, limit, match))
     assert (tree.tokens, tree.parents) == (want.tokens, want.parents)
 
 
@@ -106,8 +114,13 @@ def test_longest_suffix_wins_over_the_more_recent() -> None:
     assert proposal(tokens, num_speculative_tokens=1, prompt_lookup_max=2).tokens == (3, 5)
 
 
-def test_most_recent_occurrence_wins_among_equals() -> None:
-    assert proposal([1, 2, 8, 1, 2, 9, 1, 2], num_speculative_tokens=1).tokens == (2, 9)
+def test_most_recent_occurrence_wins_among_equals_unless_the_earliest_is_asked_for() -> None:
+    tokens = [1, 2, 8, 1, 2, 9, 1, 2, 7, 1, 2]
+    assert proposal(tokens, num_speculative_tokens=1).tokens == (2, 7)
+    assert proposal(tokens, num_speculative_tokens=1, match="earliest").tokens == (2, 8)
+    assert proposal(tokens, num_speculative_tokens=1, match="earliest", num_candidates=2).tokens == (2, 8, 9)
+    with pytest.raises(ConfigError, match="choose one of latest, earliest"):
+        SpeculativeConfig("ngram", prompt_lookup_match="first")
 
 
 def test_short_matches_are_left_alone() -> None:

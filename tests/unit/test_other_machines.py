@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,45 @@ def test_the_package_works_where_the_operators_of_x86_are_missing(
     assert machine in refused
     assert has_bfloat16 == (dtype == "bfloat16")
     assert has_onednn or dtype == "float32"
+
+
+OTHER_TORCH = """
+import json
+import torch
+from foretoken import LLM, SamplingParams
+
+plain = LLM("zoo:tiny", dtype="float32")
+found = {}
+for method in ("draft_model", "ngram", "jacobi", "eagle3"):
+    llm = plain.with_speculative_config({"method": method, "length_policy": "fixed"})
+    num_accepted, are_equal = 0, True
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=32, ignore_eos=True)
+        expected, drafted = (one.generate("Once upon a time", params)[0] for one in (plain, llm))
+        are_equal &= expected.outputs[0].token_ids == drafted.outputs[0].token_ids
+        num_accepted += drafted.metrics.speculative_decoding["num_accepted_draft_tokens"]
+    found[method] = [are_equal, num_accepted > 0]
+print(json.dumps([torch.__version__, plain.model_info.execution, plain.promise.kind, found]))
+"""
+
+OTHER_PYTHONS = [path for path in os.environ.get("FORETOKEN_OTHER_PYTHONS", "").split(os.pathsep) if path]
+"""Interpreters of environments with another torch and everything else that this library needs; see CONTRIBUTING.md."""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not OTHER_PYTHONS, reason="FORETOKEN_OTHER_PYTHONS names no environment with another torch")
+@pytest.mark.parametrize("python", OTHER_PYTHONS)
+def test_texts_are_those_of_plain_decoding_under_another_torch(python: str, tmp_path: Path) -> None:
+    """The oldest supported torch runs packed, newer ones compile; drafts are accepted and change nothing under any."""
+    done = subprocess.run(
+        [python, "-c", OTHER_TORCH],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(foretoken.__file__).parents[1]), "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    version, execution, promise, found = json.loads(done.stdout.splitlines()[-1])
+    said = f"torch {version}, {execution}, {promise}"
+    assert all(both == [True, True] for both in found.values()), (said, found)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from foretoken import LLM, SamplingParams, SpeculativeConfig, trajectory
+from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate, trajectory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
+from foretoken.errors import CopyError
 from foretoken.model.lm import CausalLM
 from foretoken.serving.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
 from foretoken.testing import toy_model
@@ -147,3 +148,36 @@ def test_a_config_shows_what_has_a_value() -> None:
     config = SpeculativeConfig(method="ngram")
     assert "None" not in repr(config)
     assert eval(repr(config)) == config
+
+
+# -- what stays in its process ---------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_a_process_says_so_when_it_is_pickled() -> None:
+    """It was a TypeError about a weak reference, or a lock."""
+    llm = LLM(toy_model(64), "ngram")
+    with llm.stream([[5]], SamplingParams(max_tokens=2)) as stream:
+        for one, remedy in (
+            (llm, "make one in each process, from the name of the model"),
+            (stream, r"outputs\(\) gives what has come so far"),
+            (speculate("ngram"), "with the same arguments in each process"),
+        ):
+            with pytest.raises(CopyError, match=remedy) as refusal:
+                pickle.dumps(one)
+            assert isinstance(refusal.value, TypeError)
+        for one in (llm, stream):
+            with pytest.raises(CopyError, match="copied"):
+                copy.deepcopy({"inside": one})
+        with pytest.raises(CopyError, match="copied"):  # one that was dropped would end the other
+            copy.copy(stream)
+        list(stream)
+        assert pickle.loads(pickle.dumps(stream.outputs()))[0].finished
+
+
+def test_a_shallow_copy_of_an_llm_drafts_over_the_same_target() -> None:
+    llm = LLM(toy_model(64), "ngram")
+    twin = copy.copy(llm)
+    assert type(twin) is LLM
+    assert vars(twin) == vars(llm)
+    assert llm.with_speculative_config("nasd").target is llm.target
+    assert llm.speculative_config.method == "ngram"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken.config.aliases import ALIASES
 from foretoken.config.foreign import METHODS_ELSEWHERE, SAMPLING_PARAMETERS, SPECULATIVE_KEYS
@@ -60,12 +61,19 @@ class TestSamplingParams:
             ("no_repeat_ngram_size", -1),
             ("stop", ["a", ""]),
             ("stop", [1]),
+            ("stop", 1),
             ("stop_token_ids", [-1]),
             ("stop_token_ids", ["a"]),
+            ("stop_token_ids", [True]),
+            ("stop_token_ids", [torch.tensor(True)]),
+            ("stop_token_ids", 7),
+            ("stop_token_ids", True),
             ("min_tokens", -1),
             ("max_tokens", 0),
             ("logprobs", -1),
             ("logit_bias", {-1: 1.0}),
+            ("logit_bias", {True: 1.0}),
+            ("logit_bias", {torch.tensor(True): 1.0}),
             ("logit_bias", {1: math.nan}),
             ("logit_bias", {1: math.inf}),
             ("logit_bias", [1, 2]),
@@ -73,10 +81,13 @@ class TestSamplingParams:
             ("bad_words_ids", [[]]),
             ("bad_words_ids", [3]),
             ("bad_words_ids", [[-3]]),
+            ("bad_words_ids", [[5, True]]),
+            ("bad_words_ids", 3),
             ("seed", -2),
             ("seed", 2**64),
             ("ignore_eos", 1),
             ("logits_processors", [3]),
+            ("logits_processors", len),
         ],
     )
     def test_out_of_range_names_the_field(self, name: str, value: Any) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.engine.cuts import NOTHING_FOUND
 from foretoken.engine.stats import SequenceStats, StepProfile
 from foretoken.serving.payoff import (
     MIN_PLAIN_STEPS,
     MIN_STEPS,
+    MOST_UNDRAFTED,
     WARM_UP_STEPS,
     PayoffWatch,
     describe_loss,
@@ -25,6 +27,8 @@ def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> Sequenc
     counts = SequenceStats(num_steps=num_steps, num_emitted_tokens=num_tokens, num_draft_tokens=num_drafted)
     counts.num_accepted_draft_tokens = num_tokens - num_steps
     counts.num_spec_steps = num_steps if num_drafted else 0
+    if not num_drafted:
+        counts.cuts.steps.update({NOTHING_FOUND: num_steps - 1, "budget": 1})
     return counts
 
 
@@ -37,7 +41,7 @@ def stats(num_steps: int, num_tokens: int, *, num_drafted: int = 100) -> Sequenc
             None,
             "hardly pays so far: 1.05 tokens per step over 100 steps (5 of 100 drafted tokens",
         ),
-        (stats(100, 100, num_drafted=0), 0.0, None, "has found nothing to draft in 100 steps"),
+        (stats(100, 100, num_drafted=0), 0.0, None, "it has found nothing to draft in 99 steps, the end of the text's"),
         (stats(100, 150), 0.5, None, "drafting takes 50% of the time, which makes it 0.75 times as fast as plain"),
         (stats(100, 170), 0.0, 0.5, "about 0.50 times as fast as plain decoding"),
         (stats(100, 150), 0.3, None, None),
@@ -127,6 +131,57 @@ def test_steps_of_batches_and_of_other_rows_are_no_measure(caplog: pytest.LogCap
     assert not warnings(caplog)
 
 
+def held(row: Any, cause: str, num_proposed: int = 0) -> list[Any]:
+    """A step that had no draft, for this cause."""
+    row.stats.cuts.record(NOTHING_FOUND if num_proposed else cause, num_proposed, [(cause, 0)] if num_proposed else ())
+    return outputs(row, 1)
+
+
+def test_a_method_that_could_draft_and_does_not_is_told_after_32_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """A method that one node per step had cut to nothing was once said to have found nothing to draft."""
+    watch, row = PayoffWatch("ngram", 10, "zoo:tiny"), SimpleNamespace(id=1, stats=SequenceStats())
+    for _ in range(MOST_UNDRAFTED):
+        watch.step(held(row, NOTHING_FOUND), 1.0, StepProfile())  # a method that finds nothing is not held back
+    assert not warnings(caplog)
+    watch.step(outputs(SimpleNamespace(id=1, stats=SequenceStats()), 2), 1.0, StepProfile())  # a draft
+    for number in range(MOST_UNDRAFTED):
+        assert not warnings(caplog)
+        if number % 4 == 0:
+            watch.step(held(row, NOTHING_FOUND), 1.0, StepProfile())
+        watch.step(held(row, "bits", 5), 1.0, StepProfile())
+    (line,) = warnings(caplog)
+    assert line.startswith(
+        "method ngram has had no draft verified in 40 steps: it has found nothing to draft in 8 steps, the promise of "
+        "bits cut 160 drafted tokens and left 32 steps without a draft."
+    )
+    assert "strict_width" in line
+    watch.step(held(row, "bits", 5), 1.0, StepProfile())
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_governor_that_waits_is_told_and_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "foretoken")
+    watch, row = PayoffWatch("ngram", 10, "zoo:tiny"), SimpleNamespace(id=1, stats=SequenceStats())
+    for number in range(2 * MOST_UNDRAFTED):
+        watch.step(held(row, "governor", 4 if number < 10 else 0), 1.0, StepProfile())
+    row.stats.num_emitted_tokens = row.stats.num_steps = 2 * MOST_UNDRAFTED
+    watch.ended(row.stats, StepProfile())
+    assert not warnings(caplog)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the governor cut 40 drafted tokens and left 32 steps without a draft. By measured costs plain" in line
+
+
+def test_an_llm_names_what_holds_its_method_back(caplog: pytest.LogCaptureFixture) -> None:
+    """Drafts of a prompt that repeats itself, and a promise that leaves no room for any."""
+    llm = LLM(toy_model(), "ngram", exactness="strict", strict_width=1)
+    params = SamplingParams(temperature=0, max_tokens=MOST_UNDRAFTED + 8, ignore_eos=True)
+    counts = llm.generate([[1, 2, 3] * 5], params)[0].metrics.speculative_decoding
+    assert counts["num_draft_tokens"] == 0
+    assert counts["num_undrafted_steps"]["bits"] > MOST_UNDRAFTED
+    (line,) = warnings(caplog)
+    assert line.startswith("method ngram has had no draft verified in 32 steps: the promise of bits left 32 steps")
+
+
 def in_turn(input_ids: Any, scores: Any) -> Any:
     """Every token of the vocabulary once, in an order that no guess from the text foresees."""
     scores[:] = float("-inf")
@@ -135,7 +190,8 @@ def in_turn(input_ids: Any, scores: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "reason"), [("jacobi", "hardly pays so far"), ("ngram", "has found nothing to draft")]
+    ("method", "reason"),
+    [("jacobi", "hardly pays so far"), ("ngram", "cannot be faster than none here: it has found nothing to draft")],
 )
 def test_an_llm_says_it_when_a_request_has_ended(caplog: pytest.LogCaptureFixture, method: str, reason: str) -> None:
     llm = LLM(toy_model(), method)

@@ -378,7 +378,7 @@ def test_a_history_that_cannot_be_saved_costs_no_text(tmp_path: Path) -> None:
         ({"method": "suffix", "rejection_sample_method": "block"}, "takes chains"),
         ({"method": "rest", "num_speculative_tokens": 65}, "at most 64"),
         ({"method": "rest", "retrieval_match_min": 9, "retrieval_match_max": 3}, "1 <= min <= max"),
-        ({"method": "rest", "datastore": "/nowhere"}, "no datastore"),
+        ({"method": "rest", "datastore": "/nowhere"}, "where nothing is"),
         ({"method": "ngram", "datastore": "x"}, "only for rest"),
     ],
 )

@@ -21,7 +21,7 @@ def recipe():
     sys.path.insert(0, str(RECIPE))
     yield
     sys.path.remove(str(RECIPE))
-    for name in ("texts", "target", "datastore"):
+    for name in ("texts", "target", "datastore", "eight_bits"):
         sys.modules.pop(name, None)
 
 
@@ -82,6 +82,26 @@ def test_blocks_are_mixed_by_weight() -> None:
     assert [sum(one.key.startswith(name) for one in chosen) for name in "ab"] == [50, 50]
     assert len({one.key for one in chosen if one.key.startswith("a")}) == 50
     assert len({one.key for one in chosen if one.key.startswith("b")}) == 10
+
+
+def test_matrices_of_heads_are_rounded_to_eight_bits_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import eight_bits
+
+    from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
+
+    matrix, vector, ids = torch.tensor([[1.0, 0.3]]), torch.tensor([0.3]), torch.tensor([7])
+    tensors = {"a.weight": matrix.bfloat16(), "a.bias": vector.bfloat16(), "token_map": ids}
+    write_checkpoint(tmp_path / "heads", {"x": 1}, tensors)
+    command = ["eight_bits.py", "--heads", str(tmp_path / "heads"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", command)
+    eight_bits.main()
+    found = read_checkpoint(tmp_path / "out")
+    assert found.config == {"x": 1}
+    assert found.tensors["a.weight"].tolist() == [[1.0, 0.3125]]  # 0.3 lies between 0.28125 and 0.3125
+    assert torch.equal(found.tensors["a.bias"], tensors["a.bias"])
+    assert torch.equal(found.tensors["token_map"], ids)
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_pictures_that_cannot_be_made(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigError, match=r"no known format; name it .png"):
         check_picture(tmp_path / "out.txt")
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="it needs to be a file in a folder that exists"):
         check_picture(tmp_path / "none" / "out.png")
     with pytest.raises(ConfigError, match="no step to draw"):
         plot_traces([("empty", [])], tmp_path / "out.png")

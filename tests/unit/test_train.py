@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from foretoken.errors import CheckpointError, NumericsError, PromptError
 from foretoken.heads.checkpoint import read_checkpoint
 from foretoken.heads.eagle_layouts import read_eagle
 from foretoken.heads.eagle_structure import TargetFacts
+from foretoken.heads.hydra_layout import read_hydra
+from foretoken.heads.medusa_layout import read_medusa
 from foretoken.testing import GREEDY
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures
@@ -32,13 +35,17 @@ def examples(count: int = 6) -> list[Example]:
     return [Example(text, len(text) // 2, f"text {i}") for i, text in enumerate(eagle_heads.texts()[:count])]
 
 
-def recipe(method: str, seed: int = 3, vocab: int = 52) -> object:
+def recipe(method: str, seed: int = 3, vocab: int = 52, num_layers: int | None = None) -> object:
     torch.manual_seed(seed)
     parts = parts_of(eagle_heads.target(), (0,))
     vocabulary = frequent_tokens(examples(), vocab, parts)
-    made = new_recipe(method, parts, vocabulary, **SHAPE)
+    made = new_recipe(method, parts, vocabulary, num_layers=num_layers, **SHAPE)
     made.module.double()
     return made
+
+
+def new_heads(method: str, num_layers: int | None) -> Any:
+    return recipe(method, num_layers=num_layers).module.float()
 
 
 # -- EAGLE's unrolled steps ------------------------------------------------------------------------------------------
@@ -170,11 +177,54 @@ def test_noise_is_on_what_hydra_reads(method: str, is_on_states: bool, monkeypat
     assert torch.allclose(on_states, on_embeddings if is_on_states else torch.zeros_like(on_states))
 
 
+@pytest.mark.parametrize(("method", "given", "num_layers"), [("medusa", None, 1), ("medusa", 3, 3), ("hydra", None, 1)])
+def test_blocks_of_a_medusa_or_hydra_head_are_as_many_as_asked_for(
+    method: str, given: int | None, num_layers: int
+) -> None:
+    heads = new_heads(method, given)
+    assert heads.shape.num_layers == num_layers
+    state = torch.randn(2, 32 if method == "medusa" else 64)
+    assert heads.state(0, state).shape == (2, 32)
+
+
+@pytest.mark.parametrize(("given", "num_layers"), [(None, 4), (2, 2), (1, 1)])
+def test_an_mlp_of_hydra_plus_plus_has_four_layers_unless_said_otherwise(given: int | None, num_layers: int) -> None:
+    """Two of them once, with no option and no word, while the page said four."""
+    heads = new_heads("hydra++", given)
+    assert heads.shape.num_layers == num_layers
+    calls = []
+    for block in (heads.first[0], *(heads.later[0] if heads.later else ())):
+        block.register_forward_hook(lambda module, *_: calls.append(module))
+    heads.state(0, torch.randn(1, 64))
+    assert len(calls) == num_layers == len(set(calls))  # called one after the other, and no two the same
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra++"])
+def test_layers_of_a_head_are_trained_apart_and_read_back_apart(method: str, tmp_path: Path) -> None:
+    made = trainer(method, tmp_path / "run", 800, num_layers=3 if method == "medusa" else None)
+    list(made.steps())
+    made.recipe.save(tmp_path, {})
+    stored = read_checkpoint(tmp_path)
+    read = read_medusa(stored, 32, 64) if method == "medusa" else read_hydra(stored, 32, 64)
+    assert read[0].shape.num_layers == (3 if method == "medusa" else 4)
+    assert not read[0].shape.is_shared
+    assert [tensor.shape for tensor in read[0].parameters()] == [
+        tensor.shape for tensor in made.recipe.module.parameters()
+    ]
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-def trainer(method: str, folder: Path, num_tokens: int = 160, rate: float = 1e-2, seed: int = 3) -> Trainer:
-    made = recipe(method, seed)
+def trainer(
+    method: str,
+    folder: Path,
+    num_tokens: int = 160,
+    rate: float = 1e-2,
+    seed: int = 3,
+    num_layers: int | None = None,
+) -> Trainer:
+    made = recipe(method, seed, num_layers=num_layers)
     source = TargetFeatures(eagle_heads.target(), made.layers)
     return Trainer(made, source, examples(), Schedule(num_tokens, 20, rate), folder)
 

@@ -29,8 +29,8 @@ from foretoken.train.trainer import Schedule, Trainer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SMALL = {
-    "shared": SmallPlan(num_layers=1, total_variation=0.3),
-    "own": SmallPlan(num_layers=1, hidden_size=16, own_embeddings=True),
+    "shared": SmallPlan(total_variation=0.3),
+    "own": SmallPlan(hidden_size=16, own_embeddings=True),
     "from layers": SmallPlan(from_layers=(1,), total_variation=1.0),
 }
 
@@ -41,7 +41,8 @@ def target() -> TargetParts:
 
 def recipe(kind: str, seed: int = 3, vocab: int = 52) -> DraftModelRecipe:
     torch.manual_seed(seed)
-    made = new_recipe("draft_model", target(), frequent_tokens(examples(), vocab, target()), small=SMALL[kind])
+    vocabulary = frequent_tokens(examples(), vocab, target())
+    made = new_recipe("draft_model", target(), vocabulary, num_layers=1, small=SMALL[kind])
     assert isinstance(made, DraftModelRecipe)
     made.module.double()
     return made
@@ -129,7 +130,7 @@ def test_embeddings_of_the_target_are_neither_trained_nor_kept_in_checkpoints() 
         (SmallPlan(hidden_size=16), "add own_embeddings"),
         (SmallPlan(hidden_size=12, own_embeddings=True), "not a multiple of 8"),
         (SmallPlan(total_variation=1.5), r"total_variation is 1\.5"),
-        (SmallPlan(num_layers=0), "want 1 layer or more"),
+        (SmallPlan(hidden_size=-1), "want 1 or more"),
         (SmallPlan(from_layers=(0,), hidden_size=16), "leave hidden_size out"),
         (SmallPlan(start=Path("x"), from_layers=(0,)), "has layers and embeddings already"),
     ],

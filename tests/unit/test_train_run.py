@@ -22,9 +22,10 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import toy_model
 from foretoken.train.answers import TRIED, Answering
 from foretoken.train.examples import evaluation_digests, is_evaluation
-from foretoken.train.run import Plan, Run
+from foretoken.train.plan import Plan
+from foretoken.train.run import Run
 from foretoken.train.start import frequent_tokens
-from foretoken.zoo.manifest import root
+from foretoken.zoo.manifest import HEADS, root
 
 PROMPTS = [f"Once there was a {one} who {other}" for one in ("dog", "girl", "king", "cow") for other in ("ran", "sang")]
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -140,6 +141,10 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(method: str, tmp_path
         (["eagle9"], "'eagle9' cannot be trained"),
         (["medusa", "--held-out", "1"], "cannot be held out"),
         (["medusa", "--epochs", "0"], "epochs is 0.0"),
+        (["eagle3", "--num-layers", "2"], "it is for medusa, hydra, hydra++, draft_model"),
+        (["hydra++", "--num-layers", "0"], "want 1 layer or more"),
+        (["draft_model", "--num-layers", "2", "--from-layers", "0,1"], "give one"),
+        (["medusa", "--intermediate-size", "64"], "it is for hydra++, eagle, eagle2, eagle3"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(more: list[str], message: str, tmp_path: Path) -> None:
@@ -227,13 +232,12 @@ def test_evaluation_sets_are_never_trained_on(tmp_path: Path) -> None:
             assert not {digest[:8] for digest in evaluation_digests()} & digests
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "eagle2", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3"])
 def test_heads_on_board_of_the_toy_draft_and_change_nothing(method: str) -> None:
     """No more than the name of the method is said; a head of another target would have nearly nothing accepted."""
     llm = LLM("zoo:tiny", method, dtype="float32", execution="packed")
     (name,) = llm.drafting.heads
-    assert "zoo:tiny" in name
-    assert "on board" in name
+    assert name == f"zoo:tiny, {'eagle' if method == 'eagle2' else method} (on board)"
     found = llm.generate(PROMPTS[:4], GREEDY)
     plain = llm.with_speculative_config("none").generate(PROMPTS[:4], GREEDY)
     assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in plain]
@@ -243,8 +247,18 @@ def test_heads_on_board_of_the_toy_draft_and_change_nothing(method: str) -> None
     assert sum(one["num_accepted_draft_tokens"] for one in counted) >= 0.04 * drafted
 
 
-def test_weights_are_shipped_in_bfloat16(tmp_path: Path) -> None:
-    for method in ("medusa", "hydra", "eagle", "eagle3"):
-        if zoo.brings("tiny", method):
-            tensors = load_file(zoo.asset("tiny", method) / "model.safetensors")
-            assert {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()} == {torch.bfloat16}
+def test_weights_are_shipped_in_bfloat16_and_matrices_of_hydra_in_half_of_that() -> None:
+    for method in HEADS:
+        tensors = load_file(zoo.asset("tiny", method) / "model.safetensors").values()
+        eights = {tensor.dtype for tensor in tensors if tensor.dtype == torch.float8_e4m3fn}
+        assert bool(eights) == method.startswith("hydra")
+        assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} - eights == {torch.bfloat16}
+
+
+def test_the_head_of_hydra_plus_plus_on_board_is_as_the_survey_describes_it() -> None:
+    """MLPs of four layers, no two the same, over a layer of attention."""
+    heads = LLM("zoo:tiny", "hydra++", dtype="float32").drafting.new_drafter().heads
+    assert heads.prefix is not None
+    assert heads.shape.num_layers == 4
+    for later in heads.later:
+        assert len({block.linear.weight.data_ptr() for block in later}) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from foretoken.cli.layer_search import SearchOptions, prompts_of
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.errors import ConfigError
+from foretoken.engine.budget import Budget
+from foretoken.errors import ConfigError, NothingAcceptedError
 from foretoken.llm import LLM
 from foretoken.loading.models import load_tokenizer
 from foretoken.model.lm import CausalLM
@@ -28,7 +30,7 @@ from foretoken.tune.space import Space
 
 pytest.importorskip("optuna")
 
-from foretoken.tune.layer_sets import LayerSearch
+from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
 
 COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
 
@@ -246,6 +248,41 @@ def test_the_verb_writes_a_set_that_the_method_loads(objective: str, model: str,
     again = run(*options(model, prompts, out, "--trials", "7", "--objective", objective, "--resume"))
     assert again.exit_code == 0, again.output
     assert "best of 7 sets" in again.stdout
+
+
+@pytest.mark.parametrize("objective", ["time", "acceptance"])
+def test_a_set_under_which_nothing_is_accepted_is_never_written(
+    objective: str, model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where drafts were cut to nothing, the best of the useless sets was once written, with 0.00 accepted."""
+    cut = Budget.cut
+    monkeypatch.setattr(Budget, "cut", lambda budget, tree: cut(budget, tree).cut(0))
+    out = tmp_path / "set.json"
+    result = run(*options(model, prompts, out, "--trials", "3", "--objective", objective))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    said = " ".join(result.stderr.split())
+    assert "NothingAcceptedError: none of 0 drafted tokens was accepted under any of the 3 sets" in said
+    assert re.search(r"cut \d+ drafted tokens and left \d+ steps without a draft", said)
+    assert "no set is written" in said
+    assert not out.exists()
+    monkeypatch.undo()  # its trials are of use to no later search, which goes on
+    again = run(*options(model, prompts, out, "--trials", "5", "--objective", objective, "--resume", "--json"))
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["num_accepted"] > 0
+    assert LayerSet.load(out).details["num_accepted"] > 0
+
+
+def test_useless_sets_come_last() -> None:
+    def trial(value: float, rate: float, *attention: int) -> Trial:
+        return Trial(LayerSet(attention, (), 4), Score(value, rate, 1.0 + rate, len(attention), value, value))
+
+    trials = [trial(0.5, 0.0, 1, 2), trial(1.2, 0.4, 2), trial(1.0, 1.0), trial(1.1, 0.3, 1)]
+    result = SearchResult(trials)
+    assert result.ranking(4) == [trials[3], trials[1], trials[2], trials[0]]
+    result.check()
+    with pytest.raises(NothingAcceptedError):
+        SearchResult(trials[:1]).check()
 
 
 def test_the_search_is_drawn(model: str, prompts: str, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from foretoken import LLM, SamplingParams, zoo
-from foretoken.config.method import methods
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import cache_folder, temporary_folder
 from foretoken.loading.models import load_model, load_tokenizer
@@ -148,16 +147,10 @@ print(zoo.path("tiny"), target.num_parameters(), drafter.num_parameters(), len(t
 
 def test_the_manifests_say_what_there_is() -> None:
     tiny, smollm2 = zoo.manifest("tiny"), zoo.manifest("zoo:smollm2")
-    assert (tiny.name, tiny.is_toy, tiny.is_instruct, tiny.default_method) == ("tiny", True, False, "draft_model")
-    assert (smollm2.name, smollm2.is_toy, smollm2.is_instruct, smollm2.default_method) == (
-        "smollm2",
-        False,
-        True,
-        "ngram",
-    )
+    assert (tiny.name, tiny.is_toy, tiny.is_instruct) == ("tiny", True, False)
+    assert (smollm2.name, smollm2.is_toy, smollm2.is_instruct) == ("smollm2", False, True)
     assert (tiny.licence, smollm2.licence) == ("CC-BY-4.0", "Apache-2.0")
     assert any("quantized_self" in note and "flattered" in note for note in smollm2.notes)
-    assert {manifest.default_method for manifest in (tiny, smollm2)} <= methods().keys()
     assert zoo.brings("tiny", "draft")
     assert not zoo.brings("smollm2", "draft")
 
@@ -312,13 +305,23 @@ def test_what_is_converted_needs_nothing_any_more(site: Site, monkeypatch: pytes
     assert conversion.converted(site.manifest) == folder
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "no record"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "a bit", "zeros", "remove", "no record", "a record of nothing", "a strange record"]
+)
 def test_a_damaged_conversion_is_made_again(damage: str, site: Site, caplog: pytest.LogCaptureFixture) -> None:
     folder = conversion.converted(site.manifest)
     weights = folder / "model.safetensors"
     digest = conversion.weights_digest(weights)
     if damage == "truncate":
         os.truncate(weights, 1000)
+    elif damage in ("a bit", "zeros"):  # of the right size
+        data = bytearray(weights.read_bytes())
+        data[-1000:] = bytes(1000) if damage == "zeros" else bytes([data[-1000] ^ 1]) + data[-999:]
+        weights.write_bytes(data)
+    elif damage == "a record of nothing":
+        (folder / conversion.RECORD).write_text('{"sha256": {}}')
+    elif damage == "a strange record":
+        (folder / conversion.RECORD).write_text("[3]")
     else:
         (folder / ("tokenizer.json" if damage == "remove" else conversion.RECORD)).unlink()
     assert not conversion.is_converted(folder)
@@ -327,6 +330,7 @@ def test_a_damaged_conversion_is_made_again(damage: str, site: Site, caplog: pyt
     assert load_tokenizer(folder) is not None
     assert left(folder.parent) == [folder.name]
     assert caplog.text.count("converting") == 2
+    assert f"zoo:small in {folder} is damaged: its files are not those that were written" in caplog.text
 
 
 def test_what_a_killed_process_left_is_removed(site: Site) -> None:

@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from foretoken.config.sampling import SamplingParams
+from foretoken.engine import governing
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
-from foretoken.engine.governing import new_governor
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.model.lm import CausalLM
@@ -141,7 +141,7 @@ class EngineArm(Arm):
             drafter,
             config or EngineConfig(max_num_seqs=1),
             eos_token_ids=eos_token_ids,
-            governor=new_governor(target, drafter) if is_governed else None,
+            governor=governing.new_governor(target, drafter) if is_governed else None,
         )
 
     def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
 
-from foretoken import zoo
 from foretoken.bench.arms import EngineArm, Sampling, TransformersArm
 from foretoken.bench.measure import interleave
 from foretoken.bench.models import Pair
@@ -16,6 +15,7 @@ from foretoken.bench.workload import Prompt
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.engine import EngineConfig
+from foretoken.loading.defaults import default_keys
 from foretoken.model.lm import CausalLM
 
 PLAIN = "plain"
@@ -63,10 +63,10 @@ class Lineup:
 
     @property
     def default_method(self) -> str:
-        """How to draft where nothing else is said: with the pair's drafter, else as the zoo or the command line do."""
+        """How to draft where nothing else is said: with the pair's drafter, else as the command line does."""
         if self.drafter is not None:
             return "draft_model"
-        return "ngram" if self.pair.zoo_name is None else zoo.manifest(self.pair.zoo_name).default_method
+        return str(default_keys(self.pair.zoo_name)["method"])
 
     def draft_arms(self) -> list[EngineArm]:
         """The pair's drafter as chain and as tree; without one, the default method."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Protocol
 
+from foretoken.config.keywords import whole_number
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.sequence import check_prompt
+from foretoken.engine.sequence import as_ids, check_prompt
 from foretoken.engine.stopping import StopChecker
-from foretoken.errors import ConfigError, PromptError
+from foretoken.errors import ConfigError
 
 
 class Limited(Protocol):
@@ -55,19 +55,6 @@ class Request:
         return StopChecker(SamplingParams(), self.eos_token_ids, len(self.prompt), self.max_length)
 
 
-def as_ids(inputs: Sequence[int]) -> list[int]:
-    """Plain integers from a list, tuple or tensor of one dimension.
-
-    Raises: PromptError.
-    """
-    try:
-        return [index(token) for token in inputs]
-    except (TypeError, ValueError) as error:
-        raise PromptError(
-            f"inputs is not a list of token ids ({error}); give the ids of one prompt, such as input_ids[0].tolist()"
-        ) from None
-
-
 def check_least(name: str, value: int, least: int) -> None:
     """Raises: ConfigError when a number is too small."""
     if value < least:
@@ -75,8 +62,9 @@ def check_least(name: str, value: int, least: int) -> None:
 
 
 def _eos_ids(eos_tokens_id: int | Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    given = eos_tokens_id if isinstance(eos_tokens_id, Iterable) else (eos_tokens_id,)
     try:
-        ids = tuple(map(index, eos_tokens_id)) if isinstance(eos_tokens_id, Iterable) else (index(eos_tokens_id),)
+        ids = tuple(map(whole_number, given))
     except (TypeError, ValueError):
         raise ConfigError(
             f"eos_tokens_id is {eos_tokens_id!r}; give a token id or a list of them, [] for none"

@@ -17,7 +17,7 @@ from foretoken.cli import train as cli_train
 from foretoken.cli import trajectory as cli_trajectory
 from foretoken.cli import tune as cli_tune
 from foretoken.cli.options import respell
-from foretoken.cli.running import notices, tolerate_encodings
+from foretoken.cli.running import notices, standard_streams, tolerate_encodings
 
 app = typer.Typer(
     name="foretoken",
@@ -56,4 +56,5 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    app(respell(sys.argv[1:]))
+    with standard_streams():
+        app(respell(sys.argv[1:]))

@@ -13,7 +13,7 @@ import typer
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model
-from foretoken.folders import keep_json
+from foretoken.folders import check_place, keep_json
 
 
 @takes_groups
@@ -63,6 +63,9 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
 
         make_environments(options)
         return 0
+    for file in (options.output, options.save_config):
+        if file is not None:
+            _check_place(file)
     model = options.model or _default_model()
     is_small = options.quick and options.peers is None
     threads = options.threads or (1 if is_small else None)  # several would wait longer than they compute
@@ -98,6 +101,20 @@ def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
     suite = suite_of(model, options.draft_model, options.dtype, scale, options.settings())
     measure_parts(suite, parts, results, keep, is_shown=not options.as_json)
     return 0
+
+
+def _check_place(file: Path) -> None:
+    """Make the folder of a file that is to be written.
+
+    Raises: ConfigError.
+    """
+    from foretoken.errors import ConfigError
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}; choose another place") from None
+    check_place(file)
 
 
 def _write(output: Path | None, results: dict[str, Any]) -> None:

@@ -115,4 +115,6 @@ class JsonScreen(Screen):
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count}" for name, count in value.items()).replace("_", " ") or "none"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

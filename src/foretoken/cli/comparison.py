@@ -6,27 +6,37 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from statistics import median
 from time import perf_counter
 from typing import Any
 
+from foretoken.cli.writers import pooled
 from foretoken.config.sampling import SamplingParams
+from foretoken.engine.stats import SequenceStats
 from foretoken.llm import LLM
+from foretoken.model.promise import Promise
 from foretoken.serving.outputs import RequestOutput
 from foretoken.serving.prompts import PromptLike
 from foretoken.serving.runner import Stream
 
 QUESTIONS = (
+    "What are three tips for sleeping better?",
+    "Write a Python class Stack with push, pop, peek and is_empty.",
+    "I want to learn how to cook. Where should I begin?",
     "Correct all mistakes in this text.\n\nhello anna, thank you for you're letter. i am realy happy that you comes to "
     "visit us in june. the childs can not wait to see you. please tell us when your train arrive, then peter will wait "
     "for you at the station. we has a bed for you in the small room. see you soon, mary",
+    "Do you prefer the sea or the mountains for a holiday?",
     "Shorten this text to half its length: The old bakery on Mill Street reopened last week after six months of work. "
     "The owners kept the brick oven from 1912 and added a small cafe with eight tables. Bread is baked at four every "
     "morning, and the first customers arrive at six. On Saturdays there are classes for children.",
-    "Write a Python class Stack with push, pop, peek and is_empty.",
-    "What are three tips for sleeping better?",
+    "My team lost the football match again. What should they change?",
+    "What kind of music do you like to listen to in the evening?",
 )
-"""Typical requests to an assistant: to correct, to shorten, for code, for knowledge. Not chosen for the gain."""
+"""Requests to an assistant: five of eight are chat, of which nothing can be copied, and of any first few half or more;
+between them code, a correction and a summary. Not chosen for the gain."""
+
+WARM_UP = "Name three fruits."
+"""Asked beforehand, so that what the first step loads and compiles is not counted for either way."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",
@@ -157,7 +167,7 @@ class Report:
       model: what was decoded, for people.
       method: how the speculative way drafts.
       exactness: the mode in which texts were compared.
-      promise: what that mode promises of them here.
+      promise: what that mode keeps here.
     """
 
     model: str
@@ -166,7 +176,7 @@ class Report:
     dtype: str
     execution: str
     exactness: str
-    promise: str
+    promise: Promise
     num_threads: int
     cpu: str
     params: SamplingParams
@@ -187,20 +197,19 @@ class Report:
 
     @property
     def speedup(self) -> float:
-        """The median; NaN when a text differs."""
-        return median(self.speedups) if self.is_identical else float("nan")
+        """Of all tokens by all seconds; NaN when a text differs."""
+        if not self.is_identical:
+            return float("nan")
+        return ratio(self.tokens_per_second(self.drafting), self.tokens_per_second(self.plain))
 
     @property
     def tokens_per_step(self) -> float:
-        return ratio(sum(a.drafting.num_tokens for a in self.answers), self._count("num_steps"))
+        return ratio(sum(lane.num_tokens for lane in self.drafting), self.counts.num_steps)
 
     @property
-    def acceptance_rate(self) -> float:
-        return ratio(self._count("num_accepted_draft_tokens"), self._count("num_draft_tokens"))
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return 1 + ratio(self._count("num_accepted_draft_tokens"), self._count("num_spec_steps"))
+    def counts(self) -> SequenceStats:
+        """What became of all drafts."""
+        return pooled([lane.output for lane in self.drafting if lane.output is not None])
 
     def tokens_per_second(self, lanes: Sequence[Lane]) -> float:
         """All tokens by all the time."""
@@ -214,11 +223,9 @@ class Report:
     def drafting(self) -> list[Lane]:
         return [answer.drafting for answer in self.answers]
 
-    def _count(self, name: str) -> int:
-        return sum(answer.count(name) for answer in self.answers)
-
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``. Speeds are there only when all texts are equal."""
+        counts = self.counts
         report: dict[str, Any] = {
             "model": self.model,
             "method": self.method,
@@ -226,15 +233,20 @@ class Report:
             "dtype": self.dtype,
             "execution": self.execution,
             "exactness": self.exactness,
-            "promise": self.promise,
+            "promise": self.promise.as_dict(),
             "num_threads": self.num_threads,
             "cpu": self.cpu,
             "max_new_tokens": self.params.max_tokens,
             "temperature": self.params.temperature,
             "num_prompts": len(self.answers),
             "num_identical": self.num_identical,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "draft_acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "draft_acceptance_rate": counts.draft_acceptance_rate,
+            "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
+            "num_draft_tokens": counts.num_draft_tokens,
+            "num_proposed_tokens": counts.num_proposed_tokens,
+            "num_cut_tokens": dict(counts.cuts.tokens),
+            "num_undrafted_steps": dict(counts.cuts.steps),
             "tokens_per_step": self.tokens_per_step,
             "lossless": all(lane.output is None or lane.output.lossless for lane in self.drafting),
             "speedup": None,
@@ -242,7 +254,8 @@ class Report:
         }
         if self.is_identical:
             speedups = self.speedups
-            report["speedup"] = {"median": self.speedup, "lowest": min(speedups), "highest": max(speedups)}
+            report["speedup"] = {"total": self.speedup, "lowest": min(speedups), "highest": max(speedups)}
+            report["num_tokens"] = sum(lane.num_tokens for lane in self.plain)
             report["plain_tokens_per_second"] = self.tokens_per_second(self.plain)
             report[f"{self.method}_tokens_per_second"] = self.tokens_per_second(self.drafting)
         return report
@@ -263,17 +276,6 @@ class Report:
                 "speedup": answer.speedup,
             }
         return facts
-
-
-def promise_of(llm: LLM) -> str:
-    """The guarantee that an LLM's exactness mode gives for texts with accepted drafts; see docs/exactness.md."""
-    mode, dtype = llm.engine_config.exactness, llm.model_info.dtype
-    is_half = dtype in ("bfloat16", "float16")
-    if mode == "strict" or (is_half and mode == "default" and llm.kernel_facts.bucket is not None):
-        return "the same bits" if mode == "strict" else "the same bits for drafts that are chains"
-    if is_half:
-        return f"the same except for near-ties in {dtype}"
-    return "the same except for ties closer than 1e-4" if dtype == "float32" else "the same"
 
 
 def ratio(part: float, whole: float) -> float:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foretoken.cli.writers import pooled
+from foretoken.config.keywords import check_unicode
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.llm import LLM, SpeculativeLike
 from foretoken.serving.outputs import RequestOutput, StreamOutput
-from foretoken.serving.prompts import check_unicode
 
 PLAIN = "none"
 Put = Callable[[StreamOutput], None]
@@ -60,23 +62,19 @@ class Totals:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens: int = 0
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: int = 0
+    counts: SequenceStats = field(default_factory=SequenceStats)
     decode_seconds: float = 0.0
     is_lossless: bool = True
     plain_seconds: float = 0.0
 
     def add(self, turn: Turn) -> None:
-        counts, metrics = turn.output.metrics.speculative_decoding, turn.output.metrics
+        metrics = turn.output.metrics
         self.num_turns += 1
         self.is_lossless &= turn.output.lossless
         self.num_prompt_tokens += len(turn.output.prompt_token_ids)
         self.num_cached_tokens += turn.output.num_cached_tokens
         self.num_tokens += len(turn.token_ids)
-        self.num_steps += counts["num_steps"]
-        self.num_draft_tokens += counts["num_draft_tokens"]
-        self.num_accepted += counts["num_accepted_draft_tokens"]
+        self.counts.add(pooled([turn.output]))
         self.decode_seconds += metrics.decode_seconds
         self.plain_seconds += metrics.decode_seconds * ((metrics.governor or {}).get("estimated_speedup") or 1.0)
 
@@ -85,9 +83,14 @@ class Totals:
         return {
             "num_turns": self.num_turns,
             "num_generated_tokens": self.num_tokens,
-            "num_steps": self.num_steps,
-            "tokens_per_step": _ratio(self.num_tokens, self.num_steps),
-            "draft_acceptance_rate": _ratio(self.num_accepted, self.num_draft_tokens),
+            "num_steps": self.counts.num_steps,
+            "tokens_per_step": _ratio(self.num_tokens, self.counts.num_steps),
+            "draft_acceptance_rate": self.counts.draft_acceptance_rate,
+            "num_accepted_draft_tokens": self.counts.num_accepted_draft_tokens,
+            "num_draft_tokens": self.counts.num_draft_tokens,
+            "num_proposed_tokens": self.counts.num_proposed_tokens,
+            "num_cut_tokens": dict(self.counts.cuts.tokens),
+            "num_undrafted_steps": dict(self.counts.cuts.steps),
             "lossless": self.is_lossless,
             "tokens_per_second": _ratio(self.num_tokens, self.decode_seconds),
             "estimated_speedup": _ratio(self.plain_seconds, self.decode_seconds),
@@ -138,7 +141,7 @@ class Conversation:
     @property
     def method(self) -> str:
         """How answers are drafted."""
-        return str(self.llm.speculative_config.method)
+        return self.llm.speculative_config.title
 
     def use(self, config: SpeculativeLike) -> None:
         """Draft the next answers in another way: a method's name, or anything that `LLM` takes.
@@ -232,7 +235,7 @@ class Conversation:
                 if delta.finish_reason is None and stop():
                     break
             is_stopped = stream.num_finished == 0
-        return Turn(message, str(llm.speculative_config.method), stream.output(0), is_stopped)
+        return Turn(message, llm.speculative_config.title, stream.output(0), is_stopped)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
-from foretoken.cli.prompts import Raw, ask
+from foretoken.cli.prompts import Raw, ask, check_text
 from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json
 from foretoken.config.speculative import SpeculativeConfig
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
     from foretoken.llm import LLM
 
-MAX_QUESTIONS = 4
-WARM_UP_TOKENS = 8
+MAX_QUESTIONS = 8
+WARM_UP_TOKENS = 24
 TOY = "zoo:tiny"
 INFLATED = {"hidden_size": 1024, "intermediate_size": 4096}
 LABEL = (
@@ -39,13 +39,14 @@ def demo(
     ] = None,
     model: ModelOptions,
     drafting: DraftingOptions,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer; most answers end earlier.", min=2)
-    ] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 128,
     sampling: Annotated[SamplingOptions, "temperature"],
     seed: Annotated[int, typer.Option(help="Both ways use the same one.")] = 0,
     num_prompts: Annotated[
-        int, typer.Option(help="How many of the built-in questions to ask.", min=1, max=MAX_QUESTIONS)
+        int,
+        typer.Option(
+            help="How many of the built-in questions to ask; half or more are chat.", min=1, max=MAX_QUESTIONS
+        ),
     ] = MAX_QUESTIONS,
     raw: Raw = False,
     inflate: Annotated[
@@ -59,15 +60,18 @@ def demo(
 ) -> None:
     """Answer the same questions plainly and speculatively, side by side; then compare the texts, and then the speed.
 
-    The two take turns, so that both have had the same time at every moment. Exit code 3 when a text differs.
+    The two take turns, so that both have had the same time at every moment; the speed is that of all tokens by all
+    seconds. Exit code 3 when a text differs.
     """
     console = Console(stderr=as_json, highlight=False)
     with exit_codes(), console.status("starting") as status:
         from foretoken.cli import demo_screen
-        from foretoken.cli.comparison import QUESTIONS, TOY_QUESTIONS
+        from foretoken.cli.comparison import QUESTIONS, TOY_QUESTIONS, WARM_UP
 
         if svg is not None:
             demo_screen.check_picture(svg)
+        for place, question in enumerate(questions or ()):
+            check_text(question, place, raw=raw)
         name = model.chosen()
         config = drafting.config(name)
         params = sampling.params(max_tokens=max_new_tokens, seed=seed)
@@ -81,8 +85,9 @@ def demo(
         llms = (llm.with_speculative_config(None), llm)
         asked = ask(llms[0].tokenizer, name, questions or own[:num_prompts], chat=name == TOY and not raw, raw=raw)
         status.update("warming up")
+        warm_up = ask(llms[0].tokenizer, name, [WARM_UP], chat=name == TOY and not raw, raw=raw)[0].prompt
         for either in llms:
-            either.generate(asked[-1].prompt, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
+            either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         status.stop()
         report = _report(llms, label, params, _answers(console, llms, asked, params))
         if as_json:
@@ -128,7 +133,7 @@ def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params
 def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: tuple[Answer, ...]) -> Report:
     import torch
 
-    from foretoken.cli.comparison import Report, promise_of
+    from foretoken.cli.comparison import Report
     from foretoken.machine import cpu_name
 
     drafting = llms[1]
@@ -139,7 +144,7 @@ def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: 
         dtype=drafting.model_info.dtype,
         execution=drafting.model_info.execution,
         exactness=drafting.engine_config.exactness,
-        promise=promise_of(drafting),
+        promise=drafting.promise,
         num_threads=torch.get_num_threads(),
         cpu=cpu_name(),
         params=params,

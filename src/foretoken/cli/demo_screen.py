@@ -17,8 +17,9 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from foretoken.cli.comparison import Answer, Lane, Report, ratio
-from foretoken.cli.writers import DRAFTED_STYLE
+from foretoken.cli.writers import DRAFTED_STYLE, drafted
 from foretoken.errors import ConfigError
+from foretoken.folders import check_place
 
 _REFRESH_SECONDS = 0.1
 _NARROW = 60  # columns; panels are put below each other
@@ -97,8 +98,7 @@ def check_picture(path: Path) -> None:
     """Raises: ConfigError before anything is decoded, for a place where no SVG can be written."""
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"--svg is {str(path)!r}; the picture is an SVG, so name it FILE.svg")
-    if not path.expanduser().absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: its folder does not exist; make it first")
+    check_place(path)
 
 
 # -- the answers -----------------------------------------------------------------------------------------------------
@@ -201,19 +201,22 @@ def _figures(report: Report, speeds: Sequence[float], steps: float, same: str) -
 def notes(report: Report) -> Iterator[str]:
     """The notes needed to read the table correctly."""
     if report.is_identical:
+        plain, drafting = (sum(lane.seconds for lane in lanes) for lanes in (report.plain, report.drafting))
         speedups = report.speedups
         yield (
             f"Same text: {report.num_identical} of {len(report.answers)} identical, token for token "
-            f"(exactness {report.exactness} promises {report.promise}). "
-            f"Speed: {report.speedup:.2f}x plain decoding, the median; {min(speedups):.2f} to {max(speedups):.2f}."
+            f"({report.promise.describe()}). "
+            f"Speed: {report.speedup:.2f}x plain decoding, {drafting:.1f} s for all answers instead of {plain:.1f}; "
+            f"single answers {min(speedups):.2f}x to {max(speedups):.2f}x."
         )
     else:
         differing = len(report.answers) - report.num_identical
         yield (
             f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
-            f"exactness {report.exactness} promises {report.promise} here; try --exactness strict, or --dtype float32."
+            f"what holds here is {report.promise.describe()}; try --exactness strict, or --dtype float32."
         )
+    said = ", ".join(drafted(report.counts))
     yield (
-        f"{report.acceptance_rate:.0%} of the drafted tokens were accepted. {report.model}, {report.dtype}, "
-        f"{report.execution}; {report.cpu}, {report.num_threads} thread{'s' if report.num_threads > 1 else ''}."
+        f"{said[:1].upper()}{said[1:]}{'. ' if said else ''}{report.model}, {report.dtype}, {report.execution}; "
+        f"{report.cpu}, {report.num_threads} thread{'s' if report.num_threads > 1 else ''}."
     )

@@ -67,7 +67,7 @@ def generate(
     with exit_codes():
         params = sampling.params(max_tokens=max_new_tokens)
         check_template(chat, raw)
-        read = read_prompts(prompts or (), prompts_file)
+        read = read_prompts(prompts or (), prompts_file, raw=raw)
         if trace_plot is not None:
             check_picture(trace_plot)
         name = model.chosen()

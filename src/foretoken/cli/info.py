@@ -100,8 +100,8 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
         "probe_report": None if target.probe is None else target.probe.as_dict(),
-        "kernels": llm.kernel_facts.as_dict(),
-        "method": llm.speculative_config.method,
+        "promise": llm.promise.as_dict(),
+        "method": llm.speculative_config.title,
         "length_policy": llm.speculative_config.length_policy,
         "varies_with_time": varies_with_time(llm),
         "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
@@ -171,7 +171,7 @@ def show(report: dict[str, Any]) -> None:
     for note in report["notes"]:
         facts.add_row("note", note)
     console.print(facts)
-    show_kernels(console, report["kernels"])
+    show_promise(console, report["promise"])
     if report["probe_report"] is not None:
         show_probe(console, report["probe_report"])
     console.print(f"\ncost of one step over k tokens, {report['context_tokens']} tokens of context")
@@ -189,13 +189,11 @@ def _count(number: int | None) -> str:
     return "not stated" if number is None else f"{number:,}"
 
 
-def show_kernels(console: Console, kernels: dict[str, Any]) -> None:
-    """At which shapes plain and speculative decoding round alike, by the kernels of this machine."""
-    from foretoken.model.execution.kernels import Bucket, KernelFacts
+def show_promise(console: Console, promise: dict[str, Any]) -> None:
+    """What texts keep of plain decoding, whatever is drafted."""
+    from foretoken.model.promise import Promise
 
-    bucket = None if kernels["bucket"] is None else Bucket(**kernels["bucket"])
-    facts = KernelFacts(bucket, kernels["reason"])
-    console.print(f"kernels, measured in {kernels['seconds']:.1f} s: {facts.describe()}")
+    console.print(f"promise: {Promise(promise['kind'], promise['reason']).describe()}")
 
 
 def show_probe(console: Console, probe: dict[str, Any]) -> None:

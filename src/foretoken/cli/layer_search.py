@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from foretoken.cli.options import Dtype, Execution, NumSpeculativeTokens
-from foretoken.cli.prompts import Raw, ask, read_prompts_file
+from foretoken.cli.prompts import STDIN, Raw, ask, read_prompts_file
 from foretoken.cli.running import choose_model
 
 if TYPE_CHECKING:
@@ -134,12 +134,16 @@ class Job:
         )
 
     def finish(self, result: SearchResult) -> dict[str, Any]:
-        """Choose among the best: by a common timing where time decides and the search was not interrupted."""
+        """Choose among the best: by a common timing where time decides and the search was not interrupted.
+
+        Raises: NothingAcceptedError where no set that was tried is of any use.
+        """
         from foretoken.bench.provenance import provenance
         from foretoken.tune.objective import MeasuredTime
 
+        result.check()
         best, final = result.best, {}
-        ranking = result.ranking(self.options.finalists)
+        ranking = [trial for trial in result.ranking(self.options.finalists) if trial.is_of_use]
         if self.options.objective == "time" and len(ranking) > 1 and not result.is_interrupted:
             sets = {str(i): trial.layer_set for i, trial in enumerate(ranking)}
             scores = MeasuredTime(self.timed, self.options.repeats).scores(sets)
@@ -229,6 +233,12 @@ class PromptOptions(Protocol):
 
     @property
     def num_prompts(self) -> int: ...
+
+
+def check_prompts(options: PromptOptions) -> None:
+    """Raises: PromptError, before anything is loaded, for a file that cannot be read."""
+    if options.prompts not in (BUILT_IN, STDIN):
+        read_prompts_file(options.prompts)
 
 
 def prompts_of(model: str, options: PromptOptions, tokenizer: Any) -> list[Prompt]:

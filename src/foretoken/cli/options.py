@@ -15,6 +15,7 @@ from foretoken.config.aliases import ALIASES
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.loading.defaults import RULE, default_keys
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 """Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`."""
@@ -139,16 +140,14 @@ class DraftingOptions:
             help="A smaller model with the same tokenizer, or a head. Aliases: --assistant-model, --model-draft, ...",
         ),
     ] = None
-    method: Annotated[
-        str | None, typer.Option(help=f"{', '.join(methods())}. By default what suits a zoo model, else ngram.")
-    ] = None
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(methods())}; a+b is both. By default {RULE}.")] = None
     num_speculative_tokens: NumSpeculativeTokens = None
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON|@FILE", help="All keys of speculation, as in vLLM.")
     ] = None
 
     def config(self, model: str) -> SpeculativeConfig:
-        """One config for drafting for ``model``; the default is what suits a model of the zoo, else prompt lookup.
+        """One config for drafting for ``model``; see `default_keys` for the default.
 
         Raises: ConfigError; BadParameter for a config beside other options.
         """
@@ -163,15 +162,8 @@ class DraftingOptions:
                 raise typer.BadParameter(f"leave out {_options(given)}, or put it into --speculative-config")
             return SpeculativeConfig.parse(self.speculative_config)
         if self.method is None and self.draft_model is None:  # what a drafter is says what it is for
-            given["method"] = _default_method(model)
+            given |= default_keys(model)
         return SpeculativeConfig.parse(given)
-
-
-def _default_method(model: str) -> str:
-    from foretoken import zoo
-    from foretoken.loading.models import is_zoo
-
-    return zoo.manifest(model).default_method if is_zoo(model) else "ngram"
 
 
 def _options(given: Mapping[str, Any]) -> str:

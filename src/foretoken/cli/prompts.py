@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.config.keywords import check_unicode, whole_number
 from foretoken.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -46,17 +47,30 @@ class Asked:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_prompts(prompts: Sequence[str], file: str | None) -> list[Any]:
+def read_prompts(prompts: Sequence[str], file: str | None, *, raw: bool = False) -> list[Any]:
     """Prompts of the command line ("-" is standard input) and of a file.
 
-    Raises: PromptError when there is none, or a line cannot be read.
+    Raises: PromptError when there is none, a line cannot be read, or a text is not valid Unicode, or empty without
+      ``raw``.
     """
     read: list[Any] = [read_stdin() if prompt == STDIN else prompt for prompt in prompts]
     if file is not None:
         read += read_prompts_file(file)
     if not read:
         raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
+    for place, prompt in enumerate(read):
+        if isinstance(prompt, str):
+            check_text(prompt, place, raw=raw)
     return read
+
+
+def check_text(text: str, place: int, *, raw: bool = False) -> None:
+    """Raises: PromptError for text that is not valid Unicode, or empty where it is not to be given as it is."""
+    check_unicode(text, f"prompt {place}")
+    if not raw and not text.strip():
+        raise PromptError(
+            f"prompt {place} is empty: {text!r} says nothing to go on with; give some text (--raw gives this as it is)"
+        )
 
 
 def read_stdin() -> str:
@@ -111,8 +125,18 @@ def _json_prompt(line: str, place: str) -> Any:
             if isinstance(entry.get(key), str):
                 return entry[key]
         if isinstance(entry.get("prompt_token_ids"), list):
-            return {"prompt_token_ids": entry["prompt_token_ids"]}
+            return {"prompt_token_ids": [_token_id(token, place) for token in entry["prompt_token_ids"]]}
     raise PromptError(f"{place} holds no prompt; give turns (a list of text), prompt, text or prompt_token_ids")
+
+
+def _token_id(token: Any, place: str) -> int:
+    try:
+        number = whole_number(token)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise PromptError(f"{place} holds {token!r}; token ids are whole numbers, 0 or more")
+    return number
 
 
 # -- the chat template -----------------------------------------------------------------------------------------------
@@ -153,11 +177,9 @@ def ask(
 
 
 def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -> Asked:
-    from foretoken.serving.prompts import chat_prompt, check_unicode
+    from foretoken.serving.prompts import chat_prompt
 
-    check_unicode(text, f"prompt {place}")
-    if not text.strip():
-        raise PromptError(f"prompt {place} is empty: {text!r} says nothing to answer; give some text")
+    check_text(text, place)
     return Asked(text, chat_prompt(tokenizer, [{"role": "user", "content": text}]), True)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from foretoken.errors import ForetokenError
+from foretoken.errors import ConfigError, ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM, SpeculativeLike
@@ -85,6 +85,84 @@ def put_json(record: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+class _Stream(io.FileIO):
+    """The file behind a standard stream, which tells at most once that it cannot be written.
+
+    Args:
+      descriptor: of the open file.
+      is_needed: raise a ConfigError then; else what is written is lost without a word.
+    """
+
+    def __init__(self, descriptor: int, *, is_needed: bool) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_needed = is_needed
+
+    def write(self, data: Any) -> int:
+        """All of it: what lies above may have no buffer to write the rest from."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if self._is_needed:
+                self._is_needed = False  # the end of the process writes what is left once more
+                raise ConfigError(
+                    f"standard output cannot be written ({error.strerror}), so what was to follow is lost; make room, "
+                    "or send it elsewhere"
+                ) from None
+        return size
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Whatever the command line runs, with streams that were closed or cannot be written.
+
+    Python has None for a stream that was closed, and ends with code 0, or with a traceback at the very end, where
+    standard output cannot be written. Output that is lost is a refusal here; lost messages are not.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115  # for as long as the process runs
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    elif sys.stderr is sys.__stderr__:
+        sys.stderr = _told(sys.stderr, is_needed=False)
+    try:
+        if sys.stdout is None:
+            raise ConfigError("standard output is closed; give it a place, /dev/null for instance")
+        if sys.stdout is sys.__stdout__:
+            sys.stdout = _told(sys.stdout, is_needed=True)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except ConfigError as error:
+        typer.echo(f"foretoken: {type(error).__name__}: {error}", err=True)
+        sys.exit(EXIT_REFUSED)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich and typer end with code 1 then
+            sys.exit()
+        raise
+
+
+def _told(stream: Any, *, is_needed: bool) -> Any:
+    """The same stream over a `_Stream`."""
+    raw = _Stream(stream.fileno(), is_needed=is_needed)
+    options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
+    return io.TextIOWrapper(buffer, newline="\n", **options)
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere: the reader has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def tolerate_encodings() -> None:
     """No text of a model or a user breaks a stream: what its encoding cannot hold is written as an escape.
 
@@ -105,6 +183,6 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _drop_output()
         raise typer.Exit from None

@@ -51,12 +51,21 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Its peak; it rises at first and falls as a cosine.")] = 8e-4,
     draft_vocabulary_size: Annotated[int, typer.Option(help="Tokens that can be drafted: the most frequent.")] = 8192,
     num_heads: Annotated[int, typer.Option(help="Of Medusa and Hydra: the longest draft.")] = 4,
+    num_layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the MLP of each head (medusa, hydra 1; hydra++ 4), or of a draft_model that begins at random (4)."
+        ),
+    ] = None,
+    intermediate_size: Annotated[
+        int | None,
+        typer.Option(help="hydra++, eagle, eagle3: of the MLP of their decoder layer; the target's by default."),
+    ] = None,
     unrolled_steps: Annotated[int, typer.Option(help="Of EAGLE-3: steps of a draft that are trained.")] = 4,
     input_noise: Annotated[float, typer.Option(help="hydra, hydra++: strength of noise (NEFTune's alpha).")] = 0.0,
     from_layers: Annotated[
         str, typer.Option(metavar="N,N,..", help="draft_model: layers of the target that its own begin as.")
     ] = "",
-    num_layers: Annotated[int, typer.Option(help="draft_model: layers, where they begin at random.")] = 4,
     hidden_size: Annotated[int, typer.Option(help="draft_model: width of these; 0 is the target's.")] = 0,
     own_embeddings: Annotated[
         bool, typer.Option("--own-embeddings", help="draft_model: train embeddings too, instead of using the target's.")
@@ -86,17 +95,19 @@ def train(
     """
     with exit_codes():
         from foretoken.train.answers import Answering
-        from foretoken.train.run import Plan, Run
+        from foretoken.train.plan import Plan
+        from foretoken.train.run import Run
         from foretoken.train.small import SmallPlan
 
         plan = Plan(
             method=method, out=out, prompts=prompts, own_prompts=own_prompts, epochs=epochs, batch_tokens=batch_tokens,
             learning_rate=learning_rate, draft_vocabulary=draft_vocabulary_size, num_heads=num_heads,
             num_steps=unrolled_steps, one_in=held_out, evaluate_tokens=evaluate_tokens, patience=patience,
-            features=features, raw=raw, input_noise=input_noise,
+            features=features, raw=raw, num_layers=num_layers, intermediate_size=intermediate_size,
+            input_noise=input_noise,
             small=SmallPlan(
-                from_layers=_layers(from_layers), num_layers=num_layers, hidden_size=hidden_size,
-                own_embeddings=own_embeddings, start=start, total_variation=total_variation,
+                from_layers=_layers(from_layers), hidden_size=hidden_size, own_embeddings=own_embeddings,
+                start=start, total_variation=total_variation,
             ),
             answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
         )  # fmt: skip

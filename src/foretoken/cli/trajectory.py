@@ -12,6 +12,7 @@ import typer
 from foretoken.cli.options import AsJson, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import exit_codes, load_llm
+from foretoken.folders import check_place
 
 
 @takes_groups
@@ -37,13 +38,16 @@ def trajectory(
     Standard output gets a table, or with --json one line per block.
     """
     with exit_codes():
+        params = sampling.params(max_tokens=max_new_tokens)
+        check_template(chat, raw)
+        read = read_prompts([prompt], None, raw=raw)
+        for file in (html, jsonl):
+            if file is not None:
+                check_place(file)
+        name = model.chosen()
         from foretoken.views.trajectory import trajectory as trace
         from foretoken.views.trajectory import write_text
 
-        params = sampling.params(max_tokens=max_new_tokens)
-        check_template(chat, raw)
-        read = read_prompts([prompt], None)
-        name = model.chosen()
         llm = load_llm(name, "none", gguf_file=model.gguf_file, **vars(loading))
         (asked,) = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         found = trace(llm, asked.prompt, block, params, initial_guess=initial_guess)

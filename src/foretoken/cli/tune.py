@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foretoken.cli.layer_search import Job, SearchOptions, words
+from foretoken.cli.layer_search import Job, SearchOptions, check_prompts, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
-from foretoken.folders import keep_json
+from foretoken.folders import check_place, keep_json
 
 if TYPE_CHECKING:
     from foretoken.tune.layer_sets import SearchResult
@@ -46,12 +46,14 @@ def layer_skip(
     Every trial is kept in FILE.trials beside the output. Ctrl-C ends the search and keeps the best set so far.
     """
     with exit_codes():
-        job = Job.of(options)
+        check_place(out)
+        check_prompts(options)
         if plot is not None:
             from foretoken.views.traceplot import check_picture
 
             check_picture(plot)
-        search = job.search(_journal(out), resume)
+        job = Job.of(options)
+        search = job.search(out.with_suffix(".trials"), resume)
         with _bar(options.trials) as on_trial:
             result = search.run(options.trials, on_trial)
         if not result.trials:
@@ -84,7 +86,8 @@ def tree(
     from what was right how often, and steps of every size are timed.
     """
     with exit_codes():
-        _check_place(out)
+        check_place(out)
+        check_prompts(options)
         found, details = find_tree(options)
         with _writing(out):
             found.chosen.save(out, **details)
@@ -109,7 +112,8 @@ def profile(
     timed, interleaved. generate, chat and others begin with what the file holds (--profile-file).
     """
     with exit_codes():
-        _check_place(out)
+        check_place(out)
+        check_prompts(options)
 
         def say(words: str) -> None:
             if sys.stderr.isatty():
@@ -123,20 +127,6 @@ def profile(
             sys.stdout.write(json.dumps({"out": str(out), **report}) + "\n")
         else:
             show_profile(found, details, out)
-
-
-def _journal(out: Path) -> Path:
-    """Checks the place of the output, too."""
-    _check_place(out)
-    return out.with_suffix(".trials")
-
-
-def _check_place(out: Path) -> None:
-    """Raises: ConfigError where no file can be."""
-    from foretoken.errors import ConfigError
-
-    if not out.parent.is_dir() or out.is_dir():
-        raise ConfigError(f"{out} cannot be written: it needs to be a file in a folder that exists")
 
 
 @contextmanager

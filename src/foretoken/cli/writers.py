@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from foretoken.cli.running import put_json
+from foretoken.engine.cuts import Cuts
+from foretoken.engine.stats import SequenceStats
 
 if TYPE_CHECKING:
     from foretoken.cli.prompts import Asked
@@ -131,18 +134,14 @@ def write_segments(console: Console, segments: Segments) -> None:
 
 def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str:
     """One line over all prompts; with the seed where it had a say."""
-    counts: dict[str, int] = {}
-    for output in outputs:
-        for key in ("num_accepted_draft_tokens", "num_spec_steps", "num_steps"):
-            counts[key] = counts.get(key, 0) + output.metrics.speculative_decoding[key]
+    counts = pooled(outputs)
     num_tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     seconds = max(output.metrics.prefill_seconds + output.metrics.decode_seconds for output in outputs)
-    accepted, drafted = counts["num_accepted_draft_tokens"], counts["num_spec_steps"]
     seeds = sorted({sample.seed for output in outputs for sample in output.outputs})
     parts = [
         f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.1f} tokens/s)",
-        f"mean acceptance length {1 + accepted / drafted if drafted else 1.0:.2f}",
-        f"tokens per step {num_tokens / counts['num_steps'] if counts['num_steps'] else 0.0:.2f}",
+        f"{num_tokens / counts.num_steps if counts.num_steps else 0.0:.2f} tokens per step",
+        *drafted(counts),
     ]
     if is_sampled and len(seeds) == 1:
         parts.append(f"seed {seeds[0]}")
@@ -150,13 +149,39 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
     return ", ".join(parts)
 
 
+def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
+    """What became of the drafts of all prompts."""
+    total = SequenceStats()
+    for output in outputs:
+        counts = output.metrics.speculative_decoding
+        total.add(
+            SequenceStats(
+                num_steps=counts["num_steps"],
+                num_spec_steps=counts["num_spec_steps"],
+                num_draft_tokens=counts["num_draft_tokens"],
+                num_accepted_draft_tokens=counts["num_accepted_draft_tokens"],
+                cuts=Cuts(Counter(counts["num_cut_tokens"]), Counter(counts["num_undrafted_steps"])),
+            )
+        )
+    return total
+
+
+def drafted(counts: SequenceStats) -> list[str]:
+    """What was drafted, accepted and cut, for people; nothing of plain decoding."""
+    cuts = counts.cuts
+    if not counts.num_proposed_tokens and not cuts.steps:
+        return []
+    said = f"{counts.num_accepted_draft_tokens} of {counts.num_draft_tokens} verified draft tokens accepted"
+    if not counts.num_proposed_tokens:
+        said = "nothing was drafted"
+    return [said, *([held] if (held := cuts.describe()) else [])]
+
+
 def estimate(output: RequestOutput) -> list[str]:
     """What drafting has brought, by measured costs, and why it was not done where it was not."""
     governor = output.metrics.governor or {}
     speed, decision = governor.get("estimated_speedup"), governor.get("decision")
-    if speed is None:
-        return []
-    said = [f"about {speed:.2f} times the speed of plain decoding"]
+    said = [] if speed is None else [f"about {speed:.2f} times the speed of plain decoding"]
     return said if decision is None or decision.startswith("drafting") else [*said, decision]
 
 
@@ -179,7 +204,11 @@ def as_record(output: RequestOutput, message: str | None = None) -> dict[str, An
         "num_generated_tokens": sum(len(sample.token_ids) for sample in output.outputs),
         "seed": first.seed,
         "lossless": output.lossless,
-        "metrics": {"speculative_decoding": dict(metrics.speculative_decoding), "governor": metrics.governor},
+        "metrics": {
+            "speculative_decoding": dict(metrics.speculative_decoding),
+            "governor": metrics.governor,
+            "promise": None if metrics.promise is None else metrics.promise.as_dict(),
+        },
         "timings": {
             "prefill_seconds": metrics.prefill_seconds,
             "decode_seconds": metrics.decode_seconds,

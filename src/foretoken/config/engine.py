@@ -19,12 +19,12 @@ class EngineConfig:
       prefill_chunk_size: prompt tokens of one row per prefill step. Running rows wait for at most so many tokens before
         they go on: smaller chunks mean shorter pauses and a longer time to the first token.
       acceptance: "match", "standard" (rejection), "block", or "typical", which changes the law of the text.
-      exactness: "strict" runs every step at shapes that keep the bits of a row on this machine, so that plain and
-        speculative decoding round alike and agree bit for bit, whatever the dtype; trees are reduced to chains.
-        "default" does so in half precision for drafts that are chains, where CPU kernels allow it. "relaxed" never
-        does: every step runs at its own shape, and near-ties may fall differently.
-      strict_width: number of nodes that a draft, its root included, may have at those shapes; plain decoding runs
-        at them too, so compare results of one width.
+      exactness: "default": where steps run by the library's own kernels, plain and speculative decoding agree bit for
+        bit, whatever the draft, and drafts have 64 nodes at most; elsewhere near-ties may fall differently. "strict":
+        the same bits elsewhere, too, by running every step at one shape, where drafts are chains; refused for models
+        with experts. "relaxed": drafts of any size, bits where they come by themselves.
+      strict_width: number of nodes that a draft, its root included, has at that one shape; plain decoding runs at it,
+        too, so compare results of one width. Without meaning where the library's own kernels run.
       typical: what "typical" accepts.
       max_kv_bytes: memory of the target's keys and values: a number of bytes, "500MB", "2GB", or "40%" of what is
         available when the engine is made. Rows wait, or leave for a while, as it asks for. None for no limit.
@@ -58,11 +58,6 @@ class EngineConfig:
 
         if self.max_kv_bytes is not None:
             object.__setattr__(self, "max_kv_bytes", memory_size("max_kv_bytes", self.max_kv_bytes))
-            if self.is_strict:
-                raise ConfigError(
-                    "exactness='strict' must reproduce every bit, and rows that leave for want of memory are read "
-                    "again at other shapes; leave max_kv_bytes out and lower max_num_seqs, or use exactness='default'"
-                )
 
     @property
     def rule(self) -> AcceptanceRule:

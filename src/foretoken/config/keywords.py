@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, PromptError
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -139,12 +139,32 @@ def known_arguments(
     return decorate
 
 
+def whole_number(value: Any) -> int:
+    """The number, of any type that holds whole ones.
+
+    Raises: TypeError, for truth values too, which Python and torch count as 0 and 1.
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
+        raise TypeError(f"{value!r} is not a whole number")
+    return operator.index(value)
+
+
+def listed(owner: str, name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of a list or the like, none for None.
+
+    Raises: ConfigError for what has no entries.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise ConfigError(f"{owner}.{name} is {value!r}; it must be a list")
+    return tuple(value)
+
+
 def integer(owner: str, name: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> int:
     """The value as an int within the limits."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
+        number = whole_number(value)
     except TypeError:
         raise ConfigError(f"{owner}.{name} is {value!r}; it must be a whole number{_and(remedy)}") from None
     if number < low or (high is not None and number > high):
@@ -183,11 +203,22 @@ def _and(remedy: str) -> str:
 
 def strings(owner: str, name: str, value: str | Iterable[Any] | None) -> tuple[str, ...]:
     """One string or several as a tuple without empty ones."""
-    given = (value,) if isinstance(value, str) else tuple(value or ())
+    given = (value,) if isinstance(value, str) else listed(owner, name, value)
     for string in given:
         if not isinstance(string, str) or not string:
             raise ConfigError(f"{owner}.{name} holds {string!r}; every entry must be a non-empty string")
     return given
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{name} is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair "
+            "or a byte that is not UTF-8; repair the text"
+        ) from None
 
 
 def spelling(name: str) -> str:

@@ -86,6 +86,11 @@ class Method:
         return getattr(self.options, "model_is_head", False)
 
     @property
+    def head(self) -> str:
+        """The kind of head that it drafts with, by the name of a method: "eagle2" drafts with heads of "eagle"."""
+        return getattr(self.options, "head", self.name)
+
+    @property
     def combines(self) -> bool:
         """Whether it is made of other methods."""
         return "drafters" in self.keys
@@ -94,8 +99,11 @@ class Method:
 def recognized(model: object) -> Method | None:
     """The method whose drafter lies in this folder; None where it is none that any method knows."""
     contents = Contents.of(model)
-    if contents is None:
-        return None
+    return None if contents is None else recognized_in(contents)
+
+
+def recognized_in(contents: Contents) -> Method | None:
+    """The method whose drafter this is; None where it is none that any method knows."""
     known = (method for method in methods().values() if method.recognizes is not None)
     return next((method for method in known if method.recognizes and method.recognizes(contents)), None)
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from foretoken.config.keywords import integer, real, spelling
 from foretoken.errors import ConfigError
+from foretoken.folders import check_place
 
 OWNER = "SpeculativeConfig"
 """Whose keys these are, in messages."""
@@ -70,16 +71,25 @@ class flag:
 
 
 @dataclass(frozen=True)
-class text:
-    """A string that is not empty, or a path."""
+class path:
+    """A path: of a file that is written, or with ``is_read`` of what has to be there."""
+
+    is_read: bool = False
 
     def __call__(self, name: str, value: Any) -> str:
         if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            raise ConfigError(f"{name} is {value!r}; it must be a string")
+            raise ConfigError(f"{name} is {value!r}; it must be a path")
         return str(os.fspath(value))
 
     def __str__(self) -> str:
-        return "string or path"
+        return "path"
+
+    def check(self, name: str, value: str) -> None:
+        """Raises: ConfigError for a path at which nothing can be read, or written."""
+        if not self.is_read:
+            check_place(value)
+        elif not os.path.exists(os.path.expanduser(value)):
+            raise ConfigError(f"{name} is {value!r}, where nothing is; check the path")
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,12 @@ class Options:
 
     def check(self) -> None:
         """Refuse values that do not go together."""
+
+    def check_paths(self) -> None:
+        """Raises: ConfigError for a path at which nothing can be read, or written, on this machine."""
+        for name, key in self.keys().items():
+            if isinstance(key.kind, path) and getattr(self, name) is not None:
+                key.kind.check(name, getattr(self, name))
 
     @classmethod
     def keys(cls) -> dict[str, Key]:

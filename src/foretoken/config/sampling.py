@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config.foreign import SAMPLING_PARAMETERS
-from foretoken.config.keywords import integer, real, strict_keywords, strings
+from foretoken.config.keywords import integer, listed, real, strict_keywords, strings
 from foretoken.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5
@@ -96,8 +96,8 @@ class SamplingParams:
         self._check_budget()
         self._set("stop", strings("SamplingParams", "stop", self.stop))
         self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
-        self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self.stop_token_ids or ()))
-        self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self.bad_words_ids or ()))
+        self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
+        self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
         self._set("logit_bias", self._checked_bias())
         self._check_processors()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
@@ -171,6 +171,9 @@ class SamplingParams:
             seed = whole("seed", self.seed, -1, 2**64 - 1, remedy="None draws one per request")
             self._set("seed", None if seed == -1 else seed)
 
+    def _listed(self, name: str) -> tuple[Any, ...]:
+        return listed("SamplingParams", name, getattr(self, name))
+
     def _token(self, name: str, token: Any) -> int:
         return integer("SamplingParams", name, token, 0, remedy="token ids are not negative")
 
@@ -192,7 +195,7 @@ class SamplingParams:
         return bias
 
     def _check_processors(self) -> None:
-        processors = tuple(self.logits_processors or ())
+        processors = self._listed("logits_processors")
         for processor in processors:
             if not callable(processor):
                 raise ConfigError(

@@ -179,7 +179,7 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
         if sign in spelled:
             if given.get("drafters") is not None:
                 raise ConfigError(f"method {name!r} names its drafters, and drafters does too; give one")
-            return methods()[composition], [part.strip() for part in spelled.split(sign)]
+            return methods()[composition], _parted(spelled, sign)
     spelled = method_aliases().get(spelled, spelled)
     if spelled not in methods():
         near = get_close_matches(spelled, [*methods(), *method_aliases(), *METHODS_ELSEWHERE], n=1, cutoff=0.5)
@@ -188,6 +188,13 @@ def _chosen(name: Any, given: Mapping[str, Any]) -> tuple[Method, list[str] | No
             hint += "That is not available in this version; "
         raise ConfigError(f"method {name!r} is not known; {hint}choose one of {', '.join(methods())}")
     return methods()[spelled], None
+
+
+def _parted(spelled: str, sign: str) -> list[str]:
+    """The names that a sign joins: "suffix+hydra++" -> suffix, hydra++, since that of a method may hold the sign."""
+    for name in (*methods(), *method_aliases()):
+        spelled = spelled.replace(name, name.replace(sign, "\0"))
+    return [part.strip().replace("\0", sign) for part in spelled.split(sign)]
 
 
 def method_named(name: str) -> Method:

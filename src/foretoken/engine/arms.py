@@ -12,7 +12,9 @@ from foretoken.engine.stats import Totals
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget
     from foretoken.engine.drafter import Drafter
+    from foretoken.engine.habit import Habit
     from foretoken.engine.outputs import RowOutput
+    from foretoken.engine.pace import Steps
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.step_costs import StepCosts
     from foretoken.engine.trimming import NumNodes
@@ -43,6 +45,7 @@ class ArmsGovernor:
         self._credits = [0.0] * len(self._arms)
         self._active = 0
         self._left = TRIAL
+        self._turn = TRIAL  # steps of the last turn
 
     def budgets(
         self,
@@ -55,6 +58,7 @@ class ArmsGovernor:
     ) -> list[Budget]:
         """Choose who drafts; what may be drafted for every row."""
         if self._left <= 0:
+            self._turn = TURN - self._left
             self._choose()
         self._drafter.choose_arm(self._active)
         return self._current.budgets(rows, budgets, num_nodes, is_closed=is_closed, context=context)
@@ -70,17 +74,19 @@ class ArmsGovernor:
         best = max(range(len(gains)), key=gains.__getitem__)
         self._active = best
         for arm, gain in enumerate(gains):
-            loss = TURN * (1.0 - gain / gains[best])
+            loss = self._turn * (1.0 - gain / gains[best])
             if arm != best and self._credits[arm] > loss:
                 self._credits[arm] = 0.0
                 self._active = arm
                 return
 
-    def trimmed(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, is_padded: bool
-    ) -> list[DraftTree]:
+    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
-        return self._current.trimmed(rows, trees, num_nodes, is_padded=is_padded)
+        return self._current.trimmed(rows, trees, num_nodes)
+
+    def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+        """The parts of drafts that are verified in a step between two decisions."""
+        return self._current.cut(trees, num_nodes)
 
     def learn(
         self,
@@ -92,16 +98,37 @@ class ArmsGovernor:
         other_seconds: float,
     ) -> None:
         """Take in what a step has brought and what it has cost."""
-        for arm, governor in enumerate(self._arms):
-            if arm == self._active:
-                governor.learn(
-                    trees, outputs, num_nodes, drafting_seconds=drafting_seconds, other_seconds=other_seconds
-                )
-            else:
-                governor.follow(outputs)
-                self._credits[arm] += TRIAL_SHARE
-        self._steps[self._active] += 1
-        self._left -= 1
+        self._current.learn(trees, outputs, num_nodes, drafting_seconds=drafting_seconds, other_seconds=other_seconds)
+        for governor in self._others:
+            governor.follow(outputs)
+        self._count(1)
+
+    def follow_steps(self, steps: Steps) -> None:
+        """Count steps between two decisions."""
+        self._current.follow_steps(steps)
+        self._count(steps.num_steps)
+
+    def follow(self, outputs: Seq[RowOutput], *, is_decided: bool = True) -> None:
+        """Hold drafts against the tokens that have come, see `Governor.follow`."""
+        for governor in self._arms:
+            governor.follow(outputs, is_decided=is_decided)
+
+    @property
+    def has_open_drafts(self) -> bool:
+        """Whether the fate of a draft is not known yet."""
+        return any(governor.has_open_drafts for governor in self._arms)
+
+    def _count(self, num_steps: int) -> None:
+        for arm in range(len(self._arms)):
+            if arm != self._active:
+                self._credits[arm] += num_steps * TRIAL_SHARE
+        self._steps[self._active] += num_steps
+        self._left -= num_steps
+
+    @property
+    def habit(self) -> Habit:
+        """What the arm that drafts decided last."""
+        return self._current.habit
 
     @property
     def totals(self) -> Totals:
@@ -125,3 +152,7 @@ class ArmsGovernor:
     @property
     def _current(self) -> Governor:
         return self._arms[self._active]
+
+    @property
+    def _others(self) -> list[Governor]:
+        return [governor for arm, governor in enumerate(self._arms) if arm != self._active]

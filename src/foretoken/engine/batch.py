@@ -26,7 +26,7 @@ class Member:
 
     ``forks`` are the other samples of its request, which copy its cache once its prompt is in. A member ``is_in_doubt``
     when its last step gave no token, and a draft may be to blame: the next one goes without. ``num_changes`` is that of
-    the target when the row came into the cache, ``num_read_again`` the length of its output when it last had to leave.
+    the target when the row came into the cache, ``num_replayed`` the length of its output when it last had to leave.
     """
 
     row: Sequence
@@ -35,12 +35,17 @@ class Member:
     num_prefilled: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
-    num_read_again: int = 0
+    num_replayed: int = 0
+
+    @property
+    def num_prompt_to_read(self) -> int:
+        """All tokens of the prompt but the last one, which a step verifies."""
+        return self.row.num_prompt_tokens - 1
 
     @property
     def num_to_prefill(self) -> int:
-        """All tokens of the prompt but the pending one, and what is read again of the output."""
-        return self.row.num_prompt_tokens - 1 + self.num_read_again
+        """What is read of the prompt, and replayed of the output."""
+        return self.num_prompt_to_read + self.num_replayed
 
     @property
     def is_prefilled(self) -> bool:
@@ -144,9 +149,9 @@ class Batch:
         return max(self._members, key=lambda member: member.row.id)
 
     def send_back(self, member: Member) -> None:
-        """Let a member leave its slot and wait before all others, to be read again with what it has said."""
+        """Let a member leave its slot and wait before all others, until its prompt is read and its output replayed."""
         self.remove(member, erase=member.is_in_doubt)
-        member.num_prefilled, member.num_read_again = 0, member.row.num_output_tokens
+        member.num_prefilled, member.num_replayed = 0, member.row.num_output_tokens
         self.waiting.appendleft(member)
 
     def remove(self, member: Member, *, erase: bool) -> None:

@@ -16,18 +16,20 @@ class Budget(int):
       depth: tokens on one path, the pending one not counted; 0 for no draft.
       nodes: of the whole draft, root included.
       chains_only: whether only the continuation of first children will be verified.
+      least: chance of a node, below which neither it nor what follows it will be verified; drafters may ignore it.
     """
 
     nodes: int
     chains_only: bool
+    least: float
 
-    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False) -> Self:
+    def __new__(cls, depth: int, nodes: int = sys.maxsize, chains_only: bool = False, least: float = 0.0) -> Self:
         self = super().__new__(cls, depth)
-        self.nodes, self.chains_only = nodes, chains_only
+        self.nodes, self.chains_only, self.least = nodes, chains_only, least
         return self
 
     def __repr__(self) -> str:
-        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only})"
+        return f"Budget(depth={self.depth}, nodes={self.nodes}, chains_only={self.chains_only}, least={self.least})"
 
     @property
     def depth(self) -> int:
@@ -38,6 +40,10 @@ class Budget(int):
     def of(cls, budget: int) -> Budget:
         """The budget itself, or one that limits the depth alone."""
         return budget if isinstance(budget, Budget) else cls(budget)
+
+    def within(self, depth: int, least: float) -> Budget:
+        """As much of it as a governor wants."""
+        return Budget(min(self.depth, depth), self.nodes, self.chains_only, least)
 
     def width(self, num_branches: int) -> int:
         """How many of the wanted siblings are worth drafting."""

@@ -7,10 +7,15 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
-from time import perf_counter
+from statistics import median
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -18,9 +23,9 @@ import torch
 
 from foretoken.engine.costs import Forward, filled_cache, forward_times, seconds_of
 from foretoken.engine.memory import bytes_per_token
-from foretoken.engine.step_costs import CostCurve
+from foretoken.engine.verifying_costs import CostCurve
 from foretoken.folders import cache_folder, keep_json
-from foretoken.machine import cpu_name
+from foretoken.machine import cpu_digest, cpu_name
 
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
@@ -42,7 +47,15 @@ MOST_BYTES = 2**28
 SECONDS = 2.0
 """How long a measurement is to take."""
 
-MOST_ROUNDS = 7
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 7
+MOST_SPREAD = 0.1
+"""Of the ratios of pairs: their median distance from the median, above which something else was at work."""
+
+LEAST_WORK = 0.9
+"""Processor time by time, below which a process was kept waiting."""
+
+MOST_TRIES = 3
+"""Of processes that measure on a busy machine: what they found together is then taken, and mended by steps."""
 
 _known: WeakKeyDictionary[CausalLM, tuple[Any, CostCurve]] = WeakKeyDictionary()
 
@@ -51,48 +64,106 @@ def cost_curve(target: CausalLM) -> CostCurve:
     """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context.
 
     It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
-    execution, number of threads and versions; else it is measured, in about two seconds, and kept there.
+    execution, number of threads and versions; else it is measured, in about two seconds, and kept there. What was
+    measured while the machine was busy is measured again by the next processes, a few of them.
     """
     facts = facts_of(target)
     known = _known.get(target)
     if known is not None and known[0] == facts:
         return known[1]
-    file = cache_folder("costs", f"{_digest(facts)}.json")
-    curve = _read(file)
-    if curve is None:
-        curve = measure_curve(target)
-        _write(file, {"facts": facts, **vars(curve)})
-    _known[target] = facts, curve
-    return curve
+    kept = _read(_file(facts)) or _Kept(CostCurve({}))
+    if not kept.is_settled:
+        kept = kept.with_another(*measure_curve(target))
+        _write(_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
+    _known[target] = facts, kept.curve
+    return kept.curve
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the cache folder holds of one model.
+
+    Args:
+      curve: the mean of those that were measured while the machine was busy, or one that was not.
+      num_doubtful: how many these are; 0 for one that was not.
+    """
+
+    curve: CostCurve
+    num_doubtful: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody needs to measure again."""
+        return bool(self.curve.seconds) and not 0 < self.num_doubtful < MOST_TRIES
+
+    def with_another(self, curve: CostCurve, is_steady: bool) -> _Kept:
+        """After one more measurement."""
+        if is_steady:
+            return _Kept(curve)
+        if not self.curve.seconds.keys() >= curve.seconds.keys():
+            return _Kept(curve, 1)
+        count = self.num_doubtful
+        mean = {
+            number: (count * self.curve.seconds[number] + taken) / (count + 1)
+            for number, taken in curve.seconds.items()
+        }
+        per_token = (count * self.curve.per_token + curve.per_token) / (count + 1)
+        return _Kept(CostCurve(mean, curve.context, per_token), count + 1)
+
+
+def forget_curve(facts: Mapping[str, Any]) -> None:
+    """Drop what was measured where steps have shown that it is wrong: it is measured anew when it is wanted next."""
+    for target in [target for target, known in _known.items() if known[0] == facts]:
+        del _known[target]
+    with suppress(OSError):
+        _file(facts).unlink(missing_ok=True)
 
 
 @torch.inference_mode()
-def measure_curve(target: CausalLM, seconds: float = SECONDS) -> CostCurve:
-    """Time forwards of several numbers of nodes, interleaved, and one node after a long text; the least time of each.
+def measure_curve(target: CausalLM, seconds: float = SECONDS) -> tuple[CostCurve, bool]:
+    """Time forwards of several numbers of nodes, each beside one of one node, and one node after a long text.
+
+    What counts are the medians of the ratios of these pairs: however fast the machine is at the time, both are run at
+    the same speed.
 
     Args:
-      seconds: how long this may take, about; every number is timed at least once after a warm-up.
+      seconds: how long this may take, about; every pair is timed at least once after a warm-up.
+
+    Returns: the curve, and whether nothing else kept the machine busy, as far as can be told.
     """
     counts = [count for count in NUM_NODES if _has_room(target, count)]
     cache, context = filled_cache(target, CONTEXT, max(counts))
-    first = Forward(target, cache, 1)
-    first()
-    single = seconds_of(first, target.device)
-    if 2 * single * len(counts) > seconds:
-        counts = [count for count in counts if count in FEW_NODES]
+    single = Forward(target, cache, 1)
+    forwards = {count: Forward(target, cache, count) for count in counts[1:]}
+    warm_up = {count: seconds_of(forward, target.device) for count, forward in {1: single, **forwards}.items()}
+    if FEWEST_ROUNDS * (sum(warm_up.values()) + len(counts) * min(warm_up.values(), default=0.0)) > seconds:
+        forwards = {count: forward for count, forward in forwards.items() if count in FEW_NODES}
     long_context = _long_context(target)
-    longer = _lengthened(target, cache, long_context)
-    forwards = [*(Forward(target, cache, count) for count in counts), Forward(target, longer, 1)]
-    start = perf_counter()
-    times = forward_times(forwards, 1)  # with a warm-up round
-    taken = (perf_counter() - start) / 2
-    rounds = min(MOST_ROUNDS, int((seconds - 2 * taken) / taken) - 1) if taken > 0.0 else MOST_ROUNDS
-    if rounds > 0:
-        times = [one + more for one, more in zip(times, forward_times(forwards, rounds), strict=True)]
-    *least, long_seconds = map(min, times)
-    more = max(long_seconds - least[0], 0.0)
-    per_token = more / (long_context - context) if long_context > context else 0.0
-    return CostCurve(dict(zip(counts, least, strict=True)), context, per_token)
+    long = Forward(target, _lengthened(target, cache, long_context), 1)
+    seconds_of(long, target.device)
+    pairs = [one for forward in (*forwards.values(), long) for one in (single, forward)]
+    start, worked = perf_counter(), process_time()
+    times = forward_times(pairs, 1, warm_ups=0)
+    more = min(MOST_ROUNDS, int(seconds / (perf_counter() - start))) - 1
+    if more > 0:
+        times = [[*first, *later] for first, later in zip(times, forward_times(pairs, more, warm_ups=0), strict=True)]
+    has_worked = process_time() - worked >= LEAST_WORK * (perf_counter() - start)
+    plain = median([taken for one in times[::2] for taken in one])
+    ratios = [_ratios(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+    *of_counts, of_long = map(median, ratios)
+    per_token = plain * max(of_long - 1.0, 0.0) / (long_context - context) if long_context > context else 0.0
+    curve = {1: plain} | {count: plain * ratio for count, ratio in zip(forwards, of_counts, strict=True)}
+    return CostCurve(curve, context, per_token), has_worked and max(map(_spread, ratios)) <= MOST_SPREAD
+
+
+def _ratios(plain: Seq[float], others: Seq[float]) -> list[float]:
+    return [other / one for one, other in zip(plain, others, strict=True)]
+
+
+def _spread(values: Seq[float]) -> float:
+    """The median distance from the median, by it."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values) / middle
 
 
 def _long_context(target: CausalLM) -> int:
@@ -140,7 +211,7 @@ def _device(name: str) -> str:
     if name.startswith("cuda"):
         return torch.cuda.get_device_name(name)
     isa = f"{os.environ.get('ONEDNN_MAX_CPU_ISA', '')}/{torch.backends.cpu.get_cpu_capability()}"
-    return f"{cpu_name()} {isa}"
+    return f"{cpu_name()} ({cpu_digest()}) {isa}"
 
 
 @cache
@@ -152,21 +223,29 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _read(file: Path) -> CostCurve | None:
-    """What was measured before; None where nothing was, or what was cannot be read."""
+def _file(facts: Mapping[str, Any]) -> Path:
+    return cache_folder("costs", f"{_digest(facts)}.json")
+
+
+def _read(file: Path) -> _Kept | None:
+    """What was measured before; None where nothing was, or the file does not hold what was written."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
+        if read.pop("digest") != _digest(read):
+            return None
         seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
         curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = _Kept(curve, int(read["num_doubtful"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    is_sound = 1 in seconds and all(taken > 0.0 for taken in seconds.values()) and curve.per_token >= 0.0
-    return curve if is_sound else None
+    is_sound = 1 in seconds and all(0.0 < taken < inf for taken in seconds.values()) and 0.0 <= curve.per_token < inf
+    return kept if is_sound else None
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    """Keep a measurement; a folder that cannot be written only means that it is made again."""
+    """Keep a measurement and its digest; a folder that cannot be written only means that it is made again."""
+    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
     try:
-        keep_json(file, content)
+        keep_json(file, {**plain, "digest": _digest(plain)})
     except OSError as error:
         logger.debug("costs are not kept in %s: %s", file, error)

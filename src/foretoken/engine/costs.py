@@ -45,13 +45,13 @@ def seconds_of(call: Callable[..., Any], device: torch.device, *args: Any, **kwa
 
 
 @torch.inference_mode()
-def forward_times(forwards: Seq[Forward], repeats: int) -> list[list[float]]:
-    """Seconds of every forward, ``repeats`` times each: interleaved, after one warm-up round."""
+def forward_times(forwards: Seq[Forward], repeats: int, *, warm_ups: int = 1) -> list[list[float]]:
+    """Seconds of every forward, ``repeats`` times each: interleaved, after rounds of warm-up."""
     times: list[list[float]] = [[] for _ in forwards]
-    for number in range(repeats + 1):
+    for number in range(warm_ups + repeats):
         for forward, taken in zip(forwards, times, strict=True):
             seconds = seconds_of(forward, forward.model.device)
-            if number:
+            if number >= warm_ups:
                 taken.append(seconds)
     return times
 

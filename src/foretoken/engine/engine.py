@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,12 @@ from foretoken.engine.proposing import Proposing
 from foretoken.engine.requests import Requests
 from foretoken.engine.reuse import Reuse
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.sequence import Sequence, check_prompt
+from foretoken.engine.sequence import Sequence, as_ids, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
 from foretoken.engine.turns import Turn
 from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.model.cache.prefixes import PrefixStore
+from foretoken.model.execution.native import loaded_helpers
 from foretoken.model.lm import CausalLM
 
 if TYPE_CHECKING:
@@ -97,8 +98,9 @@ class Engine:
         self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self.governor = governor if self.config.rule.keeps_tokens else None
         self._governing = Governing(self.governor, self._forwards, self._batch)
-        self._proposing = Proposing(drafter, target, self._forwards, self.config, self._governing)
+        self._proposing = Proposing(drafter, target, self._forwards, self._governing)
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
+        self._helpers = loaded_helpers() if target.device.type == "cpu" else None
         self._is_broken = False
         self._turn = Turn()
 
@@ -127,7 +129,7 @@ class Engine:
         leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
         still unfinished.
         """
-        prompt = [int(token) for token in prompt_ids]
+        prompt = as_ids(prompt_ids)
         check_prompt(prompt, self.target.vocab_size, self.max_model_len)
         request_id = self._requests.new_id() if request_id is None else request_id
         if self._batch.holds(request_id):
@@ -238,7 +240,8 @@ class Engine:
         trees = self._proposing.step(members, self._batch.max_nodes)
         self._erase_doubtful(members)
         clock.lap("propose_seconds")
-        output = self._forwards.verify(trees)
+        with self._helpers.watched() if self._helpers is not None else nullcontext():
+            output = self._forwards.verify(trees)
         logits = output.logits
         clock.lap("verify_seconds")
         choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
@@ -257,6 +260,7 @@ class Engine:
             self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
         for member in members:
             if member.row.is_finished:
+                self.profile.ended.add(member.row.stats)
                 self._scheduler.retire(member)
         clock.lap("observe_seconds")
         self.profile.num_steps += 1

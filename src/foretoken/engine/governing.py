@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from foretoken.engine.arms import ArmsGovernor
-from foretoken.engine.cost_curves import cost_curve, facts_of
+from foretoken.engine.attention import Attention
+from foretoken.engine.cost_curves import cost_curve, facts_of, forget_curve
 from foretoken.engine.governor import Governor
+from foretoken.engine.pace import Steps
 from foretoken.engine.step_costs import StepCosts
 from foretoken.engine.survival import DEEPEST
 
@@ -29,17 +33,15 @@ logger = logging.getLogger("foretoken")
 
 AnyGovernor: TypeAlias = Governor | ArmsGovernor
 
-LEAST_SECONDS = 0.008
-"""Plain steps that take less are not governed: the governor's own tenth of a millisecond would be more than 1 % of
-them, and what they take is host time for the most part."""
-
-
 USUAL_TRIALS = 8
 """Outcomes that the usual acceptance of a drafter is worth."""
 
 
 class Governing:
     """Asks a governor and tells it of steps; without one, as much is drafted and verified as is allowed.
+
+    So that its own time stays small beside that of steps, a governor decides in some of them only, see `Attention`; in
+    those between, what it decided last is followed.
 
     Args:
       forwards: of the engine; they know how many nodes a step runs.
@@ -50,57 +52,97 @@ class Governing:
         self._governor = governor
         self._batch = batch
         self._forwards = forwards
+        self._attention = Attention()
         self._allowed: list[Budget] = []
+        self._followed = Steps()  # since the last decision
+        self._own_seconds = 0.0  # of the step that runs, before it verifies
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether the step that runs, or ran last, is one that the governor decides in."""
+        return self._attention.is_deciding
 
     def budgets(self, rows: Seq[Sequence], budgets: list[Budget]) -> list[Budget]:
         """What may be drafted for every row."""
         if self._governor is None:
             return budgets
-        self._allowed = self._governor.budgets(
-            rows,
-            budgets,
-            self._forwards.num_nodes,
-            is_closed=not self._batch.waiting and not self._batch.prefilling,
-            context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
-        )
+        start = perf_counter()
+        if self._attention.begin(len(rows)):
+            self._hand_over()
+            self._allowed = self._governor.budgets(
+                rows,
+                budgets,
+                self._forwards.num_nodes,
+                is_closed=not self._batch.waiting and not self._batch.prefilling,
+                context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
+            )
+        else:
+            self._allowed = self._governor.habit.budgets(budgets)
+        self._own_seconds = perf_counter() - start
         return self._allowed
 
     def trimmed(self, rows: Seq[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
-        """What is to be verified of drafts, at shapes that forwards can run."""
-        trees = self._forwards.fitted(trees)
+        """What is to be verified of drafts."""
         if self._governor is None:
             return trees
+        start = perf_counter()
         for tree, allowed in zip(trees, self._allowed, strict=True):
             if tree.plan is not None:  # traces show what was planned in the end
                 tree.plan.gamma = min(tree.plan.gamma, allowed.depth)
-        num_nodes, is_padded = self._forwards.num_nodes, self._forwards.pads_chains
-        return self._forwards.fitted(self._governor.trimmed(rows, trees, num_nodes, is_padded=is_padded))
+        if self._attention.is_deciding:
+            trees = self._governor.trimmed(rows, trees, self._forwards.num_nodes)
+        else:
+            trees = self._governor.cut(trees, self._forwards.num_nodes)
+        self._own_seconds += perf_counter() - start
+        return trees
 
     def learn(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], clock: Clock) -> None:
         """Take in what a step has brought, and what it has cost."""
-        if self._governor is not None:
-            drafting = clock.laps["propose_seconds"]
-            other = sum(clock.laps.values()) - drafting
+        if self._governor is None:
+            return
+        start = perf_counter()
+        drafting = max(clock.laps["propose_seconds"] - self._own_seconds, 0.0)
+        step = sum(clock.laps.values()) - self._own_seconds
+        if self._attention.is_deciding:
             num_nodes = self._forwards.num_nodes
-            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=other)
+            self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=step - drafting)
+        else:
+            self._follow(trees, outputs, drafting, step - drafting)
+        self._attention.end(self._own_seconds + perf_counter() - start, step)
+
+    def _follow(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], drafting: float, other: float) -> None:
+        """Count a step in which nothing was decided."""
+        assert self._governor is not None
+        num_rows = len(outputs)
+        num_tokens = sum([len(output.token_ids) for output in outputs])
+        self._followed.add(num_rows, sum(map(len, trees)) - num_rows, num_tokens, drafting, other)
+        has_ended = any(output.row.is_finished for output in outputs)
+        if has_ended or self._governor.has_open_drafts:
+            self._governor.follow(outputs, is_decided=False)
+        if has_ended:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Tell the governor of the steps since its last decision."""
+        if self._governor is not None and self._followed.num_steps:
+            self._governor.follow_steps(self._followed)
+            self._followed = Steps()
 
 
-def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> AnyGovernor | None:
-    """One that begins with what forwards of the target cost on this machine, see `cost_curve`; None for toys.
+def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> AnyGovernor:
+    """One that begins with what forwards of the target cost on this machine, see `cost_curve`.
 
     Args:
       profile: measured before: its costs if they are of this machine, its acceptance if it is of this drafter.
 
     Raises: ConfigError for a profile of another model.
     """
-    difference = None if profile is None else profile.difference(facts_of(target))
+    facts = facts_of(target)
+    difference = None if profile is None else profile.difference(facts)
     if difference is not None:
         logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
-    curve = curve or cost_curve(target)
-    if curve.seconds[1] < LEAST_SECONDS:
-        return None
-    costs = StepCosts(curve)
+    costs = StepCosts(cost_curve(target), partial(forget_curve, facts)) if curve is None else StepCosts(curve)
     if len(drafter.arms) > 1:
         return ArmsGovernor(drafter, costs)
     governor = Governor(costs, divisible=drafter.is_divisible)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.engine.budget import Budget
-from foretoken.engine.pace import Pace
-from foretoken.engine.step_costs import FEW
+from foretoken.engine.habit import Habit
+from foretoken.engine.pace import Pace, Steps
+from foretoken.engine.probing import Probing
 from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import NumNodes, Trimming, weights_of
+from foretoken.engine.trimming import NumNodes, Trimming, Worth, weights_of
+from foretoken.engine.verifying_costs import FEW
 
 if TYPE_CHECKING:
+    from foretoken.engine.budget import Budget
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.step_costs import StepCosts
@@ -21,12 +24,6 @@ CHEAP = 0.02  # tokens per row that the time of drafting could have brought: so 
 MOST_DROPPED = 6  # cheap drafts one after another of which nothing was verified or would have been right, after which
 DROPPED_INTERVAL = 4  # only every fourth step makes one
 FIRST_DEPTH = 2  # of the first draft, whose cost is not known
-PROBE_DEPTH = 2
-DEAR = 0.5  # plain steps, above which a probe has one level only
-FEW_DRAFTS = 2  # of which the first one may have been slow for once
-PROBE_SHARE = 0.01  # of the time, for drafts that are not expected to pay
-RARELY = 1024  # steps after which a draft is tried that would not make up for its time if it were never wrong
-PROBE_INTERVAL = 8  # steps between the first ones
 PLAIN_INTERVAL = 128  # steps after which one goes without a draft, to keep its cost known
 FIRST_PLAIN_INTERVAL = 24
 MARGIN = 0.02  # tokens per row that drafting must promise to begin again
@@ -44,7 +41,8 @@ class Governor:
     learned per drafter, depth and rank or score, and per row (`Survival`); times per number of rows and nodes
     (`StepCosts`). Where drafting does not pay, 1 % of the time goes into drafts that show whether it would.
 
-    One governor serves all requests of a drafter: what it learns, it keeps.
+    One governor serves all requests of a drafter: what it learns, it keeps. It need not be asked in every step: in
+    those between, its `habit` says what was decided last.
 
     Args:
       costs: of steps.
@@ -64,8 +62,9 @@ class Governor:
         self.trimming = Trimming(self.survival)
         self.pace = Pace()
         self.totals = self.pace.totals
+        self.habit = Habit(divisible=divisible)
         self._is_divisible = divisible
-        self._credit = 0.0
+        self._probing = Probing(costs)
         self._since_plain = 0
         self._since_draft = 0
         self._is_drafting = True
@@ -75,6 +74,7 @@ class Governor:
         self._weights: list[float] = []
         self._begun: set[int] = set()  # rows that were drafted for
         self._num_dropped = 0  # drafts one after another of which nothing was verified, and none was right
+        self._plain_seconds = 0.0  # of a step like the last one, without a draft
         self._last: tuple[int, NumNodes] | None = None
 
     # -- before drafting -------------------------------------------------------------------------------------------
@@ -106,20 +106,24 @@ class Governor:
         cap = int(max(budgets, default=0))
         depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
         self._asked_depth = min(depth, cap)
-        return [Budget(min(budget, depth), budget.nodes, budget.chains_only) for budget in budgets]
+        return [budget.within(depth, self.habit.least) for budget in budgets]
 
     def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, num_nodes: NumNodes) -> int:
         num_rows = len(rows)
-        if self.totals.num_drafted + self.costs.times_drafted(num_rows) == 0:
+        cost = self.costs.draft(num_rows, cap)
+        if cost is None and self.totals.num_drafted == 0:
             return min(cap, FIRST_DEPTH)
         if self._is_plain_due(num_rows, num_nodes):
             return 0
         price = self._price(num_rows, num_nodes)
-        cost = self.costs.draft(num_rows, cap)
         if cost is not None and cost * price <= CHEAP * sum(self._weights):
-            is_left_out = self._num_dropped >= MOST_DROPPED and self._since_draft < DROPPED_INTERVAL - 1
-            return 0 if is_left_out else cap
-        return self._best_depth(rows, budgets, cap, price, num_nodes) or self._probe(num_rows, cap, num_nodes)
+            is_dropped = self._num_dropped >= MOST_DROPPED
+            self.habit.depth = 0 if is_dropped else sys.maxsize
+            return 0 if is_dropped and self._since_draft < DROPPED_INTERVAL - 1 else cap
+        self.habit.depth = self._best_depth(rows, budgets, cap, price, num_nodes)
+        if self.habit.depth:
+            return self.habit.depth
+        return self._probing.depth(num_rows, cap, num_nodes, self._since_draft, not self.trimming.has_cut_trees)
 
     def _best_depth(
         self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float, num_nodes: NumNodes
@@ -149,36 +153,6 @@ class Governor:
             return 0
         return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
-    def _probe(self, num_rows: int, cap: int, num_nodes: NumNodes) -> int:
-        """The depth of a draft that is not expected to pay; mostly 0."""
-        plain = self._plain(num_rows, num_nodes)
-        depth = min(cap, PROBE_DEPTH)
-        if (self.costs.draft(num_rows, depth) or 0.0) > DEAR * plain:
-            depth = 1
-        if self.costs.times_drafted(num_rows) < FEW_DRAFTS:
-            return 0 if self.costs.knows_later_drafts and self._since_draft < PROBE_INTERVAL else depth
-        if not self._can_pay(num_rows, cap, num_nodes):
-            return depth if self._since_draft >= RARELY else 0
-        return depth if self._has_credit((self.costs.draft(num_rows, depth) or 0.0) / plain) else 0
-
-    def _can_pay(self, num_rows: int, cap: int, num_nodes: NumNodes) -> bool:
-        """Whether drafts that are never wrong would make up for their time."""
-        plain, are_chains = self._plain(num_rows, num_nodes), not self.trimming.has_cut_trees
-
-        def cost(depth: int) -> float:
-            verifying = self.costs.verify(num_rows, num_nodes([depth + 1] * num_rows, are_chains)) - plain
-            return verifying + (self.costs.draft(num_rows, depth) or 0.0)
-
-        return any(depth * plain > cost(depth) for depth in {1, min(cap, PROBE_DEPTH), cap})
-
-    def _has_credit(self, cost: float) -> bool:
-        """Whether enough time has passed for a probe of this cost, in plain steps."""
-        self._credit += PROBE_SHARE
-        if self._credit < cost:
-            return False
-        self._credit = 0.0
-        return True
-
     def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
         """Whether a step should go without a draft, so that its cost stays known."""
         seen = self.costs.times_seen(num_rows, num_nodes([1] * num_rows, True))
@@ -186,14 +160,8 @@ class Governor:
 
     # -- before verifying ------------------------------------------------------------------------------------------
 
-    def trimmed(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes, *, is_padded: bool
-    ) -> list[DraftTree]:
-        """The parts of drafts that are worth verifying.
-
-        Args:
-          is_padded: whether chains are run as wide as the longest of them, so that a longer one makes all dearer.
-        """
+    def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+        """The parts of drafts that are worth verifying."""
         for row, tree in zip(rows, trees, strict=True):
             self.survival.proposed(row.id, tree)
         deepest = max(tree.depth for tree in trees)
@@ -201,19 +169,28 @@ class Governor:
         self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
-        price, plain = self._price(len(rows), num_nodes), self._plain(len(rows), num_nodes)
-
-        def worth(sizes: Seq[int], are_chains: bool) -> float:
-            """Tokens that must be gained by verifying drafts of these sizes."""
-            size = num_nodes(sizes, are_chains)
-            return price * (self.costs.verify(len(sizes), size, are_chains=are_chains) - plain)
-
+        worth = self._worth(len(rows), num_nodes)
         if self._is_divisible:
-            kept = self.trimming.best(rows, trees, worth, self._weights, is_padded=is_padded)
+            kept = self.trimming.best(rows, trees, worth, self._weights)
         else:
             kept = self.trimming.whole_or_none(rows, trees, worth)
-        self._num_dropped = 0 if any(len(tree) > 1 for tree in kept) else self._num_dropped + 1
-        return kept
+        is_dropped = all(len(tree) == 1 for tree in kept)
+        self._num_dropped = self._num_dropped + 1 if is_dropped else 0
+        self.habit.adopt(trees, kept)
+        return self._probing.verified(trees, kept, num_nodes, self._is_divisible) if is_dropped else kept
+
+    def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+        """The parts of drafts that are verified in a step between two decisions."""
+        return self.habit.cut(trees, self._worth(len(trees), num_nodes), self.survival.trust)
+
+    def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
+        """How many tokens must be gained by verifying drafts of some sizes."""
+        price, plain, verify = self._price(num_rows, num_nodes), self._plain(num_rows, num_nodes), self.costs.verify
+
+        def worth(sizes: Seq[int], are_chains: bool) -> float:
+            return price * (verify(num_rows, num_nodes(sizes, are_chains), are_chains=are_chains) - plain)
+
+        return worth
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
@@ -245,18 +222,40 @@ class Governor:
         self.follow(outputs)
         if self.survival.num_right > num_right:
             self._num_dropped = 0
-        num_tokens = sum(len(output.token_ids) for output in outputs) / num_rows
-        length = size / num_rows - 1.0 if any(len(tree) > 1 for tree in trees) else 0.0
-        self.pace.add(num_rows, num_tokens, length, drafting_seconds + other_seconds, plain)
-        self._since_plain = self._since_plain + 1 if length else 0
+        done = Steps()
+        num_nodes_drafted = size - num_rows if any(len(tree) > 1 for tree in trees) else 0
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        done.add(num_rows, num_nodes_drafted, num_tokens, drafting_seconds, other_seconds)
+        self._plain_seconds = plain
+        self._count(done, is_decided=True)
 
-    def follow(self, outputs: Seq[RowOutput]) -> None:
-        """Hold drafts against the tokens that have come, whoever drafted them."""
+    def follow_steps(self, steps: Steps) -> None:
+        """Count steps between two decisions."""
+        self._since_draft = 0 if self.habit.depth else self._since_draft + steps.num_steps
+        self._count(steps, is_decided=False)
+
+    def _count(self, steps: Steps, *, is_decided: bool) -> None:
+        self._since_plain = self._since_plain + steps.num_steps if steps.num_drafted == steps.num_steps else 0
+        self.pace.add(steps, self._plain_seconds)
+        self._probing.passed(steps.num_steps, is_decided=is_decided)
+
+    @property
+    def has_open_drafts(self) -> bool:
+        """Whether the fate of a draft is not known yet."""
+        return self.survival.has_open_drafts
+
+    def follow(self, outputs: Seq[RowOutput], *, is_decided: bool = True) -> None:
+        """Hold drafts against the tokens that have come, whoever drafted them.
+
+        Args:
+          is_decided: whether it is known what was drafted in this step.
+        """
         for output in outputs:
-            self.survival.came(output.row.id, output.token_ids)
-            if output.row.is_finished:
-                self.survival.forget(output.row.id)
-                self._begun.discard(output.row.id)
+            row = output.row
+            self.survival.came(row.id, output.token_ids, fades=is_decided)
+            if row.is_finished:
+                self.survival.forget(row.id)
+                self._begun.discard(row.id)
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
@@ -283,7 +282,10 @@ class Governor:
         draft = self.costs.draft(num_rows, length)
         if draft is not None and draft * self._price(num_rows, num_nodes) > CHEAP * num_rows:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
-        reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
+        if self.survival.has_outcomes:
+            reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
+        else:
+            reasons.append("nothing was drafted so far")
         rows = "" if num_rows == 1 else f" with {num_rows} rows"
         what = f"drafting in {self.pace.share:.0%} of the steps" if drafts else "not drafting"
         return f"{what}{rows}: {', '.join(reasons)}"

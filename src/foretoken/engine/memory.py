@@ -21,39 +21,34 @@ logger = logging.getLogger("foretoken")
 
 STEP = 64
 """Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
-PADDED_STEP = 256
-"""The same where steps and prompts are padded to shapes that keep bits."""
 
 
 class MemoryPlan:
     """Keeps the cache within a number of bytes: what is counted is what is allocated, rows times the longest of them.
 
     A request comes in when it fits beside those that run. When they have grown too long together, the one that came
-    last leaves its slot, waits before all others, and is read again with what it has said so far.
+    last leaves its slot, waits before all others, and is read again; what it has said so far is replayed.
 
     Args:
       num_bytes: of keys and values of the target, drafts included, and of drafters' caches that grow with the text.
       target: whose cache it is.
-      is_padded: whether steps are padded to shapes that keep bits.
       own_caches: of the drafter. Those of constant size, views of `sparse_kv`, are told and come besides.
 
-    Exactness: what is read again is rounded as a prompt is, and not as it was when it was decoded, as kept prefixes
-      are; in float64 no token changes.
-    Raises: ConfigError for a plan that does not hold one row of any length.
+    Exactness: what was said is replayed as chains, by the kernels that said it: under a native promise no bit changes.
+    Raises: ConfigError for a plan that does not hold one row of any length, or where every step has one shape.
     """
 
-    def __init__(self, num_bytes: int, target: CausalLM, *, is_padded: bool, own_caches: Seq[OwnCache] = ()) -> None:
+    def __init__(self, num_bytes: int, target: CausalLM, own_caches: Seq[OwnCache] = ()) -> None:
         self.num_bytes = num_bytes
         of_target = bytes_per_token(target)
         of_drafter = sum(own.column_bytes for own in own_caches if own.most_columns is None)
         self.bytes_per_token = of_target + of_drafter
         self.max_cells = num_bytes // self.bytes_per_token
-        self._step = PADDED_STEP if is_padded else STEP
-        if self.max_cells < 2 * self._step:
+        if self.max_cells < 2 * STEP:
             raise ConfigError(
                 f"max_kv_bytes is {num_bytes}, which holds {self.max_cells} tokens of {target.name} and its drafter "
-                f"({of_target} + {of_drafter} bytes each); it must hold {2 * self._step}: give "
-                f"{2 * self._step * self.bytes_per_token} or more"
+                f"({of_target} + {of_drafter} bytes each); it must hold {2 * STEP}: give "
+                f"{2 * STEP * self.bytes_per_token} or more"
             )
         besides = sum(own.column_bytes * own.most_columns for own in own_caches if own.most_columns is not None)
         logger.info(
@@ -74,8 +69,13 @@ class MemoryPlan:
         """The plan that a config asks for, if it does, to which an empty cache and those of the drafter are bound."""
         if config.max_kv_bytes is None:
             return None
+        if forwards.has_one_shape:
+            raise ConfigError(
+                "exactness='strict' runs every step of this model at one shape, over columns of max_model_len for "
+                "max_num_seqs rows, so max_kv_bytes cannot hold it to less; leave it out and lower max_num_seqs"
+            )
         own_caches = drafter.own_caches()
-        plan = cls(int(config.max_kv_bytes), target, is_padded=forwards.bucket is not None, own_caches=own_caches)
+        plan = cls(int(config.max_kv_bytes), target, own_caches)
         for each in (cache, *(own.cache for own in own_caches if own.most_columns is None)):
             each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
         return plan
@@ -98,7 +98,7 @@ class MemoryPlan:
         return self.max_cells // len(lengths) - max(lengths)
 
     def _columns(self, length: int) -> int:
-        return -(-length // self._step) * self._step + self._step
+        return -(-length // STEP) * STEP + STEP
 
     def check(self, prompt_length: int, max_length: int) -> None:
         """Raises: ContextLengthError for a request that does not fit even alone."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from foretoken.engine.step_costs import FEW, CostCurve
+from foretoken.config.keywords import whole_number
+from foretoken.engine.verifying_costs import FEW, CostCurve
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,14 +113,14 @@ class Profile:
                 str(data["method"]),
                 dict(data["facts"]),
                 tuple(
-                    StepCurve(int(one["num_rows"]), int(one["context"]), _seconds(one["seconds"]))
+                    StepCurve(_whole(one["num_rows"], 1), _whole(one["context"], 0), _seconds(one["seconds"]))
                     for one in data["costs"]
                 ),
                 _seconds(data["drafting_seconds"]),
-                tuple(float(rate) for rate in data["acceptance"]),
-                tuple(Setting(**one) for one in data["settings"]),
+                tuple(_number(rate, 0.0, 1.0) for rate in data["acceptance"]),
+                tuple(_setting(**one) for one in data["settings"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"profile {path} lacks what a profile holds ({type(error).__name__}: {error}); {REMEDY}"
             ) from None
@@ -166,7 +168,25 @@ class Profile:
 
 
 def _seconds(given: Mapping[str, Any]) -> dict[int, float]:
-    seconds = {int(count): float(value) for count, value in given.items()}
-    if not all(value > 0.0 for value in seconds.values()):
+    seconds = {_whole(int(count), 0): _number(value, 0.0) for count, value in given.items()}
+    if not all(seconds.values()):
         raise ValueError("seconds must be above 0")
     return seconds
+
+
+def _setting(num_rows: Any, context: Any, num_speculative_tokens: Any, speedup: Any, low: Any, high: Any) -> Setting:
+    numbers = (_number(value, 0.0) for value in (speedup, low, high))
+    return Setting(_whole(num_rows, 1), _whole(context, 0), _whole(num_speculative_tokens, 0), *numbers)
+
+
+def _whole(value: Any, least: int) -> int:
+    number = whole_number(value)
+    if number < least:
+        raise ValueError(f"{value!r} is less than {least}")
+    return number
+
+
+def _number(value: Any, low: float, high: float = sys.float_info.max) -> float:
+    if isinstance(value, (bool, str)) or not low <= float(value) <= high:
+        raise ValueError(f"{value!r} is not a number between {low:g} and {high:g}")
+    return float(value)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.engine.drafter import Budget, Drafter
-from foretoken.engine.forwards import NO_LIMIT
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.guarding import GuardedDrafter, check_draft
+from foretoken.engine.limits import count_cuts, limits_of
 
 if TYPE_CHECKING:
-    from foretoken.config.engine import EngineConfig
     from foretoken.engine.batch import Member
     from foretoken.engine.forwards import Forwards
     from foretoken.engine.governing import Governing
@@ -23,20 +22,16 @@ class Proposing:
 
     Args:
       drafter: proposes.
-      target: verifies, trees or chains only.
-      forwards: knows the longest chain that one of them may hold.
-      config: of the engine.
+      target: whose vocabulary drafts are of.
+      forwards: know which drafts they verify.
       governing: decides how much is drafted and verified of what may be.
     """
 
-    def __init__(
-        self, drafter: Drafter, target: CausalLM, forwards: Forwards, config: EngineConfig, governing: Governing
-    ) -> None:
+    def __init__(self, drafter: Drafter, target: CausalLM, forwards: Forwards, governing: Governing) -> None:
         self._drafter = drafter
         self._is_checked = isinstance(drafter, GuardedDrafter)
         self._target = target
         self._forwards = forwards
-        self._config = config
         self._governing = governing
 
     def step(self, members: Seq[Member], max_nodes: int) -> list[DraftTree]:
@@ -44,19 +39,14 @@ class Proposing:
 
         Raises: TreeError for a draft that does not start with the pending token, or leaves the vocabulary.
         """
-        longest = self._forwards.longest_chain
-        budgets = self._budgets(members, longest if self._config.is_strict else NO_LIMIT, max_nodes)
         rows = [member.row for member in members]
-        budgets = self._governing.budgets(rows, budgets)
-        trees = []
-        for row, tree, budget in zip(rows, self._drafter.propose(rows, budgets), budgets, strict=True):
-            if not self._is_checked:  # by the guard
+        limits = limits_of(members, self._forwards, max_nodes)
+        budgets = self._governing.budgets(rows, [limit.budget for limit in limits])
+        proposed = self._drafter.propose(rows, budgets)
+        if not self._is_checked:  # by the guard
+            for row, tree in zip(rows, proposed, strict=True):
                 check_draft(tree, row, self._target.vocab_size)
-            trees.append(budget.cut(tree))
-        return self._governing.trimmed(rows, trees)
-
-    def _budgets(self, members: Seq[Member], limit: int, max_nodes: int) -> list[Budget]:
-        """Accepted tokens and the bonus together fit what is left of a row; a row in doubt runs without a draft."""
-        chains_only = self._config.is_strict or not self._config.rule.takes_trees or not self._target.supports_trees
-        depths = [0 if member.is_in_doubt else min(member.row.num_remaining_tokens - 1, limit) for member in members]
-        return [Budget(min(depth, max_nodes - 1), max_nodes, chains_only) for depth in depths]
+        within = [budget.cut(tree) for budget, tree in zip(budgets, proposed, strict=True)]
+        trees = self._governing.trimmed(rows, within)
+        count_cuts(rows, limits, budgets, proposed, trees)
+        return trees

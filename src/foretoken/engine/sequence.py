@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from foretoken.config.keywords import whole_number
 from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.errors import ContextLengthError, PromptError
 
@@ -88,6 +90,19 @@ class Sequence:
         """Append emitted tokens and carry the law's history along."""
         self.token_ids.extend(tokens)
         self.law.extend(tokens)
+
+
+def as_ids(prompt: Iterable[Any]) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises: PromptError for what is not a whole number.
+    """
+    try:
+        return [whole_number(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise PromptError(
+            f"the prompt is not a list of token ids ({error}); give those of one prompt, such as input_ids[0].tolist()"
+        ) from None
 
 
 def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from foretoken.engine.cuts import Cuts
+
 if TYPE_CHECKING:
     from foretoken.tree import DraftTree
 
@@ -41,6 +43,8 @@ class SequenceStats:
     """Counters of one row.
 
     Attributes:
+      cuts: what was left out of drafts before they were verified, and which steps had none; ``num_draft_tokens`` are
+        those that were verified.
       drafter_error: the exception that has ended drafting for the row; empty where none has.
       num_preemptions: how often the row has left the cache for want of memory, to be read again.
     """
@@ -53,6 +57,7 @@ class SequenceStats:
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     drafted_by: Counter[str] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    cuts: Cuts = field(default_factory=Cuts)
     drafter_error: str = ""
     num_preemptions: int = 0
 
@@ -86,8 +91,14 @@ class SequenceStats:
         self.acceptance_histogram.update(other.acceptance_histogram)
         self.drafted_by.update(other.drafted_by)
         self.accepted_by.update(other.accepted_by)
+        self.cuts.add(other.cuts)
         self.drafter_error = self.drafter_error or other.drafter_error
         self.num_preemptions += other.num_preemptions
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        """Tokens that were drafted, whether they were verified or cut."""
+        return self.num_draft_tokens + self.cuts.num_tokens
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -106,7 +117,11 @@ class SequenceStats:
 
 @dataclass
 class StepProfile:
-    """Where the time of an engine goes, in seconds, by the verbs of the loop."""
+    """Where the time of an engine goes, in seconds, by the verbs of the loop.
+
+    Args:
+      ended: counters of the rows that have come to an end of their own.
+    """
 
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
@@ -119,6 +134,7 @@ class StepProfile:
     commit_seconds: float = 0.0
     observe_seconds: float = 0.0
     emit_seconds: float = 0.0
+    ended: SequenceStats = field(default_factory=SequenceStats)
 
     @property
     def decode_seconds(self) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from foretoken.engine.rates import MEMORY, PRIOR_WEIGHT, Luck, Rate
 from foretoken.tree import DraftTree
 
 DEEPEST = 12
@@ -17,91 +17,15 @@ RIGHT_DEPTH = 2
 FARTHEST = 128
 MOST_SIBLINGS = 8
 NUM_BINS = 8
-MEMORY = 128.0
-"""Outcomes that a rate remembers: older ones fade."""
-
-HALF_LIFE = 96.0  # drafts, after which what was seen at a depth counts half if it was not seen again
-PRIOR_WEIGHT = 3.0
 FIRST_RATE = 0.6
 LATER_RATE = 0.1
 """Rates of a first and of any other child until there is experience: high, so that drafts are tried at first."""
 
-ROW_MEMORY = 0.9
-ROW_WEIGHT = 5.0
-FADING = 0.97
-LEAST_RATE = 0.02
 LEAST_CHANCE = 0.02
 MOST_CERTAIN = 0.99
 
 Kind = tuple[str, int, int]
 """Nodes that count as alike: the drafter, the depth, and the rank among siblings or the drafter's own estimate."""
-
-
-class Rate:
-    """A share of outcomes, the newest `MEMORY` of which count.
-
-    Args:
-      prior: the rate before there is experience, which is worth `PRIOR_WEIGHT` outcomes.
-    """
-
-    __slots__ = ("hits", "last", "trials")
-
-    def __init__(self, prior: float) -> None:
-        self.trials = PRIOR_WEIGHT
-        self.hits = PRIOR_WEIGHT * prior
-        self.last = 0
-
-    def add(self, is_hit: bool, now: int) -> None:
-        """Count an outcome."""
-        self.last = now
-        self.trials += 1.0
-        self.hits += is_hit
-        if self.trials > MEMORY:
-            self.trials *= 0.5
-            self.hits *= 0.5
-
-    @property
-    def value(self) -> float:
-        """0..1."""
-        return self.hits / self.trials
-
-    def beside(self, above: float, now: int) -> float:
-        """The rate where the level above has another: what was seen long ago gives way to that.
-
-        So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
-        """
-        weight = math.exp2((self.last - now) / HALF_LIFE)
-        return (weight * self.hits + PRIOR_WEIGHT * above) / (weight * self.trials + PRIOR_WEIGHT)
-
-
-@dataclass
-class Luck:
-    """How a row fares, by what the rates of all rows let expect: its own rate, which begins with theirs."""
-
-    trials: float = 0.0
-    hits: float = 0.0
-    expected: float = 0.0
-
-    def add(self, is_hit: bool, expected: float) -> None:
-        """Take in whether the next token was drafted."""
-        self.trials = ROW_MEMORY * self.trials + 1.0
-        self.hits = ROW_MEMORY * self.hits + is_hit
-        self.expected = ROW_MEMORY * self.expected + expected
-
-    def fade(self) -> None:
-        """Nothing was drafted: what was seen grows old."""
-        self.trials *= FADING
-        self.hits *= FADING
-        self.expected *= FADING
-
-    @property
-    def factor(self) -> float:
-        """By which rates are multiplied."""
-        if self.trials < 0.1:
-            return 1.0
-        expected = max(self.expected / self.trials, LEAST_RATE)
-        own = (self.hits + ROW_WEIGHT * expected) / (self.trials + ROW_WEIGHT)
-        return own / expected
 
 
 @dataclass
@@ -135,6 +59,7 @@ class Survival:
         self._luck_of: dict[int, Luck] = {}
         self._now = 0  # drafts so far
         self._num_outcomes = 0
+        self._stated = self._hits = PRIOR_WEIGHT  # outcomes of nodes with scores, expected by these and seen
         self.num_right = 0
         """Drafts that turned out to be right for two tokens, or for all they had."""
         self._rates_at = -1
@@ -151,16 +76,20 @@ class Survival:
                 draft.luck = None
             found.append(_Open(tree, luck=self._luck_of.setdefault(row_id, Luck())))
 
-    def came(self, row_id: int, tokens: Seq[int]) -> None:
-        """These tokens have followed in the text of a row."""
+    @property
+    def has_open_drafts(self) -> bool:
+        """Whether the text has followed some draft so far."""
+        return any(self._open_of.values())
+
+    def came(self, row_id: int, tokens: Seq[int], *, fades: bool = True) -> None:
+        """These tokens have followed in the text of a row; ``fades``: nothing was drafted where no draft is open."""
         drafts = self._open_of.get(row_id)
-        if not drafts:
-            if row_id in self._luck_of:
-                self._luck_of[row_id].fade()
-            return
-        for token in tokens:
-            drafts = [draft for draft in drafts if self._follow(draft, token)]
-        self._open_of[row_id] = drafts
+        if drafts:
+            for token in tokens:
+                drafts = [draft for draft in drafts if self._follow(draft, token)]
+            self._open_of[row_id] = drafts
+        elif fades and row_id in self._luck_of:
+            self._luck_of[row_id].fade()
 
     def _follow(self, draft: _Open, token: int) -> bool:
         """Go one token on; whether there is more of the draft."""
@@ -174,6 +103,13 @@ class Survival:
         for node, rate in self._rates(tree, parent, depth):
             missed *= 1.0 - rate.value
             rate.add(node == hit, self._now)
+            if tree.scores is not None:
+                self._stated += _stated(tree, node)
+        if tree.scores is not None:
+            self._hits += hit is not None
+            if self._stated > MEMORY:
+                self._stated *= 0.5
+                self._hits *= 0.5
         self._depth_rate(depth).add(hit is not None, self._now)
         self._num_outcomes += 1
         if draft.luck is not None:
@@ -209,6 +145,11 @@ class Survival:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
+    @property
+    def trust(self) -> float:
+        """How often a child of a node that was right is right itself, by what drafters estimate; 1 at most."""
+        return min(self._hits / self._stated, 1.0)
+
     def factor(self, row_id: int) -> float:
         """How much better or worse a row fares than others."""
         luck = self._luck_of.get(row_id)
@@ -236,6 +177,11 @@ class Survival:
             self._rates_now += [rate] * (FARTHEST - DEEPEST)
         return self._rates_now
 
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether any draft was held against its text yet; else its rates are what was expected beforehand."""
+        return self._num_outcomes > 0
+
     def at_depth(self, depth: int) -> float:
         """How often a draft that was right so far is right at this depth, too; over all rows."""
         return self._depth_rate(depth).value
@@ -247,8 +193,11 @@ class Survival:
         found, chance = 0, 1.0
         while True:
             depth = tree.depths[found] + 1
+            if depth == 2 and tree.scores is not None:  # these say by themselves how sure one can be further on
+                factor = 1.0
             for node, rate in self._rates(tree, found, depth):
-                below = chance * min(rate.hits / rate.trials * factor, MOST_CERTAIN)
+                certain = rate.hits / rate.trials * factor
+                below = chance * (certain if certain < MOST_CERTAIN else MOST_CERTAIN)
                 if below > least:
                     heapq.heappush(heap, (-below, node))
             if not heap:

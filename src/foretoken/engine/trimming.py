@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
 
 from foretoken.engine.survival import LEAST_CHANCE
@@ -63,32 +64,20 @@ class Trimming:
             return list(trees)
         return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
 
-    def best(
-        self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth, weights: Seq[float], *, is_padded: bool
-    ) -> list[DraftTree]:
+    def best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth, weights: Seq[float]) -> list[DraftTree]:
         """The best part of every draft.
 
         Args:
           weights: how much a token of each row counts.
-          is_padded: whether chains are run as wide as the longest of them; trees are not.
         """
         are_chains = all(tree.is_chain for tree in trees)
-        chains, chain_value = list(trees), 0.0
-        if is_padded:
-            chains = [tree.main_chain() for tree in trees]
-            length, chain_value = best_length(self._found(rows, chains, weights), worth)
-            chains = [tree if len(tree) <= length + 1 else tree.cut(length) for tree in chains]
-            if are_chains:
-                return chains
         found = self._found(rows, trees, weights)
-        counts, value = best_counts(found, worth, are_chains=are_chains)
+        counts = best_counts(found, worth, are_chains=are_chains)
         kept = [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
         cut = [
             tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
             for tree, nodes in zip(trees, kept, strict=True)
         ]
-        if is_padded and (chain_value >= value or all(tree.is_chain for tree in cut)):
-            return chains
         if not are_chains:
             self._note_shape(rows, trees, kept)
         return cut
@@ -136,31 +125,26 @@ def weights_of(num_left: Seq[int], share: float, paces: Seq[float] = ()) -> list
     return [max(common, ahead) if count >= late else ahead for count in num_left]
 
 
-def best_length(found: Seq[Chances], worth: Worth) -> tuple[int, float]:
-    """The length to which all chains are cut where all are run as wide as the longest, and the tokens it gains."""
-    best_value, best, gained = 0.0, 0, 0.0
-    for length in range(1, max(map(len, found), default=0) + 1):
-        gained += sum(nodes[length - 1][0] for nodes in found if len(nodes) >= length)
-        value = gained - worth([length + 1] * len(found), True)
-        if value > best_value:
-            best_value, best = value, length
-    return best, best_value
-
-
-def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> tuple[list[int], float]:
-    """How many of the likeliest nodes of every row pay, the root not counted, and the tokens they gain."""
-    ranked = sorted(((chance, row) for row, nodes in enumerate(found) for chance, _ in nodes), key=lambda one: -one[0])
-    best_value, best, gained = 0.0, 0, 0.0
+def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> list[int]:
+    """How many of the likeliest nodes of every row pay, the root not counted."""
+    if len(found) == 1:
+        ranked = [(chance, 0) for chance, _ in found[0]]
+    else:
+        ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
+        ranked.sort(key=itemgetter(0), reverse=True)
+    best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
     others = [1] * (len(found) - 1)
     for count, (chance, _) in enumerate(ranked, 1):
         gained += chance
-        value = gained - worth([count + 1, *others], are_chains)
-        if value > best_value:
-            best_value, best = value, count
+        price = worth([count + 1, *others], are_chains)
+        if gained - price > best_value:
+            best_value, best = gained - price, count
+        if most - price <= best_value:  # what all others could gain is less than what this many cost
+            break
     counts = [0] * len(found)
     for _, row in ranked[:best]:
         counts[row] += 1
-    return counts, best_value
+    return counts
 
 
 def _moved(average: float, value: float) -> float:

@@ -149,7 +149,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one file."""
     try:
         if path.suffix == ".safetensors":
-            return dict(load_file(path))
+            return {name: _widened(tensor) for name, tensor in load_file(path).items()}
         value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -164,6 +164,11 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(value, Mapping) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not tensors by name; it is of another layout")
     return {str(name): tensor for name, tensor in value.items()}
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Numbers of eight bits as bfloat16, which has all of them. Scales beside them are tensors that no layout knows."""
+    return tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 # -- strict checks ---------------------------------------------------------------------------------------------------

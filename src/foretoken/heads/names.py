@@ -47,3 +47,8 @@ def is_medusa(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
 def is_hydra(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
     """Whether these are heads of Hydra or Hydra++, by the config, or by the names of their tensors."""
     return "hydra_num_heads" in config or any(map(HYDRA_MLP.fullmatch, names))
+
+
+def has_prefix(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
+    """Whether heads of Hydra have the layer that makes them those of Hydra++."""
+    return config.get("hydra_head_arch") == "prefix-mlp" or any(name.startswith(HYDRA_PREFIX) for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import cast
 
 import torch
@@ -139,6 +140,7 @@ class NativeHead:
         most: int,
         power: float,
         least_mass: float = 0.0,
+        least: float = -inf,
     ) -> tuple[list[int], list[int], list[float]]:
         """The draft of one greedy row, as `Growth` makes it with reranking.
 
@@ -156,6 +158,7 @@ class NativeHead:
           most: nodes of the draft, root included.
           power: to which laws are raised, and normalised.
           least_mass: of the nodes that are expanded next; see `Growth`.
+          least: score from which on nodes are expanded.
 
         Returns: tokens, parents, and logarithms of the chances of paths, of every node.
         """
@@ -181,6 +184,7 @@ class NativeHead:
             None if names is None else names.data_ptr(),
             *(ctypes.addressof(each) for each in (tokens, parents, scores)),
             least_mass,
+            least,
             power,
         )
         count = self._run("head_grow", ctypes.addressof(growing))

@@ -50,5 +50,6 @@ class Growing(ctypes.Structure):
         *((name, Address) for name in ("tokens_of", "streams", "last")),
         *((name, Address) for name in ("names", "tokens", "parents", "scores")),
         ("least_mass", ctypes.c_double),
+        ("least", ctypes.c_double),
         ("power", ctypes.c_float),
     )

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import (
@@ -25,7 +25,7 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.stats import SequenceStats
-from foretoken.errors import ConfigError, PromptError
+from foretoken.errors import ConfigError, CopyError, PromptError
 from foretoken.hf import refusals
 from foretoken.hf.call import Call, Wishes
 from foretoken.hf.caller import Caller
@@ -102,6 +102,12 @@ class Speculation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Speculation:
         """Itself: programs that copy the arguments of ``generate`` must not copy models, streamers and counters."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            "what speculate(...) returns holds locks and prepared models, so it cannot be pickled: call speculate(...) "
+            "with the same arguments in each process"
+        )
 
     def prepare(self, model: PreTrainedModel) -> Speculation:
         """Do now what the first call would do for a model: check, probe and pack it, and load its drafter.

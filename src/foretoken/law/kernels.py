@@ -77,7 +77,8 @@ def kernels() -> Kernels | None:
     if chosen is None:
         return None
     try:
-        return Kernels.load(compiled("choices", chosen, (SOURCE,)))
+        with compiled("choices", chosen, (SOURCE,)) as file:
+            return Kernels.load(file)
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("tokens are chosen by numpy alone: %s", first_line(error))
         return None

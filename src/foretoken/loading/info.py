@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foretoken.config.keywords import whole_number
+from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 
 
@@ -90,6 +92,8 @@ def load_line(
     is_dtype_chosen: bool = False,
     drafter: ModelInfo | None = None,
     heads: Iterable[str] = (),
+    promise: str = "",
+    threads: str = "",
 ) -> str:
     """Describe in one line for people the model that was loaded and how it will decode.
 
@@ -99,12 +103,16 @@ def load_line(
       is_dtype_chosen: the user named the dtype.
       drafter: of the method ``draft_model``.
       heads: names of heads that draft.
+      promise: what holds of texts with drafts, in words.
+      threads: how many, where that is worth saying.
     """
     dtype = info.dtype
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
     parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype, info.execution]
     if info.device != "cpu":
         parts.append(f"on {info.device}")
+    elif threads:
+        parts.append(threads)
     if method is None:
         parts.append("plain decoding (no speculative_config was given)")
     elif method == "none":
@@ -114,7 +122,7 @@ def load_line(
         if drafter is not None:
             given.append(f"{drafter.name}, {count(drafter.num_parameters)}")
         parts.append(f"method {method} with {' and '.join(given)}" if given else f"method {method}")
-    return f"{info.name}: {', '.join(parts)}"
+    return f"{info.name}: {', '.join(parts)}{'; ' if promise else ''}{promise}"
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:
@@ -153,4 +161,10 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if eos is None:
         return ()
     ids: Iterable[Any] = eos if isinstance(eos, Iterable) else (eos,)
-    return tuple(int(token) for token in ids)
+    try:
+        return tuple(map(whole_number, ids))
+    except TypeError:
+        raise ConfigError(
+            f"generation_config.eos_token_id of {model_name(model)} is {eos!r}; token ids are whole numbers, so set "
+            "it to the id of a token, to a list of them, or to None"
+        ) from None

@@ -20,6 +20,7 @@ from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
+from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.wrappers import check_unwrapped
 from foretoken.progress import no_progress_bars
@@ -50,6 +51,7 @@ def load_model(
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
+    keep_to_quota()
     if isinstance(model, torch.nn.Module):
         model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file)

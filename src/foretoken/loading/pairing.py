@@ -14,8 +14,8 @@ from foretoken.config.method import recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import FREE
 from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
+from foretoken.engine import governing
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.governing import AnyGovernor, new_governor
 from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError, TokenizerMismatchError
 from foretoken.loading.info import Loaded, ModelInfo, describe
@@ -48,16 +48,16 @@ class Drafting:
     heads: tuple[str, ...] = ()
     is_governed: bool = False
     profile: Profile | None = None
-    _governor_of: WeakKeyDictionary[Execution, AnyGovernor | None] = field(
+    _governor_of: WeakKeyDictionary[Execution, governing.AnyGovernor | None] = field(
         default_factory=WeakKeyDictionary, repr=False
     )
 
-    def governor(self, target: CausalLM, drafter: Drafter) -> AnyGovernor | None:
+    def governor(self, target: CausalLM, drafter: Drafter) -> governing.AnyGovernor | None:
         """The governor of all engines in which this drafts, as long as the target runs as it does; if there is one."""
         if not self.is_governed:
             return None
         if target.execution not in self._governor_of:
-            self._governor_of[target.execution] = new_governor(target, drafter, self.profile)
+            self._governor_of[target.execution] = governing.new_governor(target, drafter, self.profile)
         return self._governor_of[target.execution]
 
     def refresh(self) -> None:
@@ -158,7 +158,7 @@ def head_names(config: SpeculativeConfig, zoo_name: str | None = None) -> tuple[
     for part in config.parts:
         if not part.definition.drafts_with_heads:
             continue
-        asset = "eagle" if part.method == "eagle2" else part.method
+        asset = part.definition.head
         if isinstance(part.model, torch.nn.Module):
             names.append(type(part.model).__name__)
         elif part.model is not None:

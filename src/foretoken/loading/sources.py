@@ -94,9 +94,18 @@ def resolve(
         is_enough = part == "tokenizer" and gguf_file is None and has_tokenizer(location)
         file = None if is_enough else _gguf_in(location, name, gguf_file)
         return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
-    if _looks_like_path(name) or name.endswith(".gguf"):
-        raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
+    check_exists(name)
     return Source(location, name, revision, trust_remote_code, gguf_file)
+
+
+def check_exists(model: object) -> None:
+    """Raises: CheckpointError for what can only be a path, and leads nowhere."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    name = os.fspath(model)
+    is_path = isinstance(name, str) and (_looks_like_path(name) or name.endswith(".gguf"))
+    if is_path and not os.path.exists(os.path.expanduser(name)):
+        raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
 
 
 def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:

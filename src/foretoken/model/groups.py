@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.model.execution.few_nodes import MOST_IN_TREES, MOST_NODES, FewNodes
+from foretoken.model.execution.few_nodes import FewNodes
 from foretoken.model.execution.many_nodes import ManyNodes
 from foretoken.model.masks import FULL, Masks, folded
 from foretoken.model.nodes import FlatNodes, Nodes
+from foretoken.model.promise import MOST_NODES
 
 if TYPE_CHECKING:
-    from foretoken.model.execution.kernels import Bucket
     from foretoken.model.execution.native import Library
 
 CALL_COLUMNS = 256
@@ -96,7 +96,6 @@ class Grouping:
         starts: torch.Tensor,
         positions: torch.Tensor,
         trunks: Sequence[int],
-        bucket: Bucket | None,
         width: int | None = None,
         columns: int | None = None,
     ) -> tuple[RowGroup, ...]:
@@ -106,7 +105,6 @@ class Grouping:
           counts: nodes of every row.
           starts, positions: as for `Masks.of`.
           trunks: columns of every row before the root of its draft.
-          bucket: shapes that keep bits, if they are to be kept.
           width: of the rectangle of every group; None for as few nodes as there need be.
           columns: T, and all rows are to run together; None for as few as there need be.
         """
@@ -115,9 +113,8 @@ class Grouping:
         all_rows = range(len(counts))
         for rows in [all_rows] if columns is not None else _alike(heads, counts):
             widest = max(counts[row] for row in rows)
-            wide = width or (widest if bucket is None else bucket.nodes(widest))
-            needed = max(heads[row] for row in rows) + wide
-            length = columns or (needed if bucket is None else bucket.view_length(needed))
+            wide = width or widest
+            length = columns or max(heads[row] for row in rows) + wide
             size = sum(counts[row] for row in rows)
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
             before = [heads[row] for row in rows]
@@ -125,8 +122,7 @@ class Grouping:
             are_chains = nodes.ancestors is None and nodes.num_fed == 0
             head = before[0] if are_chains and len(rows) == 1 else None
             seen = [min(heads[row] + counts[row], length) for row in rows]
-            most = MOST_NODES if nodes.ancestors is None else MOST_IN_TREES
-            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen, most)
+            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen)
             many = None
             if few is not None and not few.is_few and are_chains:
                 many = ManyNodes(few.kernels, flat.counts, before, self._masks.windows)
@@ -167,7 +163,7 @@ class Grouping:
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
-    """Neighbours whose padding costs less than calls of their own would.
+    """Neighbours whose padding costs less than calls of their own would, and that are for the same kernels.
 
     Lengths 100 100 900 of one node each make two groups: two rows of 900 columns would cost 1,600 columns more than
     they need, and another call costs 256.
@@ -177,7 +173,7 @@ def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[range]:
         longer, wider = max(longest, lengths[row]), max(widest, counts[row])
         together = (row - first + 1) * _cost(longer, wider)
         apart = (row - first) * _cost(longest, widest) + _cost(lengths[row], counts[row]) + CALL_COLUMNS
-        if together > apart:
+        if together > apart or (widest <= MOST_NODES) != (counts[row] <= MOST_NODES):
             yield range(first, row)
             first, longer, wider = row, lengths[row], counts[row]
         longest, widest = longer, wider

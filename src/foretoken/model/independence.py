@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import UnsupportedModelError
 
@@ -60,6 +61,31 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inner = (child for child in layer.modules() if child is not layer)
             if not any(isinstance(_num_inputs(child), int) for child in inner):
                 yield path, layer
+
+
+def other_products(model: nn.Module) -> str:
+    """The name of a module that holds a matrix and is neither a linear layer nor an embedding, such as experts; empty
+    where there is none."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
+            continue
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not _is_norm(module):
+            return type(module).__name__
+    return ""
+
+
+@torch.inference_mode()
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module scales what is shaped like its weight, (heads, size), and gives the same shape."""
+    weights = list(module.parameters())
+    if len(weights) != 1:
+        return False
+    states = torch.ones(1, 1, *weights[0].shape).to(weights[0])
+    try:
+        scaled = module(states)
+    except Exception:  # it takes something else
+        return False
+    return isinstance(scaled, torch.Tensor) and scaled.shape == states.shape
 
 
 def has_plain_weight(layer: nn.Module) -> bool:

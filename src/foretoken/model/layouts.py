@@ -13,7 +13,6 @@ from foretoken.model.nodes import FlatNodes, Nodes
 
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
-    from foretoken.model.execution.kernels import Bucket
     from foretoken.model.execution.native import Library
 
 
@@ -25,28 +24,11 @@ class Layout:
       positions: (B, N).
       mask: what the model is given as its mask; of a list of nodes it only stands for the masks of its groups.
       flat: the list, or None for a rectangle of rows.
-      rows_per_call: how many nodes linear layers are given in one call at least and at most; None for any number.
     """
 
     positions: torch.Tensor
     mask: Mask
     flat: FlatNodes | None
-    rows_per_call: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """At which shapes a forward is to run.
-
-    Args:
-      view_length: cache columns that attention runs over, if they are fixed.
-      bucket: shapes that keep the bits of a row, if they are to be kept.
-      rows_per_call: as in `Layout`, for prompts that keep them.
-    """
-
-    view_length: int | None = None
-    bucket: Bucket | None = None
-    rows_per_call: tuple[int, int] | None = None
 
 
 class Layouts:
@@ -65,40 +47,40 @@ class Layouts:
         self._grouping = Grouping(masks, kernels)
 
     def of(
-        self, nodes: Nodes, cache: KVCache, first_row: int, shapes: Shapes, *, takes_lists: bool, lists_all: bool
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        first_row: int,
+        view_length: int | None,
+        *,
+        takes_lists: bool,
+        lists_all: bool,
     ) -> Layout:
         """Open the cache for these nodes.
 
         Args:
+          view_length: cache columns that attention runs over, if shapes are to be fixed.
           takes_lists: rows of different numbers of nodes are to run as a list.
           lists_all: others, too.
         """
         num_rows, width = nodes.tokens.shape
-        bucket, view_length = shapes.bucket, shapes.view_length
         is_fixed = view_length is not None
-        has_one_shape = is_fixed and bucket is None
         trunks = [length - nodes.num_fed for length in cache.row_lengths(first_row, num_rows)]
-        if bucket is not None and view_length is None:
-            view_length = bucket.view_length(max(trunks) + nodes.num_fed + width)
         starts = torch.tensor(trunks, device=cache.device)[:, None]
         positions = starts + nodes.depths.to(cache.device)  # (B, S + N)
-        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not has_one_shape
+        is_padded = num_rows > 1 and nodes.num_real < num_rows * width and not is_fixed
         flat = None
         if takes_lists and (is_padded or lists_all):
-            flat = FlatNodes((width,) * num_rows if has_one_shape else nodes.counts, width, cache.device)
+            flat = FlatNodes((width,) * num_rows if is_fixed else nodes.counts, width, cache.device)
         columns = cache.open(first_row, num_rows, width, view_length, flat)
         if flat is None:
-            mask = self.masks.of(nodes, starts, positions, columns, view_length is not None)
+            mask = self.masks.of(nodes, starts, positions, columns, is_fixed)
         else:
-            keeps_width = is_fixed or shapes.rows_per_call is not None
-            place = nodes, flat.counts, starts, positions, trunks, bucket
-            flat.groups = self._grouping.of(*place, width if keeps_width else None, columns if is_fixed else None)
+            place = nodes, flat.counts, starts, positions, trunks
+            flat.groups = self._grouping.of(*place, width if is_fixed else None, columns if is_fixed else None)
             mask = self.masks.stand_ins(flat)
-        limit = shapes.rows_per_call
-        if bucket is not None:
-            limit = bucket.rows_in_a_call(num_rows * width if flat is None else len(flat))
         shown = positions[:, nodes.num_fed :]
         offsets = cache.row_offsets(first_row, num_rows)
         if offsets is not None:  # masks count in columns, the model in positions
             shown = shown + torch.tensor(offsets, device=cache.device)[:, None]
-        return Layout(shown, mask, flat, limit)
+        return Layout(shown, mask, flat)

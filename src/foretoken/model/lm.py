@@ -7,51 +7,45 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from foretoken.errors import UnsupportedModelError
+from foretoken.machine import return_free_memory
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import NotPassedOnError
 from foretoken.model.execution.direct import LATER
 from foretoken.model.execution.execution import Execution, apply_execution
-from foretoken.model.execution.kernels import Bucket, KernelFacts, measure
 from foretoken.model.execution.kinds import choose_execution, compute_dtype
 from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
-from foretoken.model.independence import check_rows_independent, unchanged_attributes
-from foretoken.model.layouts import Layouts, Shapes
+from foretoken.model.independence import check_rows_independent, other_products, unchanged_attributes
+from foretoken.model.layouts import Layouts
 from foretoken.model.masks import SLIDING, Masks
 from foretoken.model.nodes import Logits, Nodes
 from foretoken.model.probe import Probe
 from foretoken.model.prober import Prober
+from foretoken.model.promise import Promise
 from foretoken.model.state import ModelState
 from foretoken.model.support import check_autocast, check_supported, exact_context_length, fit_vocabulary, layer_types
-from foretoken.model.trial import trial
+from foretoken.model.trial import runs_own_attention, trial
 from foretoken.model.wrappers import check_unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foretoken.model.execution.decoder import Decoder
+    from foretoken.model.nodes import FlatNodes
 
 __all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_vocabulary", "layer_types"]
 
 logger = logging.getLogger("foretoken")
 
-MAX_LEARNT = 16
-"""Structures of one model, of which what was measured is remembered."""
-
-
-@dataclass(frozen=True)
-class _Learnt:
-    """Measurements of one structure of a model."""
-
-    probe: Probe
-    facts: dict[tuple[int, int], KernelFacts]
+MAX_PROBES = 16
+"""Structures of one model, of which what the probe found is remembered."""
 
 
 def _nobody() -> None:
@@ -69,7 +63,6 @@ class CausalLM:
       execution: "auto", "eager", "packed" or "compiled".
       release_originals: let packed weights replace the originals; only for models that nobody else holds.
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
-      packs_all: pack small layers too. They run slower then, and a row keeps its bits among more numbers of rows.
       earlier: of another adapter of the same model; see `apply_execution`.
 
     Attributes:
@@ -88,17 +81,15 @@ class CausalLM:
         execution: str = "auto",
         release_originals: bool = False,
         probe: bool = True,
-        packs_all: bool = False,
         earlier: Execution | None = None,
     ) -> None:
         model = check_unwrapped(model)
         check_supported(model)
         self._wanted_execution = execution
-        self._packs_all = packs_all
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
-        self._learnt: dict[Any, _Learnt] = {}  # by the structures that the model had
+        self._probes: dict[Any, Probe] = {}  # by the structures that the model had
         self.num_changes = 0
         self.config = model.config.get_text_config(decoder=True)
         self.name = type(model).__name__
@@ -113,10 +104,8 @@ class CausalLM:
         self.layer_types = layer_types(self.config)
         slides = SLIDING in self.layer_types
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
-        self._lists_all = False  # compiled layers take lists of nodes only
         self._shadow = shadow(model).eval()
         self._recorder = Recorder(self._shadow, self.num_layers)
-        self._facts: dict[tuple[int, int], KernelFacts] = {}  # by nodes and threads
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
                 check_rows_independent(self._shadow, self.name, self.dtype, self.device)
@@ -129,14 +118,16 @@ class CausalLM:
                 self._shadow,
                 execution,
                 release_originals=release_originals,
-                min_packed_elements=0 if packs_all else None,
                 earlier=earlier,
             )
         )
+        self._not_native = self.execution.why_not_native() or runs_own_attention(self)
+        self._experts = other_products(self._shadow) if self._not_native else ""
         self._compile(0 if earlier is None else LATER)
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
-            self._learnt[self._state.structure] = _Learnt(self.probe, self._facts)
+            self._probes[self._state.structure] = self.probe
+        return_free_memory()
 
     def run_by(self, execution: Execution) -> None:
         """Run forwards this way from now on."""
@@ -146,17 +137,20 @@ class CausalLM:
         is_additive = is_eager or execution.uses_grouped_attention
         masks = Masks(self.layer_types, self.window, self.dtype, self.device, is_additive, is_eager)
         self._layouts = Layouts(masks, execution.kernels)
-        # the attention that is ours knows what to do with a list of nodes, if the model lets it
+        # the attention that is ours knows what to do with a list of nodes, if the model lets it, and its kernels and
+        # compiled layers take nothing else
         self._takes_lists = execution.uses_grouped_attention
+        self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
     def _compile(self, num_forwards: int) -> None:
         """Compile the decoder layers where that is wanted and possible."""
-        if self.execution.regions is not None:
-            self._lists_all = True
-            windows = self._layouts.masks.windows
-            self.execution.compile(self.name, self.layers, windows, partial(trial, self), num_forwards)
-            self._lists_all = self.execution.num_compiled > 0
+        is_compiled = self.execution.regions is not None
+        self._lists_all = self._lists_all or is_compiled
+        layers = self.layers if is_compiled else ()
+        windows = self._layouts.masks.windows
+        self.execution.compile(self.name, layers, windows, partial(trial, self), num_forwards)
+        self._lists_all = self.execution.kernels is not None or self.execution.num_compiled > 0
 
     def compile_again(self) -> None:
         """Run compiled what can be, after modules of the shadow were changed."""
@@ -191,20 +185,18 @@ class CausalLM:
 
     def _follow(self, model: PreTrainedModel, state: ModelState) -> None:
         """Become the adapter of the model as it is now, for all who hold this one."""
-        known = self._learnt.get(state.structure)
+        known = self._probes.get(state.structure)
         fresh = CausalLM(
             model,
             execution=self._wanted_execution,
-            probe=bool(self._learnt) and known is None,
-            packs_all=self._packs_all,
+            probe=bool(self._probes) and known is None,
             earlier=self.execution,
         )
         if known is not None:
-            fresh._facts = known.facts
-            fresh._judge(known.probe)
-        while len(self._learnt) >= MAX_LEARNT:
-            del self._learnt[next(iter(self._learnt))]
-        fresh._learnt = {**self._learnt, **fresh._learnt}
+            fresh._judge(known)
+        while len(self._probes) >= MAX_PROBES:
+            del self._probes[next(iter(self._probes))]
+        fresh._probes = {**self._probes, **fresh._probes}
         fresh.num_forwards, fresh.num_changes = self.num_forwards, self.num_changes
         vars(self).update(vars(fresh))
 
@@ -247,7 +239,7 @@ class CausalLM:
           num_layers: of the decoder layers, how many there are to be run; all by default.
         """
         other = copy.copy(self)
-        other._owner, other._facts, other._shadow, other.decoder = _nobody, {}, other_shadow, None
+        other._owner, other._shadow, other.decoder = _nobody, other_shadow, None
         other._recorder = Recorder(other_shadow, self.num_layers)
         other.dtype, other.window = dtype or self.dtype, window or self.window
         if num_layers is not None:
@@ -256,14 +248,29 @@ class CausalLM:
         other.run_by(execution)
         return other
 
-    def kernel_facts(self, max_nodes: int) -> KernelFacts:
-        """At which shapes this model keeps the bits of a row here; measured when first asked, then remembered."""
-        key = max_nodes, torch.get_num_threads()  # kernels share their work out by threads
-        if key not in self._facts:
-            count = self.num_forwards
-            self._facts[key] = measure(self, max_nodes)
-            self.num_forwards = count
-        return self._facts[key]
+    def promise(self, exactness: str) -> Promise:
+        """What texts of this model keep of plain decoding, whatever is drafted.
+
+        Args:
+          exactness: of `EngineConfig`.
+        Raises: UnsupportedModelError for "strict" over a model that cannot keep bits at any shape.
+        """
+        if not self._not_native:
+            return Promise("native")
+        if exactness == "strict":
+            if name := self._experts:
+                raise UnsupportedModelError(
+                    f"exactness='strict' cannot be kept for {self.name}: {name} multiplies as many rows as the text "
+                    "sends it, so that what a token gets depends on those beside it; use exactness='default', which "
+                    "keeps all tokens but near-ties"
+                )
+            return Promise("fixed", self._not_native)
+        return Promise("near-ties", self._not_native)
+
+    @property
+    def nodes_of_last_forward(self) -> FlatNodes | None:
+        """The list of nodes that the modules ran over last; None where they ran over a rectangle of rows."""
+        return self._recorder.flat
 
     @property
     def shadow(self) -> PreTrainedModel:
@@ -290,8 +297,6 @@ class CausalLM:
         first_row: int = 0,
         keep: slice | None = None,
         view_length: int | None = None,
-        bucket: Bucket | None = None,
-        rows_per_call: tuple[int, int] | None = None,
         listed: bool = False,
     ) -> Logits:
         """Logits of every node, given the committed part of its row and its own ancestors.
@@ -302,8 +307,6 @@ class CausalLM:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
           keep: which of the N node columns need logits; all by default, an empty slice for none.
           view_length: fix the number of cache columns that attention runs over.
-          bucket: run at shapes that keep the bits of a row, as measured; the nodes are padded already.
-          rows_per_call: how many nodes linear layers are given in one call at least and at most, over all rows.
           listed: where nodes run as a list, return their logits as one, too: `NodeLogits`.
         Returns: (B, kept, V) in the dtype of the model.
         Exactness: equals a fresh forward over each root-to-node path, within the rounding of the dtype.
@@ -311,18 +314,18 @@ class CausalLM:
         check_autocast(self.device)
         self.num_forwards += 1
         kept = range(nodes.width)[keep or slice(None)]
-        if view_length is None and rows_per_call is None:
-            logits = self.execution.direct_logits(nodes, cache, first_row, kept, bucket, self._recorder, listed)
+        if view_length is None:
+            logits = self.execution.direct_logits(nodes, cache, first_row, kept, self._recorder, listed)
             if logits is not None:
                 return logits
-        shapes, tokens, run = Shapes(view_length, bucket, rows_per_call), nodes.tokens.to(self.device), self.execution
+        tokens, run = nodes.tokens.to(self.device), self.execution
         while True:
             layout = self._layouts.of(
-                nodes, cache, first_row, shapes, takes_lists=self._takes_lists, lists_all=self._lists_all
+                nodes, cache, first_row, view_length, takes_lists=self._takes_lists, lists_all=self._lists_all
             )
             self._recorder.flat = layout.flat
             try:
-                with self.execution.calls_of(layout.rows_per_call), self._recorder.seeing():
+                with self._recorder.seeing():
                     return run.logits(tokens, layout.positions, layout.mask, cache, kept, layout.flat, listed)
             except NotPassedOnError:  # the model keeps from its attention which node is whose
                 self._takes_lists = False

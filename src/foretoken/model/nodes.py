@@ -100,6 +100,7 @@ class FlatNodes:
         self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
         self.kinds: dict[int, str] = {}  # of attention, by the id of what stands in for its mask
         self.plans: dict[Any, Any] = {}  # what replayed layers have worked out for this forward
+        self.runs_stock_attention = False  # attention of some layer was not run by the library's own kernels
         self._device = device
         if self.is_full:
             return

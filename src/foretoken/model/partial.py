@@ -9,26 +9,10 @@ import torch
 
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.execution import Execution
-from foretoken.model.execution.regions import detach
-from foretoken.model.execution.shadows import shadow
 from foretoken.model.reduced import reduced
 
 if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
-
-
-@torch.inference_mode()
-def first_layers(lm: CausalLM, num_layers: int) -> CausalLM:
-    """An adapter over the first layers only, more where a kind of attention comes later. Its text means nothing."""
-    kinds = [lm.layer_types.index(kind) for kind in set(lm.layer_types)]
-    count = max(num_layers, *(index + 1 for index in kinds))
-    if count >= lm.num_layers:
-        return lm
-    copied = shadow(lm.shadow)
-    other = lm.over(copied, lm.execution.over(copied), num_layers=count)
-    detach(other.layers)
-    other.compile_again()  # in a chain of their own
-    return other
 
 
 def representative(lm: CausalLM, layers: Sequence[int], dtype: torch.dtype | None, window: int) -> CausalLM:

@@ -28,7 +28,8 @@ class LinearSamples:
             yield None
             return
         samples = cls(model)
-        handles = [layer.register_forward_hook(samples._keep) for layer in packable(model)]
+        # in front of the model's own hooks: they are not what is replaced
+        handles = [layer.register_forward_hook(samples._keep, prepend=True) for layer in packable(model)]
         try:
             yield samples
         finally:
@@ -42,7 +43,7 @@ class LinearSamples:
     def errors(self) -> dict[str, float]:
         """Relative errors, by path, of the layers whose forward was replaced since."""
         return {
-            self._paths[layer]: _relative_distance(layer(inputs), outputs)
+            self._paths[layer]: _relative_distance(layer.forward(inputs), outputs)
             for layer, (inputs, outputs) in self._samples.items()
             if "forward" in vars(layer)
         }

@@ -21,6 +21,17 @@ def check_supported(model: PreTrainedModel) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; foretoken decodes causal language models.")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{name} has no output embedding that turns its states into logits of tokens; load the model by "
+            "AutoModelForCausalLM."
+        )
+    empty = [path for path, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise UnsupportedModelError(
+            f"{name} has no values for {len(empty)} of its weights ({empty[0]}, ...), which are on the meta device: "
+            "they were never loaded, or were offloaded. Load the model onto one device by from_pretrained."
+        )
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise UnsupportedModelError(f"{name} is spread over {', '.join(devices)}; load it onto a single device.")

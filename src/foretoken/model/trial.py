@@ -1,4 +1,4 @@
-"""A forward over made-up tokens, for trying out how a model runs."""
+"""Forwards over made-up tokens, for trying out how a model runs."""
 
 from __future__ import annotations
 
@@ -26,3 +26,20 @@ def trial(lm: CausalLM, num_nodes: int, num_before: int) -> torch.Tensor:
     logits = lm.forward(Nodes.from_chains([tokens]), cache)
     lm.num_forwards = count
     return logits
+
+
+@torch.inference_mode()
+def runs_own_attention(lm: CausalLM) -> str:
+    """Why attention of some layer does not run by the library's own kernels; empty where all does.
+
+    Structure decides, not values: which kernel takes a call follows from dtype, layout and kind of attention.
+    """
+    count, cache = lm.num_forwards, lm.new_cache(2)
+    lm.forward(Nodes.from_chains([[0], [0, 0]]), cache)
+    lm.num_forwards = count
+    flat = lm.nodes_of_last_forward
+    if flat is None:
+        return "its code does not tell attention which node is whose"
+    if flat.runs_stock_attention:
+        return "its attention is more than masked sums (a soft cap, sinks, a bias of its own)"
+    return ""

@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.errors import ConfigError, CorpusError, DatastoreError
+from foretoken.folders import sha256_of
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, Piece, batches, find_files
 from foretoken.retrieval.manifest import (
     MANIFEST,
@@ -23,7 +24,6 @@ from foretoken.retrieval.manifest import (
     Manifest,
     ShardRecord,
     fingerprint_of,
-    sha256_of,
     writing,
 )
 from foretoken.retrieval.resuming import STATE, State

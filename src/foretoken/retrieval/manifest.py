@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import DatastoreError, TokenizerMismatchError
+from foretoken.folders import sha256_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 FORMAT = "foretoken-datastore"
 VERSION = 1
 MANIFEST = "manifest.json"
-
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,6 @@ def fingerprint_of(tokenizer: PreTrainedTokenizerBase) -> str:
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{token_id}\0{token}\0".encode())
-    return digest.hexdigest()
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ from foretoken.engine.stats import SequenceStats, StepTrace
 
 if TYPE_CHECKING:
     from foretoken.engine.governing import AnyGovernor
+    from foretoken.model.promise import Promise
 
 T = TypeVar("T")
 
@@ -104,7 +105,8 @@ class RequestMetrics:
       decode_seconds: from the first decode step to the last.
       tokens_per_second: generated tokens by ``decode_seconds``.
       governor: where measured costs decide how much is drafted: ``estimated_speedup`` by plain decoding during the
-        call, and the ``decision`` of late with its reasons.
+        call, None where no step verified a draft, and the ``decision`` of late with its reasons.
+      promise: what holds of the tokens, compared with plain decoding; None under rules that keep the law alone.
       trace: what every decode step planned, drafted and accepted, sample by sample.
     """
 
@@ -113,6 +115,7 @@ class RequestMetrics:
     decode_seconds: float = 0.0
     tokens_per_second: float = 0.0
     governor: Mapping[str, Any] | None = None
+    promise: Promise | None = None
     trace: tuple[StepTrace, ...] = ()
 
     def __repr__(self) -> str:
@@ -193,8 +196,11 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
 
     ``mean_acceptance_length`` counts the bonus and averages over steps that drafted (1.0 when none did);
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
-    accepted counts that occurred, as strings of integers. Where several drafters had a part, ``by_drafter`` says what
-    each has proposed. ``drafter_error`` is there where an exception has ended the drafting of a row, and says which.
+    accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
+    them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
+    draft by what kept them from having one (`foretoken.engine.cuts`). Where several drafters had a part, ``by_drafter``
+    says what each has proposed. ``drafter_error`` is there where an exception has ended the drafting of a row, and says
+    which.
     """
     drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
     if stats.drafter_error:
@@ -209,6 +215,9 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
         "num_spec_steps": stats.num_spec_steps,
         "num_spec_tokens": num_spec_tokens,
         "num_steps": stats.num_steps,
+        "num_proposed_tokens": stats.num_proposed_tokens,
+        "num_cut_tokens": dict(stats.cuts.tokens),
+        "num_undrafted_steps": dict(stats.cuts.steps) if num_spec_tokens else {},
         "tokens_per_step": stats.tokens_per_step,
         "lossless": is_lossless,
         **drafters,
@@ -223,10 +232,11 @@ class Governed:
         self._before = replace(governor.totals)
 
     def as_dict(self) -> dict[str, Any]:
-        """Estimated speed by that of plain decoding, and the decision of late with its reasons."""
+        """Estimated speed by that of plain decoding, None where no step verified a draft, and the decision of late."""
         totals, before = self._governor.totals, self._before
         seconds = totals.seconds - before.seconds
-        speed = (totals.plain_seconds - before.plain_seconds) / seconds if seconds > 0.0 else None
+        has_drafts = totals.num_drafted > before.num_drafted
+        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
         return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 

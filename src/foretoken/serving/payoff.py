@@ -1,4 +1,4 @@
-"""Whether drafting pays, as far as a running engine can tell: one line where it plainly does not."""
+"""Whether a method drafts and whether that pays, as far as a running engine can tell: one line where it does not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+from foretoken.engine.cuts import NOTHING_FOUND, Cuts, counted
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.stats import SequenceStats, StepProfile
 
@@ -17,7 +18,16 @@ WARM_UP_STEPS = 8  # the first ones compile, pack and load, and are not timed
 MIN_PLAIN_STEPS = 8  # without a draft, before their time counts as that of plain decoding
 NEAR_ONE = 1.1  # tokens per step; a step that drafts costs that much more than a plain one on most machines
 SURELY_SLOWER = 0.95  # of the speed of plain decoding, at best
+MOST_UNDRAFTED = 32  # steps kept from drafting, and no draft meanwhile, after which it is said what keeps them from it
 MEASURED_SLOWER = 0.9  # of it, by steps at other contexts than those that drafted
+
+REMEDIES = {
+    "governor": "By measured costs plain decoding is faster so far; it goes on trying, and length_policy='fixed' "
+    "drafts all the same.",
+    "bits": "A larger strict_width leaves more room, exactness='default' all of it.",
+    "memory": "A larger max_kv_bytes leaves more room.",
+    "budget": "A larger max_tokens leaves more room.",
+}
 
 
 @dataclass
@@ -50,8 +60,42 @@ class SingleRowTimes:
         return self.num_tokens * (self.plain_seconds / self.num_plain_steps) / self.seconds
 
 
+class Undrafted:
+    """The newest steps, as far back as none of them verified a draft.
+
+    Attributes:
+      cuts: why not.
+    """
+
+    def __init__(self) -> None:
+        self.cuts = Cuts()
+
+    def add(self, step: Cuts) -> None:
+        """Take in the newest step of a row."""
+        if not step.latest:
+            if self.cuts.steps:
+                self.cuts = Cuts()
+            return
+        self.cuts.steps[step.latest] += 1
+        self.cuts.tokens.update(step.latest_tokens)
+
+    def describe(self, method: str) -> str | None:
+        """What kept a method from drafting for so many steps; None where nothing did, or not for so long."""
+        if self.cuts.num_held_steps < MOST_UNDRAFTED:
+            return None
+        num_steps = self.cuts.steps.total()
+        return f"method {method} has had no draft verified in {num_steps} steps: {describe_cuts(self.cuts)}."
+
+
+def describe_cuts(cuts: Cuts) -> str:
+    """Why steps had no draft, in counts: what was cut or held back, and how often nothing was found."""
+    nothing, held = cuts.steps[NOTHING_FOUND], cuts.describe()
+    found = f"it has found nothing to draft in {counted(nothing, 'step')}" if nothing else ""
+    return ", ".join(part for part in (found, held) if part)
+
+
 class PayoffWatch:
-    """Counts what rows gained by drafting, and says once when that does not pay.
+    """Counts what rows gained by drafting; says once that it does not pay, and once what keeps a method from drafting.
 
     Near one token per step there is nothing to gain. Since verifying a draft takes at least as long as a plain step,
     the speed is at most tokens per step times the share of the time that is not spent on drafting. And where enough
@@ -71,6 +115,8 @@ class PayoffWatch:
         self._times = SingleRowTimes()
         self._warm_up = StepProfile()
         self._before: tuple[int, int] = (-1, 0)  # of the row that ran last, alone: its id, and steps that drafted
+        self._undrafted = Undrafted()
+        self._has_told = False
         self._is_done = method == "none" or num_draft_tokens == 0
 
     def step(self, outputs: Seq[RowOutput], seconds: float, profile: StepProfile) -> None:
@@ -79,6 +125,10 @@ class PayoffWatch:
             return
         if profile.num_steps <= WARM_UP_STEPS:
             self._warm_up = replace(profile)
+        for output in outputs:
+            self._undrafted.add(output.row.stats.cuts)
+        if not self._has_told:
+            self._tell_what_holds()
         if len(outputs) > 1:
             return
         row = outputs[0].row
@@ -97,9 +147,17 @@ class PayoffWatch:
             return
         share = drafting_share(profile, self._warm_up)
         loss = describe_loss(self._method, self._stats, share, self._times.speed)
-        if loss is not None:
+        if loss is not None and not (self._has_told and self._stats.num_draft_tokens == 0):
             self._is_done = True
             logger.warning("%s %s", loss, self._remedy())
+
+    def _tell_what_holds(self) -> None:
+        """Name what keeps the method from drafting, once; that is no fault where it is the governor."""
+        held, cause = self._undrafted.describe(self._method), self._undrafted.cuts.main_cause
+        if held is not None:
+            self._has_told = True
+            level = logging.INFO if cause == "governor" else logging.WARNING
+            logger.log(level, "%s %s", held, REMEDIES.get(cause) or self._remedy())
 
     def _remedy(self) -> str:
         shorter = self._num_draft_tokens // 2
@@ -122,9 +180,7 @@ def describe_loss(method: str, stats: SequenceStats, share: float, speed: float 
     tokens = stats.tokens_per_step
     seen = f"{tokens:.2f} tokens per step over {stats.num_steps} steps"
     if stats.num_draft_tokens == 0:
-        return (
-            f"method {method} has found nothing to draft in {stats.num_steps} steps, so it cannot be faster than none."
-        )
+        return f"method {method} cannot be faster than none here: {describe_cuts(stats.cuts)}."
     if tokens < NEAR_ONE:
         return (
             f"method {method} hardly pays so far: {seen} ({stats.num_accepted_draft_tokens} of "

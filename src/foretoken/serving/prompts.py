@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from foretoken.config.keywords import check_unicode, whole_number
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, PromptError
 from foretoken.law.noise import mix
@@ -84,22 +84,11 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
     return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
 
 
-def check_unicode(text: str, name: str) -> None:
-    """Raises: PromptError for text with half a surrogate pair or undecodable bytes in it, which no tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"{name} is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate pair "
-            "or a byte that is not UTF-8; repair the text"
-        ) from None
-
-
 def _ids(value: Any, place: int) -> tuple[int, ...]:
     if not _is_list(value):
         raise PromptError(f"prompt {place} is {type(value).__name__}; give text or a list of token ids")
     try:
-        ids = tuple(operator.index(token) for token in value)
+        ids = tuple(map(whole_number, value))
     except TypeError:
         wrong = next(token for token in value if not _is_index(token))
         raise PromptError(f"prompt {place} holds {wrong!r}; token ids are whole numbers") from None
@@ -110,7 +99,7 @@ def _ids(value: Any, place: int) -> tuple[int, ...]:
 
 def _is_index(value: Any) -> bool:
     try:
-        operator.index(value)
+        whole_number(value)
     except TypeError:
         return False
     return True

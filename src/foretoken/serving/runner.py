@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from time import perf_counter
 from types import TracebackType
+from typing import Any, NoReturn
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.engine.turns import Turn
-from foretoken.errors import EngineBusyError, PromptError
+from foretoken.errors import CopyError, EngineBusyError, PromptError
 from foretoken.serving.outputs import RequestOutput, StreamOutput
 from foretoken.serving.payoff import PayoffWatch
 from foretoken.serving.prompts import Prompt
@@ -90,13 +91,15 @@ class Runner:
                 for request in requests:
                     self._engine.abort(request.id)
                 raise
+            engine = self._engine
             session = Session(
                 requests,
                 self._tokenizer,
                 drafter_name=self._engine.drafter.name,
                 num_spec_tokens=self._num_spec_tokens,
                 is_lossless=self._engine.config.rule.is_lossless,
-                governor=self._engine.governor,
+                governor=engine.governor,
+                promise=engine.target.promise(engine.config.exactness) if engine.config.rule.keeps_tokens else None,
             )
             self._session_of.update(dict.fromkeys(session.row_ids, session))
             return session
@@ -225,6 +228,12 @@ class Stream(Iterator[StreamOutput]):
     def __init__(self, runner: Runner, session: Session) -> None:
         self._runner = runner
         self._session = session
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CopyError(
+            "a stream belongs to the LLM that generates it, so it can neither be copied nor pickled; outputs() gives "
+            "what has come so far, which can"
+        )
 
     @property
     def num_prompts(self) -> int:

@@ -29,6 +29,7 @@ from foretoken.serving.textstream import TextStream
 
 if TYPE_CHECKING:
     from foretoken.engine.governing import AnyGovernor
+    from foretoken.model.promise import Promise
 
 TARGET = "target"
 
@@ -72,6 +73,7 @@ class Session:
       num_spec_tokens: K, for the metrics.
       is_lossless: whether the acceptance rule keeps the law of the target.
       governor: of the engine, where one decides how much is drafted.
+      promise: what holds of the tokens, compared with plain decoding.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Session:
         num_spec_tokens: int,
         is_lossless: bool,
         governor: AnyGovernor | None = None,
+        promise: Promise | None = None,
     ) -> None:
         self.requests = list(requests)
         self.news: deque[StreamOutput] = deque()
@@ -92,6 +95,7 @@ class Session:
         self._drafter_name = drafter_name
         self._num_spec_tokens = num_spec_tokens
         self._is_lossless = is_lossless
+        self._promise = promise
         self._governed = None if governor is None else Governed(governor)
         self._place_of = {
             sample.row.id: (place, request, sample)
@@ -238,7 +242,9 @@ class Session:
             stats.add(sample.row.stats)
         starts = [sample.started for sample in request.samples if sample.started is not None]
         if not starts:
-            return RequestMetrics(speculative_metrics(stats, self._num_spec_tokens, self._is_lossless))
+            return RequestMetrics(
+                speculative_metrics(stats, self._num_spec_tokens, self._is_lossless), promise=self._promise
+            )
         decode_seconds = max(sample.ended for sample in request.samples) - min(starts)
         num_tokens = sum(len(sample.token_ids) for sample in request.samples)
         return RequestMetrics(
@@ -247,5 +253,6 @@ class Session:
             decode_seconds=decode_seconds,
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,
             governor=None if self._governed is None else self._governed.as_dict(),
+            promise=self._promise,
             trace=tuple(step for sample in request.samples for step in sample.row.trace),
         )

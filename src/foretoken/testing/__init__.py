@@ -25,6 +25,8 @@ from foretoken.testing.conformance import (
 from foretoken.testing.decoding import Trace, check_cache_lengths, decode, require
 from foretoken.testing.divergence import Divergence, divergences, token_gap
 from foretoken.testing.drafters import PerfectDrafter, WrongDrafter
+from foretoken.testing.governing import governed, ungoverned
+from foretoken.testing.hostile import hostile_kernels
 from foretoken.testing.inflation import inflate
 from foretoken.testing.toys import perturbed, reference_node_logits, strengthen, toy_model
 
@@ -50,6 +52,8 @@ __all__ = [
     "cut_after",
     "decode",
     "divergences",
+    "governed",
+    "hostile_kernels",
     "inflate",
     "perturbed",
     "reference_node_logits",
@@ -57,4 +61,5 @@ __all__ = [
     "strengthen",
     "token_gap",
     "toy_model",
+    "ungoverned",
 ]

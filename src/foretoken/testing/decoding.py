@@ -17,11 +17,12 @@ from foretoken.tree import DraftTree
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of a run: tokens and finish reason per request, and the number of steps."""
+    """The result of a run: tokens and finish reason per request, the number of steps, and accepted draft tokens."""
 
     outputs: dict[str, tuple[int, ...]]
     reasons: dict[str, str | None]
     num_steps: int
+    num_accepted: int = 0
 
 
 class _Watched(Drafter):
@@ -151,6 +152,7 @@ def decode(
         {names[row.id]: tuple(row.output_ids) for row in rows},
         {names[row.id]: row.finish_reason for row in rows},
         num_steps,
+        sum(row.stats.num_accepted_draft_tokens for row in rows),
     )
 
 

@@ -12,7 +12,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.llm import LLM
 
 DEPTH = 5
-_METHOD = {"eagle": "eagle2", "hydra++": "hydra"}
+_METHOD = {"eagle": "eagle2"}
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from foretoken.config.keywords import check_unicode
 from foretoken.errors import PromptError
-from foretoken.serving.prompts import chat_prompt, check_unicode
+from foretoken.serving.prompts import chat_prompt
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
 """Names of files of prompts that are read."""

@@ -15,7 +15,7 @@ from foretoken.train.examples import Asked, read_prompts
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-    from foretoken.train.run import Plan
+    from foretoken.train.plan import Plan
 
 
 @dataclass

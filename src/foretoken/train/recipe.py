@@ -16,6 +16,9 @@ from foretoken.train.examples import Example
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part
 
+NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
+"""Layers of a drafter by method, where nothing is said: of the MLP of every head, as published, or of a draft model."""
+
 
 class Recipe(Protocol):
     """How one kind of drafter is trained.

@@ -5,92 +5,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from foretoken.bench.provenance import provenance
-from foretoken.errors import ConfigError, PromptError
+from foretoken.errors import PromptError
 from foretoken.folders import append_lines, keep_json
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
-from foretoken.train.answers import Answering
 from foretoken.train.curve import draw
 from foretoken.train.evaluation import Acceptance, chain_config, measure
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foretoken.train.gathering import Gathering
+from foretoken.train.plan import Plan
 from foretoken.train.room import writing
-from foretoken.train.small import SmallPlan
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is to be trained, and how.
-
-    Args:
-      method: see `foretoken.train.start.METHODS`.
-      out: folder of everything that is made; a run that was begun there goes on.
-      prompts: file or folder; None for prompts of the target's own alone.
-      own_prompts: how many prompts the target asks itself.
-      epochs: how often the examples are gone through; a fraction takes a part of them.
-      draft_vocabulary: how many tokens can be drafted.
-      one_in: of how many prompts one is held out.
-      evaluate_tokens: answer tokens between two measurements.
-      patience: measurements without a better tau after which training ends; 0 for never.
-      features: folder of kept features; None computes them each time.
-      max_length: tokens at which texts are cut.
-      raw: prompts are texts to go on with, without the chat template.
-      small: what a drafter that is a model is made of.
-      input_noise: of Hydra and Hydra++; see `HydraRecipe`.
-    """
-
-    method: str
-    out: Path
-    prompts: Path | None = None
-    own_prompts: int = 0
-    epochs: float = 1.0
-    batch_tokens: int = 1024
-    learning_rate: float = 8e-4
-    draft_vocabulary: int = 8192
-    num_heads: int = 4
-    num_steps: int = 4
-    one_in: int = 64
-    num_measured: int = 8
-    evaluate_tokens: int = 100_000
-    checkpoint_seconds: float = 180.0
-    patience: int = 5
-    features: Path | None = None
-    max_length: int = 1024
-    answering: Answering = field(default_factory=Answering)
-    raw: bool = False
-    small: SmallPlan = field(default_factory=SmallPlan)
-    input_noise: float = 0.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises: ConfigError."""
-        if self.prompts is None and not self.own_prompts:
-            raise ConfigError("there is nothing to train on; give --prompts, or --own-prompts for a target that chats")
-        for name in ("epochs", "batch_tokens", "learning_rate", "draft_vocabulary", "num_heads", "num_steps"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.one_in < 2:
-            raise ConfigError(f"one prompt in {self.one_in} cannot be held out; want 2 or more")
-        if self.method != "draft_model" and self.small != SmallPlan():
-            raise ConfigError(
-                f"layers and embeddings are chosen for draft_model, not for {self.method}; leave them out"
-            )
-        if self.input_noise < 0 or (self.input_noise and not self.method.startswith("hydra")):
-            raise ConfigError(f"input_noise is {self.input_noise} for {self.method}; it is for hydra, 0 or more")
-        self.small.check()
 
 
 @dataclass(frozen=True)
@@ -159,8 +95,9 @@ class Run:
         vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
         vocabulary.check_eos(self._eos, "this run")
         self._recipe = new_recipe(
-            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_steps=plan.num_steps,
-            small=plan.small, noise=plan.input_noise,
+            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_layers=plan.num_layers,
+            num_steps=plan.num_steps, intermediate_size=plan.intermediate_size, small=plan.small,
+            noise=plan.input_noise,
         )  # fmt: skip
         device = llm.target.device
         self._recipe.module.to(device)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads.checkpoint import read_checkpoint
-from foretoken.train.recipe import TargetParts
+from foretoken.train.recipe import NUM_LAYERS, TargetParts
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -23,7 +23,6 @@ class SmallPlan:
 
     Args:
       from_layers: layers of the target that its own begin as, in this order; without any they begin at random.
-      num_layers: where they begin at random.
       hidden_size: of these; 0 for the target's.
       own_embeddings: an embedding of its own is trained, which is its output layer, too; otherwise those of the target
         are used as they are, and written beside its layers.
@@ -32,7 +31,6 @@ class SmallPlan:
     """
 
     from_layers: tuple[int, ...] = ()
-    num_layers: int = 4
     hidden_size: int = 0
     own_embeddings: bool = False
     start: Path | None = None
@@ -42,10 +40,8 @@ class SmallPlan:
         """Raises: ConfigError."""
         if not 0.0 <= self.total_variation <= 1.0:
             raise ConfigError(f"total_variation is {self.total_variation}; it is a share of the loss, 0 to 1")
-        if self.num_layers < 1 or self.hidden_size < 0:
-            raise ConfigError(
-                f"a drafter of {self.num_layers} layers, {self.hidden_size} wide, cannot be made; want 1 layer or more"
-            )
+        if self.hidden_size < 0:
+            raise ConfigError(f"hidden_size is {self.hidden_size}; want 1 or more, or 0 for the target's")
         if self.start is not None and (self.from_layers or self.hidden_size or self.own_embeddings):
             raise ConfigError(f"{self.start} has layers and embeddings already; leave out what else was given of them")
         if self.from_layers and self.hidden_size:
@@ -75,8 +71,11 @@ class SmallModel(nn.Module):
         return found
 
 
-def new_small_model(target: TargetParts, plan: SmallPlan) -> SmallModel:
+def new_small_model(target: TargetParts, plan: SmallPlan, num_layers: int = NUM_LAYERS["draft_model"]) -> SmallModel:
     """A drafter in float32.
+
+    Args:
+      num_layers: where they begin at random.
 
     Raises: ConfigError for sizes that do not go together, or layers that the target does not have; CheckpointError for
       a folder whose model is of another kind, or of another vocabulary.
@@ -110,7 +109,7 @@ def new_small_model(target: TargetParts, plan: SmallPlan) -> SmallModel:
         intermediate_size=max(32, shape.intermediate_size * width // target.hidden_size // 32 * 32)
         if width != target.hidden_size
         else shape.intermediate_size,
-        num_hidden_layers=len(plan.from_layers) or plan.num_layers,
+        num_hidden_layers=len(plan.from_layers) or num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads // groups if num_heads % groups == 0 else num_heads,
         head_dim=shape.head_dim,

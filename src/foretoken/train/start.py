@@ -24,11 +24,14 @@ from foretoken.train.draft_model import DraftModelRecipe
 from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
 from foretoken.train.examples import Example
 from foretoken.train.medusa import HydraRecipe, MedusaRecipe
-from foretoken.train.recipe import Recipe, TargetParts
+from foretoken.train.recipe import NUM_LAYERS, Recipe, TargetParts
 from foretoken.train.small import SmallPlan, new_small_model
 
 METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
 """Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
+
+WITH_LAYER = ("hydra++", "eagle", "eagle2", "eagle3")
+"""Methods whose heads have a decoder layer of their own."""
 
 _LAYER = (
     "input_layernorm",
@@ -125,6 +128,7 @@ def new_recipe(
     vocabulary: DraftVocabulary,
     *,
     num_heads: int = 4,
+    num_layers: int | None = None,
     num_steps: int = 4,
     streams: Seq[int] | None = None,
     intermediate_size: int | None = None,
@@ -137,6 +141,7 @@ def new_recipe(
       method: one of `METHODS`.
       vocabulary: tokens that will be drafted.
       num_heads: of Medusa and Hydra.
+      num_layers: see `NUM_LAYERS`, which are the default; no two of a head share weights.
       num_steps: that EAGLE-3 unrolls.
       streams: layers whose inputs EAGLE-3 reads; see `default_streams`.
       intermediate_size: of the MLP of decoder layers; the target's by default.
@@ -151,12 +156,15 @@ def new_recipe(
     kept = None if vocabulary.is_full else vocabulary
     if method == "draft_model":
         plan = small or SmallPlan()
-        return DraftModelRecipe(new_small_model(target, plan), target, vocabulary, plan.total_variation)
+        model = new_small_model(target, plan, num_layers or NUM_LAYERS[method])
+        return DraftModelRecipe(model, target, vocabulary, plan.total_variation)
     if method == "medusa":
-        return MedusaRecipe(MedusaHeads(MedusaShape(size, 0, num_heads), kept), target)
+        blocks = MedusaShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False)
+        return MedusaRecipe(MedusaHeads(blocks, kept), target)
     if method in ("hydra", "hydra++"):
-        prefix, num_layers = (layer, 2) if method == "hydra++" else (None, 1)
-        heads = HydraHeads(HydraShape(size, 0, num_heads, num_layers, prefix=prefix), kept)
+        prefix = layer if method == "hydra++" else None
+        mlp = HydraShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False, prefix=prefix)
+        heads = HydraHeads(mlp, kept)
         _settle_residuals(heads, size)
         return HydraRecipe(heads, target, noise)
     if method not in METHODS:

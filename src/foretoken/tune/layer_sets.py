@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, NothingAcceptedError
 from foretoken.tune.objective import Costs, ExpectedTime, Objective, Score
 from foretoken.tune.space import Space
 
@@ -45,6 +45,11 @@ class Trial:
     def value(self) -> float:
         return self.score.value
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether any drafted token was accepted."""
+        return self.score.acceptance_rate > 0
+
 
 @dataclass
 class SearchResult:
@@ -63,8 +68,24 @@ class SearchResult:
         return self.ranking(1)[0]
 
     def ranking(self, count: int) -> list[Trial]:
-        """The best trials, best first; of equal ones the first. The set that leaves out nothing comes last."""
-        return sorted(self.trials, key=lambda trial: (len(trial.layer_set) == 0, trial.value))[:count]
+        """The best trials, best first; of equal ones the first.
+
+        The set that leaves out nothing comes behind them, and last those under which nothing was accepted.
+        """
+        return sorted(self.trials, key=lambda trial: (not trial.is_of_use, len(trial.layer_set) == 0, trial.value))[
+            :count
+        ]
+
+    def check(self) -> None:
+        """Raises: NothingAcceptedError where no set that was tried is of any use."""
+        if any(trial.is_of_use for trial in self.trials):
+            return
+        num_drafted = sum(trial.score.num_drafted for trial in self.trials)
+        held = next((f"; with the first of them {one.score.cuts}" for one in self.trials if one.score.cuts), "")
+        raise NothingAcceptedError(
+            f"none of {num_drafted} drafted tokens was accepted under any of the {len(self.trials)} sets that were "
+            f"tried{held}; no set is written. Try more sets, or keep layers whole (--keep-layers)"
+        )
 
 
 class LayerSearch:

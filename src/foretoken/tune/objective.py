@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 
@@ -36,6 +37,8 @@ class Score:
       acceptance_length: tokens per verification of a draft, bonus included.
       num_sublayers: how many are left out.
       low, high: 95 % interval of a measured value; of a computed one the value.
+      num_drafted, num_accepted: tokens that were verified, and those of them that were kept.
+      cuts: what kept others from being verified, for people; see `Cuts.describe`.
     """
 
     value: float
@@ -44,6 +47,9 @@ class Score:
     num_sublayers: int
     low: float
     high: float
+    num_drafted: int = 0
+    num_accepted: int = 0
+    cuts: str = ""
 
 
 class Objective(ABC):
@@ -121,17 +127,8 @@ class MeasuredTime(Objective):
         scores = {}
         for name, layer_set in layer_sets.items():
             ratio = compare(trial, name, "plain")
-            stats = [run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None]
-            drafted, accepted = sum(s.num_draft_tokens for s in stats), sum(s.num_accepted_draft_tokens for s in stats)
-            steps = sum(s.num_spec_steps for s in stats)
-            scores[name] = Score(
-                1 / ratio.ratio,
-                accepted / drafted if drafted else 0.0,
-                1 + accepted / steps if steps else 1.0,
-                len(layer_set),
-                1 / ratio.high,
-                1 / ratio.low,
-            )
+            stats = pooled(run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None)
+            scores[name] = scored(stats, 1 / ratio.ratio, layer_set, 1 / ratio.high, 1 / ratio.low)
         return scores
 
 
@@ -189,13 +186,32 @@ class ExpectedTime(Objective):
 
     def score(self, layer_set: LayerSet) -> Score:
         rows = self._task.rows(self._task.drafter_of(layer_set), len(self._task.prompts))
-        steps = [step for row in rows for step in row.trace]
+        steps, stats = [step for row in rows for step in row.trace], pooled(row.stats for row in rows)
         draft, verify = self.costs.draft(layer_set), self.costs.verify
         cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)
         num_tokens = sum(row.num_output_tokens for row in rows)
-        drafted, accepted = sum(step.drafted for step in steps), sum(step.accepted for step in steps)
         value = cost / num_tokens
-        num_drafting = sum(step.drafted > 0 for step in steps)
-        length = 1 + accepted / num_drafting if num_drafting else 1.0
-        rate = accepted / drafted if drafted else 0.0
-        return Score(value, rate, length, len(layer_set), value, value)
+        return scored(stats, value, layer_set, value, value)
+
+
+def pooled(several: Iterable[SequenceStats]) -> SequenceStats:
+    """The counters of several rows together."""
+    total = SequenceStats()
+    for stats in several:
+        total.add(stats)
+    return total
+
+
+def scored(stats: SequenceStats, value: float, layer_set: LayerSet, low: float, high: float) -> Score:
+    """The score of a set with which these counters came about."""
+    return Score(
+        value,
+        stats.draft_acceptance_rate,
+        stats.mean_acceptance_length,
+        len(layer_set),
+        low,
+        high,
+        stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
+        stats.cuts.describe(),
+    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.engine.stats import StepTrace
 from foretoken.errors import ConfigError
+from foretoken.folders import check_place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ def require_matplotlib() -> ModuleType:
 def check_picture(file: str | Path) -> Path:
     """A place where a picture can be written.
 
-    Raises: ConfigError for a folder that does not exist, a format that matplotlib does not write, or no matplotlib.
+    Raises: ConfigError for a place that cannot be written, a format that matplotlib does not write, or no matplotlib.
     """
     path = Path(file).expanduser()
     supported = sorted(require_matplotlib().Figure().canvas.get_supported_filetypes())
@@ -41,9 +42,7 @@ def check_picture(file: str | Path) -> Path:
         raise ConfigError(
             f"the picture {str(file)!r} has no known format; name it .png, or one of {', '.join(supported)}"
         )
-    if not path.parent.is_dir():
-        raise ConfigError(f"the picture {str(file)!r} cannot be written: there is no folder {str(path.parent)!r}")
-    return path
+    return check_place(path)
 
 
 def plot_traces(traces: Sequence[tuple[str, Sequence[StepTrace]]], file: str | Path) -> Path:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def trajectory(
     Returns: the trajectory. Its text is that of plain decoding.
     Raises: ConfigError, PromptError; NumericsError when the model returns NaN.
     Exactness: the last iterate of a block is the fixed point, reached in at most as many iterations as the block has
-    tokens.
+    tokens. Where forwards verify fewer tokens than a block has, the first of it are iterated; the block says which.
     Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
     """
     check_initial_guess(initial_guess)
@@ -98,11 +99,16 @@ class Block:
       start: position of the first one in prompt and output.
       initial: what was guessed for them.
       iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
+      verified: how many of its first tokens every iteration has looked at; the others are what they were before.
+      cuts: guesses that were not verified because something limits drafts, by what does
+        (`foretoken.engine.cuts.CAUSES`), all iterations together.
     """
 
     start: int
     initial: tuple[int, ...]
     iterates: tuple[tuple[int, ...], ...]
+    verified: tuple[int, ...] = ()
+    cuts: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -202,6 +208,8 @@ class Trajectory:
                 "fixed_point": list(block.fixed_point),
                 "num_iterations": block.num_iterations,
                 "settled": list(block.settled),
+                "verified": list(block.verified),
+                "cuts": dict(block.cuts),
                 "seed": self.seed,
             }
             prefix += block.fixed_point
@@ -245,29 +253,43 @@ class BlockRecorder(Drafter):
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         row, length = rows[0], len(rows[0].token_ids)
         if not self.blocks or length == self.blocks[-1].start + len(self.blocks[-1]):
-            size = min(self._size, budgets[0] + 1)
+            size = min(self._size, row.num_remaining_tokens)
             self.blocks.append(Block(length, tuple(self._guesses.first(size)), ()))
             self._guesses.drop(size)
         block = self.blocks[-1]
-        newest = block.iterates[-1] if block.iterates else block.initial
-        return [DraftTree.chain(row.pending, newest[length - block.start : -1], source=self.name)]
+        return [DraftTree.chain(row.pending, _newest(block)[length - block.start : -1], source=self.name)]
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        for result in results:  # none in the last step
-            choices = result.features.choices
-            block = self.blocks[-1]
-            settled = block.iterates[-1][: len(block) - len(choices)] if block.iterates else ()
-            self.blocks[-1] = replace(block, iterates=(*block.iterates, (*settled, *choices)))
+        for row, result in zip(rows, results, strict=True):  # none in the last step
+            block, choices = self.blocks[-1], result.features.choices
+            before = len(row.token_ids) - len(result.emitted) - block.start  # tokens of the block that were certain
+            newest, end = _newest(block), before + len(choices)
+            self._add(row, (*newest[:before], *choices, *newest[end:]), end)
+
+    def _add(self, row: Sequence, iterate: tuple[int, ...], num_verified: int) -> None:
+        block = self.blocks[-1]
+        self.blocks[-1] = replace(
+            block,
+            iterates=(*block.iterates, iterate),
+            verified=(*block.verified, num_verified),
+            cuts=Counter(block.cuts) + Counter(row.stats.cuts.latest_tokens),
+        )
 
     def close(self, row: Sequence) -> None:
         """Add the iterate of the last step, which nobody observes, and cut its block where the text ended."""
         if not self.blocks:
             return
+        last = tuple(row.token_ids[self.blocks[-1].start :])
+        self._add(row, last, len(last))
         block = self.blocks[-1]
-        last = tuple(row.token_ids[block.start :])
-        size = len(last)
         self.blocks[-1] = replace(
             block,
-            initial=block.initial[:size],
-            iterates=(*(iterate[:size] for iterate in block.iterates), last),
+            initial=block.initial[: len(last)],
+            iterates=tuple(iterate[: len(last)] for iterate in block.iterates),
+            verified=tuple(min(count, len(last)) for count in block.verified),
         )
+
+
+def _newest(block: Block) -> tuple[int, ...]:
+    """The tokens of a block as they are at present."""
+    return block.iterates[-1] if block.iterates else block.initial

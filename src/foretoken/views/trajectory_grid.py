@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
+from foretoken.engine.cuts import CAUSES, counted
+
 if TYPE_CHECKING:
     from foretoken.views.trajectory import Block, Trajectory
 
 
-_CERTAIN, _EARLY, _WRONG = "certain", "early", "wrong"
+_CERTAIN, _EARLY, _WRONG, _CUT = "certain", "early", "wrong", "cut"
 _NUMBER = 4  # columns of the iteration
-_MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " "}
+_MARK = {_CERTAIN: "=", _EARLY: "+", _WRONG: " ", _CUT: "-"}
 _LEGEND = {
     _CERTAIN: "right, and nothing wrong before it",
     _EARLY: "right already, after something wrong",
     _WRONG: "not right yet",
+    _CUT: "cut off: not verified in this iteration",
 }
 
 _STYLE = """
@@ -25,6 +28,7 @@ table { border-collapse: collapse; margin: 0 0 1.5em }
 td, th { padding: 2px 6px; font: 12px/1.5 ui-monospace, monospace; white-space: pre; border: 1px solid #fff }
 th { text-align: right; font-weight: normal; color: #666 }
 .certain { background: #cfe8cf } .early { background: #cfe0f5 } .wrong { background: #f0f0f0; color: #777 }
+.cut { color: #aaa }
 """
 
 
@@ -34,7 +38,7 @@ def text(trajectory: Trajectory, width: int | None = None) -> str:
     Args:
       width: wider tables are cut into parts of fewer positions, one below the other.
     """
-    lines = [summary(trajectory), *(f"  {_MARK[state]!r} {_LEGEND[state]}" for state in _MARK)]
+    lines = [summary(trajectory), *(f"  {_MARK[state]!r} {words}" for state, words in _legend(trajectory).items())]
     for number, block in enumerate(trajectory.blocks):
         words = [[_MARK[state] + word for word, state in row] for row in _rows(trajectory, block)]
         widths = [max(map(len, column)) for column in zip(*words, strict=True)]
@@ -61,7 +65,9 @@ def _parts(widths: list[int], limit: int | None) -> Iterator[tuple[int, int]]:
 
 def html(trajectory: Trajectory) -> str:
     """The same as a page; no other file is needed to look at it."""
-    legend = " ".join(f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, words in _LEGEND.items())
+    legend = " ".join(
+        f'<span class="{state}">&nbsp;{escape(words)}&nbsp;</span>' for state, words in _legend(trajectory).items()
+    )
     tables = "".join(
         f"<h3>{escape(title(number, block))}</h3><table>{''.join(_html_rows(trajectory, block))}</table>"
         for number, block in enumerate(trajectory.blocks)
@@ -73,6 +79,12 @@ def html(trajectory: Trajectory) -> str:
     )
 
 
+def _legend(trajectory: Trajectory) -> dict[str, str]:
+    """The states that its tables show."""
+    has_cuts = any(block.cuts for block in trajectory.blocks)
+    return {state: words for state, words in _LEGEND.items() if has_cuts or state != _CUT}
+
+
 def summary(trajectory: Trajectory) -> str:
     """One line on the whole."""
     return (
@@ -82,11 +94,13 @@ def summary(trajectory: Trajectory) -> str:
 
 
 def title(number: int, block: Block) -> str:
-    """One line on a block."""
+    """One line on a block, and on what was cut off it."""
     last = block.start + len(block) - 1
-    return (
+    said = (
         f"block {number}, positions {block.start} to {last}: {block.num_iterations} iterations for {len(block)} tokens"
     )
+    cut = [f"{counted(count, 'guess')} cut off by {CAUSES[cause]}" for cause, count in sorted(block.cuts.items())]
+    return "; ".join([said, *cut])
 
 
 def _html_rows(trajectory: Trajectory, block: Block) -> Iterator[str]:
@@ -97,13 +111,22 @@ def _html_rows(trajectory: Trajectory, block: Block) -> Iterator[str]:
 
 def _rows(trajectory: Trajectory, block: Block) -> Iterator[list[tuple[str, str]]]:
     """Words and their states, of the initial guess and of every iterate."""
-    for iterate in (block.initial, *block.iterates):
+    reaches = (len(block), *(block.verified or [len(block)] * block.num_iterations))
+    for iterate, reach in zip((block.initial, *block.iterates), reaches, strict=True):
         right = [token == wanted for token, wanted in zip(iterate, block.fixed_point, strict=True)]
         num_certain = right.index(False) if False in right else len(right)
         yield [
-            (word(trajectory, token), _CERTAIN if place < num_certain else _EARLY if right[place] else _WRONG)
+            (word(trajectory, token), _state(place, num_certain, right[place], reach))
             for place, token in enumerate(iterate)
         ]
+
+
+def _state(place: int, num_certain: int, is_right: bool, reach: int) -> str:
+    if place < num_certain:
+        return _CERTAIN
+    if place >= reach:
+        return _CUT
+    return _EARLY if is_right else _WRONG
 
 
 def word(trajectory: Trajectory, token: int) -> str:

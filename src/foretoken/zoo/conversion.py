@@ -1,7 +1,8 @@
 """Models of the zoo whose weights another distribution carries: found, checked, and converted once into the cache.
 
 A conversion is made in a scratch folder and then renamed, so that what is there under its name is always whole, or is
-seen not to be (a file of another size than was written) and made again. Nothing of the other distribution is imported.
+seen not to be (a file with another SHA-256 than was written) and made again. Nothing of the other distribution is
+imported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foretoken.errors import CheckpointError, ForetokenError
-from foretoken.folders import CACHE_VARIABLE, cache_folder, is_private, locked, make_private, temporary_folder
+from foretoken.folders import (
+    CACHE_VARIABLE,
+    cache_folder,
+    is_private,
+    known_sha256,
+    locked,
+    make_private,
+    sha256_of,
+    temporary_folder,
+)
 from foretoken.zoo.manifest import Manifest, Package
 
 if TYPE_CHECKING:
@@ -27,9 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken")
 
-FORMAT = 2
+FORMAT = 3
 """Raised when something else is written than before, so that every version of foretoken has conversions of its own."""
 RECORD = "conversion.json"
+WEIGHTS = "model.safetensors"
 SECONDS = 20  # that a conversion takes, about
 LONGEST_WAIT_SECONDS = 600
 
@@ -68,6 +79,8 @@ def converted(manifest: Manifest) -> Path:
             return folder
         if is_alone:
             _remove_scraps(folder)
+        if folder.exists():
+            logger.warning("zoo:%s in %s is damaged: its files are not those that were written", manifest.name, folder)
         # a warning, since nobody else explains why nothing happens
         logger.warning("converting zoo:%s once, about %d s; it is kept in %s", manifest.name, SECONDS, folder)
         with _becoming(folder) as scratch:
@@ -76,11 +89,11 @@ def converted(manifest: Manifest) -> Path:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a conversion is there and whole: every file of its record has the size it was written with."""
+    """Whether a conversion is there and whole: every file of its record is the one that was written."""
     try:
-        sizes = json.loads((folder / RECORD).read_text(encoding="utf-8"))["num_bytes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, AttributeError):
+        digests = json.loads((folder / RECORD).read_text(encoding="utf-8"))["sha256"]
+        return WEIGHTS in digests and all(known_sha256(folder / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -96,6 +109,7 @@ def weights_file(package: Package) -> Path | None:
 
 def weights_digest(file: Path) -> str:
     """SHA-256 over names, dtypes, shapes and bits of the tensors in a safetensors file, whatever their order."""
+    import torch
     from safetensors import safe_open
 
     digest = hashlib.sha256()
@@ -103,14 +117,8 @@ def weights_digest(file: Path) -> str:
         for name in sorted(tensors.keys()):
             tensor: torch.Tensor = tensors.get_tensor(name)
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.contiguous().flatten().view(_byte_type()).numpy().data)
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _byte_type() -> torch.dtype:
-    import torch
-
-    return torch.uint8
 
 
 # -- where ---------------------------------------------------------------------------------------------------------
@@ -227,7 +235,7 @@ def _convert(manifest: Manifest, folder: Path) -> None:
             f"{' '.join(str(error).split())[:300]}); check the space there, or try another version than transformers "
             f"{transformers.__version__}"
         ) from error
-    found = weights_digest(folder / "model.safetensors")
+    found = weights_digest(folder / WEIGHTS)
     if found != package.weights_sha256:
         raise CheckpointError(
             f"transformers {transformers.__version__} reads {file.name} as other weights ({found[:12]}...) than those "
@@ -238,8 +246,7 @@ def _convert(manifest: Manifest, folder: Path) -> None:
 
 
 def _check_source(file: Path, package: Package) -> None:
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    found = sha256_of(file)
     if found != package.sha256:
         raise CheckpointError(
             f"{file} is not the file that {package.distribution} {package.version} was published with (SHA-256 "
@@ -250,9 +257,9 @@ def _check_source(file: Path, package: Package) -> None:
 
 def _finish(folder: Path) -> None:
     """Record the files, let others read them, and see that they are on the disk before the folder gets its name."""
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
     record = folder / RECORD
-    record.write_text(json.dumps({"num_bytes": sizes}, indent=1) + "\n", encoding="utf-8")
+    record.write_text(json.dumps({"sha256": digests}, indent=1) + "\n", encoding="utf-8")
     mode = record.stat().st_mode & 0o777  # what this user's new files get; scratch folders are stricter
     folder.chmod(mode | (mode & 0o444) >> 2)
     for file in folder.iterdir():

@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-HEADS = ("medusa", "hydra", "eagle", "eagle3")
+HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle3")
 """The heads that a model may bring along; they lie beside the manifest wherever the model does."""
 ASSETS = ("target", "tokenizer", "draft", "datastore", "layer_set", "candidates", *HEADS)
 """The extra files that a model may bring along."""
@@ -52,7 +52,6 @@ class Manifest:
       title: what it is, in one line.
       is_instruct: it answers through a chat template; a base model continues text.
       is_toy: it is here to show and test drafting, and too small to be of use.
-      default_method: how to draft with it where nothing else is said.
       licence, source: of the weights.
       stored_dtype: of the weights on disk.
       brings: files or folders by name: those of `ASSETS` that this model has.
@@ -64,7 +63,6 @@ class Manifest:
     title: str
     is_instruct: bool
     is_toy: bool
-    default_method: str
     licence: str
     source: str
     stored_dtype: str

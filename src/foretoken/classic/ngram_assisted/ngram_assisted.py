@@ -38,6 +38,8 @@ def ngram_assisted_speculative_generate(
     first_target: bool = True,
     stop_if_unknown: bool = False,
     debug: bool = False,
+    *,
+    filler_weight: float = 1.0,
 ) -> tuple[list[int], float]:
     """Generate with drafts from a storage of n-grams, which learns from the prompt and from every emitted token.
 
@@ -50,11 +52,13 @@ def ngram_assisted_speculative_generate(
       target: a `transformers` causal LM, or any module, as for `speculative_generate`.
       tokenizer: for ``debug`` only; None shows ids.
       gamma: tokens per draft.
-      filler_top_k: of the target's likeliest tokens, how many are stored at every new place beside the one that was
-        said; 1 for none. They weigh less than tokens that were said.
+      filler_top_k: of the target's likeliest tokens, how many are counted at every new place, in addition to the one
+        that was said; 1 for none.
       logits_processor, max_gen_len, eos_tokens_id, use_cache, first_target, debug: as for `speculative_generate`.
       pad_token_id: not used, as nothing is padded.
       stop_if_unknown: end a draft at the first unknown context; False drafts a random token there.
+      filler_weight: what each of the likeliest tokens counts; the one that was said counts 1 besides, so 2 in all where
+        it is one of them.
 
     Returns: the generated ids without the prompt, and accepted / drafted tokens (0.0 when nothing was drafted).
     Raises: as `speculative_generate`; TreeError for a drafted token outside the vocabulary.
@@ -63,6 +67,10 @@ def ngram_assisted_speculative_generate(
     """
     check_least("gamma", gamma, 0)
     check_least("filler_top_k", filler_top_k, 0)
+    if not 0.0 < filler_weight <= 1.0:
+        raise ConfigError(
+            f"filler_weight is {filler_weight}; give more than 0 and at most 1, or filler_top_k=1 for none"
+        )
     if not isinstance(ngramstorage, INgramStorage):
         raise ConfigError(
             f"ngramstorage is a {type(ngramstorage).__name__}; give an NGramStorage, a OneLevelNGramStorage or an "
@@ -71,7 +79,9 @@ def ngram_assisted_speculative_generate(
     reader = reader_of(target, keeps_cache=use_cache)
     model = reader.model
     request = Request.of(inputs, model, max_gen_len, eos_tokens_id)
-    proposer = StorageProposer(request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown)
+    proposer = StorageProposer(
+        request, ngramstorage, model.vocab_size, gamma, filler_top_k, stop_if_unknown, filler_weight=filler_weight
+    )
     trace = begin_trace("ngram_assisted_speculative_generate", len(request.prompt))
     decoding = Decoding(
         request,
@@ -94,7 +104,7 @@ class StorageProposer:
       request: its prompt is added to the storage.
       storage: names successors, learns.
       vocab_size: V of the target.
-      gamma, filler_top_k, stop_if_unknown: see `ngram_assisted_speculative_generate`.
+      gamma, filler_top_k, stop_if_unknown, filler_weight: see `ngram_assisted_speculative_generate`.
     """
 
     def __init__(
@@ -105,12 +115,15 @@ class StorageProposer:
         gamma: int,
         filler_top_k: int,
         stop_if_unknown: bool,
+        *,
+        filler_weight: float,
     ) -> None:
         self._storage = storage
         self._vocab_size = vocab_size
         self._gamma = gamma
         self._filler_top_k = filler_top_k
         self._stop_if_unknown = stop_if_unknown
+        self._filler_weight = filler_weight
         self._ids = torch.zeros(1, request.max_length, dtype=torch.long)
         self._ids[0, : len(request.prompt)] = torch.tensor(request.prompt)
         storage.initialize(self._ids[:, : len(request.prompt)])
@@ -134,18 +147,18 @@ class StorageProposer:
         return token
 
     def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None:
-        """Count every new token once, and what else the target thought likely in its place."""
+        """Count every new token, and what the target thought likely in its place; among equals the token is best."""
         first = len(text) - len(laws)
         for place, law in enumerate(laws, first):
             self._ids[0, place] = text[place]
-            others = self._runners_up(law, text[place])
-            if len(others):
-                self._storage.fill(self._ids[:, :place], others[None])
+            likely = self._likely(law)
+            if len(likely):
+                self._storage.fill(self._ids[:, :place], likely[None], self._filler_weight)
             self._storage.update(self._ids[:, :place], torch.tensor([[text[place]]]))
 
-    def _runners_up(self, law: Tensor, token: int) -> Tensor:
-        """The likeliest possible tokens but the one that was said, best first."""
+    def _likely(self, law: Tensor) -> Tensor:
+        """The likeliest tokens that are possible, best first."""
         if self._filler_top_k < 2:
             return torch.empty(0, dtype=torch.long)
         probs, tokens = law.topk(min(self._filler_top_k, len(law)))
-        return tokens[(probs > 0) & (tokens != token)].cpu()
+        return tokens[probs > 0].cpu()

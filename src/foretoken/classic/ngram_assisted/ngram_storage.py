@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from foretoken.classic.request import check_least
-from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT
-from foretoken.errors import PromptError, ShapeError
+from foretoken.errors import ConfigError, PromptError, ShapeError
 
 __all__ = ["INgramStorage", "NGramStorage", "OneLevelNGramStorage"]
 
 Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, float]]
-"""Context -> token -> how often it followed. Runners-up weigh a fraction."""
+"""Context -> token -> how often it followed, or was likely to. Fillers may weigh a fraction."""
 Best = dict[Gram, int]
 """Context -> the token with the highest count, the most recent one among equals."""
 
@@ -60,8 +59,16 @@ class INgramStorage(ABC):
           next_tokens: int64 (batch, k), alternatives for the place after it, the likeliest first.
         """
 
-    def fill(self, input_ids: Tensor, next_tokens: Tensor) -> None:
-        """Store what the target ranked high but did not say; as `update` unless a storage weighs it less."""
+    def fill(self, input_ids: Tensor, next_tokens: Tensor, weight: float = 1.0) -> None:
+        """Count what the target ranked high; `update` does where each of them counts 1.
+
+        Raises: ConfigError for another weight, which a storage of your own has to override this for.
+        """
+        if weight != 1.0:
+            raise ConfigError(
+                f"filler_weight is {weight}, and {type(self).__name__} counts by update alone, 1 each; define fill, or "
+                "leave filler_weight at 1"
+            )
         self.update(input_ids, next_tokens)
 
     @abstractmethod
@@ -111,8 +118,8 @@ class _CountingStorage(INgramStorage):
     def update(self, input_ids: Tensor, next_tokens: Tensor) -> None:
         self._add(input_ids, next_tokens, 1)
 
-    def fill(self, input_ids: Tensor, next_tokens: Tensor) -> None:
-        self._add(input_ids, next_tokens, RUNNER_UP_WEIGHT)
+    def fill(self, input_ids: Tensor, next_tokens: Tensor, weight: float = 1.0) -> None:
+        self._add(input_ids, next_tokens, weight)
 
     def _add(self, input_ids: Tensor, next_tokens: Tensor, weight: float) -> None:
         self._check(next_tokens)

@@ -27,7 +27,7 @@ def printer(
 
 
 def describe(step: Step, output: Sequence[int], tokenizer: Any = None, title: str = "Speculative Step") -> str:
-    """A step as text: position, gamma, every draft with q, r and p/q, its verdict, and the final sample.
+    """A step as text: position, gamma, every draft with q and its verdict, and the final sample.
 
     Places are counted from 1, so that a draft after 10 tokens starts at [11].
 
@@ -99,17 +99,24 @@ def _drafted(draft: DraftedToken, tokenizer: Any) -> str:
 
 
 def _verdict(draft: DraftedToken) -> str:
-    """The test that was made: r against p/q, or a comparison with the target's own token."""
+    """A sign, and for a rejection the test that was made: r against p/q, or a comparison with the target's token."""
     if draft.accepted is None:
         return "- (not reached)"
-    sign, word = ("✓", "accepted") if draft.accepted else ("✗", "rejected")
+    if draft.accepted:
+        return "✓"
     if draft.uniform is not None:
-        return f"{sign} ({word}: r={draft.uniform:.2f} {'<' if draft.accepted else '>'} p/q={draft.ratio or 0.0:.2f})"
+        return f"✗ (rejected: r={draft.uniform:.2f} > p/q={draft.ratio or 0.0:.2f})"
     ratio = "" if draft.ratio is None else f", p/q={draft.ratio:.2f}"
-    return f"{sign} ({word}: {'equals' if draft.accepted else 'differs from'} the target's token{ratio})"
+    return f"✗ (rejected: differs from the target's token{ratio})"
 
 
 def _text(tokens: Sequence[int], tokenizer: Any) -> str:
     if tokenizer is None:
         return str(tokens[0]) if len(tokens) == 1 else str(list(tokens))
-    return f'"{tokenizer.decode(list(tokens))}"'
+    text: str = tokenizer.decode(list(tokens))
+    return f'"{_on_one_line(text)}"'
+
+
+def _on_one_line(text: str) -> str:
+    """Every character that ends a line as it is written in a string: \\n."""
+    return "".join(repr(char)[1:-1] if char.splitlines() == [""] else char for char in text)

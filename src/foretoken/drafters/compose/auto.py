@@ -145,8 +145,11 @@ class AutoDrafter(CompositeDrafter):
         return merged([tree for _, tree in found], scores, self._max_nodes, self.name)
 
 
-def build(options: AutoOptions, materials: Materials) -> AutoDrafter:
-    """Makes the parts; where only chains can be verified, those that draft trees are left out, and that is said."""
+def build(options: AutoOptions, materials: Materials) -> Drafter:
+    """Makes the parts; where only chains can be verified, those that draft trees are left out, and that is said.
+
+    Where one part is left there is nothing to choose, and it drafts alone.
+    """
     chosen = [part for part in options.drafters if materials.target.supports_trees or not part.definition.drafts_trees]
     for part in options.drafters:
         if part not in chosen:
@@ -154,6 +157,8 @@ def build(options: AutoOptions, materials: Materials) -> AutoDrafter:
     if not chosen:
         materials.check_trees("auto")
     parts = [make_drafter(part, materials) for part in chosen]
+    if len(parts) == 1:
+        return parts[0]
     return AutoDrafter(parts, [part.method in LOOKUP for part in chosen], options.max_draft_nodes)
 
 

@@ -21,6 +21,7 @@ class Eagle2Options(DynamicTreeOptions):
     """Keys of drafting as EAGLE-2 does."""
 
     method: ClassVar[str] = "eagle2"
+    head: ClassVar[str] = "eagle"
 
 
 class Eagle2Drafter(GrownEagleDrafter):

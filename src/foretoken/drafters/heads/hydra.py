@@ -1,4 +1,4 @@
-"""Hydra and Hydra++: heads that see the tokens drafted before theirs, so that every path of a tree is of one piece."""
+"""Hydra: heads that see the tokens drafted before theirs, so that every path of a tree is of one piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.drafters.parts.states_drafter import StatesDrafter
 from foretoken.engine.drafter import Budget, Features, Requirements
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.heads.names import is_hydra
+from foretoken.heads.names import has_prefix, is_hydra
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
 
@@ -82,9 +82,8 @@ class HydraDrafter(StatesDrafter[RowContexts]):
     all tokens, and its keys and values.
     """
 
-    name = "hydra"
-
     def __init__(self, heads: HydraHeads, num_target_layers: int, **growth: Any) -> None:
+        self.name = kind_of(heads)
         growth["max_depth"] = min(growth["max_depth"], heads.num_heads)
         self.heads = heads
         self.growth = RankedGrowth(vocabulary=heads.vocabulary, **growth)
@@ -146,8 +145,16 @@ def _layer_input(layer: int, features: Features, nodes: Seq[int]) -> torch.Tenso
     return features.layer_input(layer, nodes)
 
 
+def kind_of(heads: HydraHeads) -> str:
+    """The method of such heads."""
+    return "hydra" if heads.prefix is None else "hydra++"
+
+
 def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
-    """Drafts with the heads that the config names; whether they have a prefix layer (Hydra++) is seen from them."""
+    """Drafts with the heads that the config names.
+
+    Raises: ConfigError for heads with a prefix layer where the method is Hydra, and without one where it is Hydra++.
+    """
     target = materials.target
     materials.check_trees(options.method)
     size, layer = int(target.config.hidden_size), layers.LayerShape.of(target.config)
@@ -156,7 +163,9 @@ def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
         return layout.read_hydra(found, size, target.vocab_size, layer)
 
     known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
-    heads = load_head(options, materials, hydra.HydraHeads, read, known)
+    heads = load_head(options, materials, hydra.HydraHeads, read, known if options.method == "hydra++" else ())
+    if kind_of(heads) != options.method:
+        raise ConfigError(f"these are heads of {kind_of(heads)!r}, not of {options.method!r}; name that as the method")
     vocabulary = chosen_vocabulary(options, materials)
     if vocabulary is not None:
         heads = _reduced(heads, vocabulary, materials)
@@ -176,14 +185,13 @@ def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, materials: Material
 
 
 def recognizes(contents: Contents) -> bool:
-    """Whether these are heads of Hydra or Hydra++."""
-    return is_hydra(contents.config, contents.names)
+    """Whether these are heads of Hydra, without a prefix layer."""
+    return is_hydra(contents.config, contents.names) and not has_prefix(contents.config, contents.names)
 
 
 METHOD = Method(
     HydraOptions,
     build,
     summary="with heads that see the tokens drafted before theirs",
-    aliases=("hydra++", "hydra_plus_plus"),
     recognizes=recognizes,
 )

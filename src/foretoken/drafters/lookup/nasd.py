@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import BranchOptions, draft_length, node_limit
 from foretoken.config.method import Method
-from foretoken.config.options import flag, number, one_of, option, text, whole
+from foretoken.config.options import flag, number, one_of, option, path, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
@@ -54,7 +54,7 @@ class NasdOptions(LengthOptions, BranchOptions):
     )
     unknown: str = option(one_of(UNKNOWN), "stop", "at an unknown context: end the draft, or draft a random token")
     shared: bool = option(flag(), False, "whether requests learn from each other")
-    state_file: str | None = option(text(), help="where what requests share is kept from run to run")
+    state_file: str | None = option(path(), help="where what requests share is kept from run to run")
 
     def check(self) -> None:
         super().check()

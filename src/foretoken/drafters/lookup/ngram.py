@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
-from foretoken.config.options import option, whole
+from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
-from foretoken.drafters.parts.suffix_index import SuffixIndex, continuation
+from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex, continuation
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -36,6 +36,7 @@ class NGramOptions(LengthOptions, DraftOptions):
     prompt_lookup_min: int = option(whole(1), 2, "shortest suffix of the text that is looked up")
     prompt_lookup_max: int = option(whole(1), 5, "longest suffix of the text that is looked up")
     num_prompt_lookup_candidates: int = option(whole(1), 1, "continuations that are merged into one tree")
+    prompt_lookup_match: str = option(one_of(MATCHES), MATCHES[0], "which occurrence of the suffix is copied after")
 
     @property
     def num_branches(self) -> int:
@@ -64,22 +65,21 @@ class NGramOptions(LengthOptions, DraftOptions):
 class NGramDrafter(PlannedDrafter):
     """Copies from the row's own text, prompt and output, after the longest suffix that has occurred before.
 
-    Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in
-    transformers and vLLM. Deviations: the most recent occurrence comes first, not the earliest; a
-    continuation that runs into the end of the text goes on with its own copy (text of period P goes on with
-    period P); several distinct continuations may be merged into one tree.
+    Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in transformers and
+    vLLM. Deviations: the latest occurrence comes first unless told otherwise; a continuation that runs into the end of
+    the text goes on with its own copy (period P goes on with period P); several may be merged into one tree.
 
     Args:
       num_speculative_tokens: depth of the draft, unless ``length_policy`` says otherwise.
       prompt_lookup_min: shortest suffix worth copying after. 2: one token is found almost anywhere.
       prompt_lookup_max: longest suffix looked for.
-      num_candidates: most continuations in one draft, longest match first, then most recent; 1 gives a chain.
+      num_candidates: most continuations in one draft, longest match first; 1 gives a chain.
+      match: which of several occurrences comes first, the "latest" or the "earliest".
       max_nodes: limit of the merged tree, root included; None for no limit but the candidates' own.
 
     Raises: ConfigError when a number is out of range.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
-    Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of
-    the text.
+    Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of the text.
     """
 
     name = "ngram"
@@ -91,6 +91,7 @@ class NGramDrafter(PlannedDrafter):
         prompt_lookup_min: int = NGramOptions.prompt_lookup_min,
         prompt_lookup_max: int = NGramOptions.prompt_lookup_max,
         num_candidates: int = NGramOptions.num_prompt_lookup_candidates,
+        match: str = NGramOptions.prompt_lookup_match,
         max_nodes: int | None = NGramOptions.max_draft_nodes,
         length_policy: LengthPolicy | None = None,
     ) -> None:
@@ -106,12 +107,13 @@ class NGramDrafter(PlannedDrafter):
         self.length_policy = length_policy or Fixed(num_speculative_tokens)
         self._orders = range(prompt_lookup_min, prompt_lookup_max + 1)
         self._num_candidates = num_candidates
+        self._match = match
         self._max_nodes = max_nodes
         self._index_of: dict[int, SuffixIndex] = {}
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
-            self._index_of[row.id] = SuffixIndex(self._orders)
+            self._index_of[row.id] = SuffixIndex(self._orders, match=self._match)
             self._index_of[row.id].extend(row.token_ids)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
@@ -138,6 +140,7 @@ def build(options: NGramOptions, materials: Materials) -> NGramDrafter:
         prompt_lookup_min=options.prompt_lookup_min,
         prompt_lookup_max=options.prompt_lookup_max,
         num_candidates=options.num_prompt_lookup_candidates,
+        match=options.prompt_lookup_match,
         max_nodes=options.max_draft_nodes,
         length_policy=policy_of(options, options.num_speculative_tokens),
     )

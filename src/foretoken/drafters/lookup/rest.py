@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
-from foretoken.config.options import flag, option, text, whole
+from foretoken.config.options import flag, option, path, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
@@ -34,7 +34,8 @@ class RestOptions(LengthOptions, BranchOptions):
     max_draft_nodes: int = node_limit(32)
     num_draft_branches: int = branches(32)
     datastore: str | None = option(
-        text(), help="directory that foretoken datastore build wrote; by default what a model of the zoo brings"
+        path(is_read=True),
+        help="directory that foretoken datastore build wrote; by default what a model of the zoo brings",
     )
     retrieval_match_min: int = option(whole(1, 64), 1, "shortest suffix of the text that is looked up")
     retrieval_match_max: int = option(whole(1, 64), 16, "longest suffix of the text that is looked up")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import BranchOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
-from foretoken.config.options import flag, number, option, text, whole
+from foretoken.config.options import flag, number, option, path, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
@@ -38,7 +38,7 @@ class SuffixOptions(LengthOptions, BranchOptions):
     max_draft_nodes: int = node_limit(24)
     num_draft_branches: int = branches(4)
     shared: bool = option(flag(), False, "whether requests learn from each other's outputs")
-    state_file: str | None = option(text(), help="where outputs that requests share are kept from run to run")
+    state_file: str | None = option(path(), help="where outputs that requests share are kept from run to run")
     suffix_decoding_max_tree_depth: int = option(
         whole(2, 1024), 24, "longest string that is counted, context and continuation together"
     )

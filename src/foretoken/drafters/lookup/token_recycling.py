@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
-from foretoken.config.options import flag, one_of, option, text, whole
+from foretoken.config.options import flag, one_of, option, path, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import best_shape
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
@@ -45,7 +45,7 @@ class TokenRecyclingOptions(DraftOptions):
         "what is known before the first step: vocabulary (what the target says after every token alone, at the cost of "
         "a prompt as long as the vocabulary), prompt, empty, or auto: prompt, and what a model of the zoo brings",
     )
-    state_file: str | None = option(text(), help="where what was learned is kept")
+    state_file: str | None = option(path(), help="where what was learned is kept")
 
 
 INITIAL_STATES = ("vocabulary", "prompt", "empty")

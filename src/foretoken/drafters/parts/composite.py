@@ -51,12 +51,13 @@ class CompositeDrafter(Drafter):
         memories = memory if isinstance(memory, _Memories) else _Memories()
         if len(memories) != len(self.parts):
             memories = _Memories(None for _ in self.parts)
-        known = num_tokens
-        while True:  # a part that recalls less lets the others recall no more either
-            fewest = min(part.recall(row, own, known) for part, own in zip(self.parts, memories, strict=True))
-            if fewest == known:
-                return known
-            known = fewest
+        known = [part.recall(row, own, num_tokens) for part, own in zip(self.parts, memories, strict=True)]
+        while max(known) > min(known):  # a part that recalls less lets the others recall no more either
+            fewest = min(known)
+            for place, (part, own) in enumerate(zip(self.parts, memories, strict=True)):
+                if known[place] > fewest:
+                    known[place] = _recalled(part, row, own, fewest)
+        return known[0]
 
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
         for part in self.parts:
@@ -109,6 +110,16 @@ class CompositeDrafter(Drafter):
             part.forget(rows)
         for row in rows:
             self._proposed.pop(row.id, None)
+
+
+def _recalled(part: Drafter, row: Sequence, memory: object, count: int) -> int:
+    """Let a part that recalls more recall so many tokens, if it can, else fewer.
+
+    Heads make the entry of a token from the one that follows, so of n shared tokens they recall n - 1 at most.
+    """
+    if part.recall(row, memory, count) == count or part.recall(row, memory, count + 1) == count:
+        return count
+    return part.recall(row, memory, count)
 
 
 class _Memories(tuple[object, ...]):

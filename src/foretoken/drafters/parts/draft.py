@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 from typing import TYPE_CHECKING
 
 from foretoken.lazy import Lazy
@@ -28,6 +28,7 @@ class GrowingDraft:
       max_nodes: root included.
       num_branches: siblings per node at most.
       beam_width: nodes of a level that are expanded at most.
+      least: score from which on nodes are expanded.
 
     Attributes:
       tokens, parents, depths: of the nodes.
@@ -41,6 +42,7 @@ class GrowingDraft:
     max_nodes: int = sys.maxsize
     num_branches: int = 1
     beam_width: int = 1
+    least: float = -inf
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])

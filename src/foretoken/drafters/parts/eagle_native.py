@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.rows import Frontier, Place, frontier_list, in_rectangle
 from foretoken.lazy import Lazy
 
@@ -98,13 +97,14 @@ class NativeRows:
         last: torch.Tensor,
         owed: tuple[Seq[int], torch.Tensor] | None,
         least_mass: float,
+        sharpness: float,
     ) -> tuple[list[int], list[int], list[float]]:
         """The tokens, parents and logarithmic scores of a draft that begins after the last entry of a row.
 
         Args:
           last: (H,) in float32, the output of the last entry; written where that is owed.
           owed: tokens and streams of entries that are made first.
-          least_mass: see `Growth`.
+          least_mass, sharpness: see `Growth`.
         """
         count = 0 if owed is None else len(owed[0])
         keys, values = self._buffers(place.slot, 1, count + (draft.cap - 1) * draft.beam_width)
@@ -120,8 +120,9 @@ class NativeRows:
             branches=draft.num_branches,
             beam=draft.beam_width,
             most=draft.max_nodes,
-            power=SHARPNESS,
+            power=sharpness,
             least_mass=least_mass,
+            least=draft.least,
         )
         self._cache.commit([range(count)], place.slot)
         place.trunk += count

@@ -209,19 +209,21 @@ class EagleRows:
         dtype = self.head.dtype if self.native is None else torch.float32
         return places, torch.stack([self._last[row.id].to(dtype) for row in rows])[:, None]
 
-    def grow(self, draft: GrowingDraft, least_mass: float) -> tuple[list[int], list[int], list[float]]:
+    def grow(
+        self, draft: GrowingDraft, least_mass: float, sharpness: float
+    ) -> tuple[list[int], list[int], list[float]]:
         """The draft of a greedy row in one call of the library's own kernels: see `NativeHead.grow`."""
         assert self.native is not None
         row = draft.row
         place, owed = self.rows.get(row.id), self._owed.get(row.id)
         if owed is None or place is None or place.trunk != owed[1]:
             self.settle([row])
-            return self.native.grow(self.rows[row.id], draft, self._last[row.id].float(), None, least_mass)
+            return self.native.grow(self.rows[row.id], draft, self._last[row.id].float(), None, least_mass, sharpness)
         _, start, parts = self._owed.pop(row.id)
         streams = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._last[row.id] = last = torch.empty(self.head.shape.layer.hidden_size)
         tokens = row.token_ids[start + 1 : start + 1 + len(streams)]
-        return self.native.grow(place, draft, last, (tokens, streams), least_mass)
+        return self.native.grow(place, draft, last, (tokens, streams), least_mass, sharpness)
 
     def feed(
         self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor, *, are_chains: bool

@@ -86,7 +86,7 @@ class GrownEagleDrafter(StatesDrafter[EagleRows]):
         return self.states.native is not None and has_room and draft.row.law.is_argmax
 
     def _grown(self, draft: GrowingDraft) -> DraftTree:
-        tokens, parents, scores = self.states.grow(draft, self.growth.least_mass)
+        tokens, parents, scores = self.states.grow(draft, self.growth.least_mass, self.growth.sharpness)
         plan = self.growth.policy.take_plan(draft.row)
         return DraftTree(tuple(tokens), tuple(parents), scores=tuple(map(exp, scores)), source=self.name, plan=plan)
 

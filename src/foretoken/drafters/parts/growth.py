@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf, log
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
 from foretoken.drafters.lengths import NOTHING, LengthPolicy
-from foretoken.drafters.parts.candidates import Candidates, Places
+from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Places
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
@@ -73,6 +74,8 @@ class Growth:
       vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
       least_mass: with reranking, the sum of the chances of the nodes that would be expanded next, below which a level
         costs more than it can bring; 0 for any.
+      sharpness: power to which the drafter's law is raised where chances are those of a greedy target; None learns by
+        which the first choices of drafts are right as often as they are said to be.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviation: where the target draws with the same noise, by the
@@ -93,6 +96,7 @@ class Growth:
         max_nodes: int | None = None,
         vocabulary: DraftVocabulary | None = None,
         least_mass: float = 0.0,
+        sharpness: float | None = None,
     ) -> None:
         for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
             if value < 1:
@@ -102,13 +106,21 @@ class Growth:
         self.policy = policy
         self.takes_trees = True
         self.least_mass = least_mass
+        self._learns = sharpness is None and reranks
         self._num_branches = num_branches
         self._beam_width = beam_width or num_branches
         self._reranks = reranks
         self._max_nodes = max_nodes or sys.maxsize
         self._is_greedy = sample_method == "greedy"
         self._shares_noise = RULES[acceptance].shares_noise
-        self._candidates = Candidates(target_vocab_size, vocabulary, is_greedy=self._is_greedy)
+        self._candidates = Candidates(
+            target_vocab_size, vocabulary, is_greedy=self._is_greedy, sharpness=sharpness or SHARPNESS
+        )
+
+    @property
+    def sharpness(self) -> float:
+        """Power to which the drafter's law is raised at present."""
+        return self._candidates.sharpness
 
     @property
     def drafts_chains(self) -> bool:
@@ -133,6 +145,7 @@ class Growth:
             max_nodes=allowed.max_nodes(self._max_nodes),
             num_branches=allowed.width(self._num_branches) if self.takes_trees else 1,
             beam_width=allowed.width(self._beam_width) if self.takes_trees else 1,
+            least=log(allowed.least) if self._reranks and allowed.least > 0.0 else -inf,
         )
 
     def grow(self, drafts: Seq[GrowingDraft], expander: Expander) -> None:
@@ -170,6 +183,8 @@ class Growth:
     def end(self, row: Sequence, result: StepResult) -> None:
         """Take in the outcome of a step."""
         self.policy.end(row, result.tree.depth, result.num_accepted)
+        if self._learns and len(result.tree) > 1 and row.law.is_greedy:
+            self._candidates.follow(result.tree, result.emitted[0])
 
     def forget(self, rows: Seq[Sequence]) -> None:
         """Drop the state of rows that have finished."""
@@ -224,7 +239,7 @@ class Growth:
             of_row.sort(key=lambda candidate: -candidate[0])
             staying = of_row if self._reranks else of_row[: min(draft.beam_width, draft.room)]
             nodes = [draft.add(pick.node, token, score) for _, pick, token, score in staying]
-            draft.frontier = nodes[: draft.beam_width]
+            draft.frontier = [node for node in nodes[: draft.beam_width] if draft.scores[node] >= draft.least]
 
     def _add_only_children(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
         """One child per node: by the target's own noise, or the likeliest."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from foretoken.config.drafting import BranchOptions, node_limit
-from foretoken.config.options import flag, one_of, option, whole
+from foretoken.config.options import flag, number, one_of, option, whole
 from foretoken.drafters.lengths import policy_of
 from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
 from foretoken.drafters.parts.depth import depth_within
@@ -24,6 +24,11 @@ class GrowthOptions(LengthOptions, BranchOptions):
     )
     draft_rerank: bool = option(
         flag(), False, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+    )
+    draft_sharpness: float | None = option(
+        number(0.0, above=True),
+        help="power of the drafter's law where draft_rerank ranks nodes for a greedy target; 1 is the law itself. By "
+        "default that by which first choices are right as often as they are said to be",
     )
     draft_sample_method: str = option(
         one_of(("greedy", "probabilistic"), {"gumbel": "probabilistic"}),
@@ -58,5 +63,6 @@ class GrowthOptions(LengthOptions, BranchOptions):
             "max_nodes": self.max_draft_nodes if self.draft_rerank else None,
             "sample_method": self.draft_sample_method,
             "acceptance": self.rejection_sample_method,
+            "sharpness": self.draft_sharpness,
             "policy": policy_of(self, depth),
         }

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from foretoken.config.contents import Contents
+from foretoken.config.method import methods, recognized_in
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
@@ -51,7 +53,7 @@ def load_head(
     """
     target, given, method = materials.target, options.model, options.method
     if given is None:
-        given = materials.asset("eagle" if method == "eagle2" else method)
+        given = materials.asset(methods()[method].head)
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
@@ -80,6 +82,7 @@ def _loaded(
     given: Any, options: ModelOptions, target: CausalLM, read: Callable[[Checkpoint], tuple[Head, Seq[str]]]
 ) -> Head:
     found = checkpoint.read_checkpoint(given, options.revision)
+    check_kind(found, options.method)
     head, notes = read(found)
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     head = head.to(device=target.device, dtype=target.dtype).eval()
@@ -87,10 +90,24 @@ def _loaded(
         parameter.requires_grad_(False)
     if target.execution.kind != "eager":
         pack(head)
-    logger.info("%s: a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method)
+    level = logging.DEBUG if options.model is None else logging.INFO  # one on board is in the load line
+    logger.log(level, "%s: a head of %.1f M parameters for method %s", found.name, num_parameters / 1e6, options.method)
     for note in notes:
         logger.info("%s: %s", found.name, note)
     return head
+
+
+def check_kind(found: Checkpoint, method: str) -> None:
+    """Refuse a head of another kind than the method drafts with; what no method knows is left to the layout's reader.
+
+    Raises: ConfigError, naming the method of that head.
+    """
+    known = recognized_in(Contents(found.config, frozenset(found.tensors)))
+    if known is not None and known.head != methods()[method].head:
+        raise ConfigError(
+            f"{found.name} holds heads of {known.head!r}, and method {method!r} drafts with those of "
+            f"{methods()[method].head!r}; use method {known.name!r}, or name other heads"
+        )
 
 
 def pack(head: nn.Module) -> None:

@@ -6,17 +6,30 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
 
+from foretoken.errors import ConfigError
+
 _MAX_OCCURRENCES = 32  # looked at per n-gram and step, so that a text of one repeated token costs no more than another
 
 
+MATCHES = ("latest", "earliest")
+"""Which of several occurrences of a suffix comes first."""
+
+
 class SuffixIndex:
-    """Where every n-gram of a growing text ends, newest first, for n in ``orders``.
+    """Where every n-gram of a growing text ends, for n in ``orders``.
 
     An n-gram counts from the moment its next token is known, so the end of the text never matches itself.
+
+    Args:
+      match: see `MATCHES`.
+
+    Raises: ConfigError for another word.
     """
 
-    def __init__(self, orders: Seq[int]) -> None:
-        self._ends = {order: _Ends() for order in orders}
+    def __init__(self, orders: Seq[int], *, match: str = MATCHES[0]) -> None:
+        if match not in MATCHES:
+            raise ConfigError(f"match is {match!r}; choose one of {', '.join(MATCHES)}")
+        self._ends = {order: _Latest() if match == "latest" else _Earliest() for order in orders}
         self._num_tokens = 0
 
     def extend(self, tokens: Seq[int]) -> None:
@@ -30,20 +43,20 @@ class SuffixIndex:
     def continuations(self, tokens: Seq[int], length: int, limit: int) -> list[tuple[int, ...]]:
         """At most ``limit`` distinct continuations of the text, each of ``length`` tokens, best first."""
         found: dict[tuple[int, ...], None] = {}
-        for end in self._occurrences(tokens):
+        for end in self.occurrences(tokens):
             found[continuation(tokens, end, length)] = None
             if len(found) == limit:
                 break
         return list(found)
 
-    def _occurrences(self, tokens: Seq[int]) -> Iterator[int]:
-        """Ends of earlier occurrences of the text's suffixes: longest suffix first, then most recent."""
+    def occurrences(self, tokens: Seq[int]) -> Iterator[int]:
+        """Ends of earlier occurrences of the text's suffixes: longest suffix first, then as ``match`` says."""
         for order in sorted(self._ends, reverse=True):
             if order < len(tokens):
                 yield from islice(self._ends[order].of(tuple(tokens[-order:])), _MAX_OCCURRENCES)
 
 
-class _Ends:
+class _Latest:
     """End positions of the n-grams of one order, as chains from each to the one before."""
 
     def __init__(self) -> None:
@@ -61,6 +74,27 @@ class _Ends:
         while end is not None:
             yield end
             end = self._older.get(end)
+
+
+class _Earliest:
+    """End positions of the n-grams of one order, as chains from each to the next."""
+
+    def __init__(self) -> None:
+        self._oldest: dict[tuple[int, ...], int] = {}
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._newer: dict[int, int] = {}
+
+    def add(self, ngram: tuple[int, ...], end: int) -> None:
+        if ngram in self._newest:
+            self._newer[self._newest[ngram]] = end
+        self._oldest.setdefault(ngram, end)
+        self._newest[ngram] = end
+
+    def of(self, ngram: tuple[int, ...]) -> Iterator[int]:
+        end = self._oldest.get(ngram)
+        while end is not None:
+            yield end
+            end = self._newer.get(end)
 
 
 def continuation(tokens: Seq[int], start: int, length: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
-from foretoken.config.options import one_of, option, text, whole, whole_numbers
+from foretoken.config.options import one_of, option, path, whole, whole_numbers
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
@@ -38,7 +38,7 @@ else:
 class LayerSetOptions(GrowthOptions):
     """Which layers are left out, given in one of several ways."""
 
-    layer_set: str | None = option(text(), help="file that foretoken tune layer-skip wrote")
+    layer_set: str | None = option(path(is_read=True), help="file that foretoken tune layer-skip wrote")
     skipped_attention: tuple[int, ...] | None = option(whole_numbers(), help="layers whose attention is left out")
     skipped_mlp: tuple[int, ...] | None = option(whole_numbers(), help="layers whose MLP is left out")
 

@@ -6,25 +6,26 @@
 // tiles.h does without the last of these for columns before any draft.
 
 #include "pairs.h"
+#include "threads.h"
 #include "tiles.h"
 
 // ---- all of them ----------------------------------------------------------------------------------------------------
 
-static inline int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
-
-struct Room {  // floats of scratch that one head of one row needs, and one thread
+struct Room {  // floats of scratch that one head of one row needs over so many nodes, and one thread
   int64_t queries = 0, scores = 0, totals = 0, sums = 0, keys = 0;
-  Room(const Attention* call) {
+  Room(const Attention* call, int64_t nodes) {
+    const int64_t width = rounded_up(call->size, LANES), value_width = rounded_up(call->value_size, LANES);
     for (int64_t row = 0; row < call->rows; ++row) {
-      const int64_t count = call->group * call->counts[row];
-      const int64_t whole = (count + 15) / 16 * 16;  // of the kernel that lays out 16 queries together
-      queries = queries > whole * call->size ? queries : whole * call->size;
-      sums = sums > whole * call->value_size ? sums : whole * call->value_size;
+      const int64_t count = call->group * least(nodes, call->counts[row]);
+      const int64_t laid_out = rounded_up(count, 16);  // by the kernel that lays out 16 queries together
+      queries = queries > laid_out * width ? queries : laid_out * width;
+      sums = sums > laid_out * value_width ? sums : laid_out * value_width;
       totals = totals > count ? totals : count;
       scores = scores > count * padded(call->columns[row]) ? scores : count * padded(call->columns[row]);
     }
-    queries = whole_lines(queries), sums = whole_lines(sums), totals = whole_lines(totals), scores = whole_lines(scores);
-    keys = STEP * call->size;
+    queries = rounded_up(queries, 16), sums = rounded_up(sums, 16);
+    totals = rounded_up(totals, 16), scores = rounded_up(scores, 16);
+    keys = STEP * width;
   }
   int64_t of_pair() const { return scores + totals + sums; }
   int64_t of_thread() const { return queries + keys; }
@@ -35,63 +36,75 @@ static inline bool is_split(const Attention* call, int threads) {
   return threads > 1 && call->rows * call->heads < 4 * threads;
 }
 
+// How a call is run: so many nodes of a row at a time that their scores, and all scratch, stay within bounds.
+struct Plan {
+  enum { MOST_SCORES = 1 << 18, MOST_SCRATCH = 1 << 24 };
+  int64_t most, nodes, pairs;  // of any row, at a time; heads of rows that have scratch at the same time
+
+  Plan(const Attention* call, int threads) : most(0) {
+    for (int64_t row = 0; row < call->rows; ++row) most = most > call->counts[row] ? most : call->counts[row];
+    pairs = is_split(call, threads) ? call->rows * call->heads : threads;
+    for (nodes = most; nodes > 1; nodes = (nodes + 1) / 2)
+      if (Room(call, nodes).scores <= MOST_SCORES && scratch(call, threads) <= MOST_SCRATCH) break;
+  }
+  int64_t scratch(const Attention* call, int threads) const {
+    const Room room(call, nodes);
+    return pairs * room.of_pair() + threads * room.of_thread();
+  }
+};
+
 // Floats of scratch that a call needs.
 extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads) {
-  const Room room(call);
-  const int64_t pairs = is_split(call, threads) ? call->rows * call->heads : threads;
-  return pairs * room.of_pair() + threads * room.of_thread();
+  if (threads < 1) threads = 1;
+  return Plan(call, threads).scratch(call, threads);
 }
 
 template <typename Work>
 static void attend(const Attention* call, const void* query, const void* keys, const void* values, const void* mask,
                    void* out, float* scratch, int threads) {
-  const Room room(call);
+  const Plan plan(call, threads);
+  const Room room(call, plan.nodes);
   const int64_t pairs = call->rows * call->heads;
   if (!is_split(call, threads)) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t index = 0; index < pairs; ++index) {
-      const Work pair(call, query, keys, values, mask, out, index);
-      float* queries = scratch + omp_get_thread_num() * (room.of_pair() + room.of_thread());
+    const int64_t rounds = plan.nodes ? (plan.most + plan.nodes - 1) / plan.nodes : 0;
+    share_each(pairs * rounds, threads, [&](int64_t task, int thread) {
+      const Work pair(call, query, keys, values, mask, out, task / rounds, task % rounds * plan.nodes, plan.nodes);
+      if (pair.count == 0) return;
+      float* queries = scratch + thread * (room.of_pair() + room.of_thread());
       float *by_input = queries + room.queries, *scores = by_input + room.keys, *totals = scores + room.scores;
       pair.read_queries(queries);
       pair.score(0, pair.columns, queries, by_input, scores);
       for (int64_t i = 0; i < pair.count; ++i) totals[i] = pair.weigh(i, scores);
       for (int64_t at = 0; at < call->value_size; at += WIDTH * LANES)
         pair.finish(at, WIDTH * LANES, scores, totals, totals + room.totals);
-    }
+    });
     return;
   }
-  int64_t longest = 0, most = 0;
-  for (int64_t row = 0; row < call->rows; ++row) {
-    longest = longest > call->columns[row] ? longest : call->columns[row];
-    most = most > call->counts[row] ? most : call->counts[row];
-  }
+  int64_t longest = 0;
+  for (int64_t row = 0; row < call->rows; ++row) longest = longest > call->columns[row] ? longest : call->columns[row];
   const int64_t chunks = (longest + CHUNK - 1) / CHUNK, parts = (call->value_size + STEP - 1) / STEP;
-  most *= call->group;
-#pragma omp parallel num_threads(threads)
-  {
-    float* queries = scratch + pairs * room.of_pair() + omp_get_thread_num() * room.of_thread();
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < pairs * chunks; ++task) {
-      const Work pair(call, query, keys, values, mask, out, task / chunks);
+  const int64_t most = plan.nodes * call->group;
+  for (int64_t node = 0; node < plan.most; node += plan.nodes) {
+    share_each(pairs * chunks, threads, [&](int64_t task, int thread) {
+      float* queries = scratch + pairs * room.of_pair() + thread * room.of_thread();
+      const Work pair(call, query, keys, values, mask, out, task / chunks, node, plan.nodes);
       const int64_t from = task % chunks * CHUNK;
-      if (from >= pair.columns) continue;
+      if (from >= pair.columns || pair.count == 0) return;
       pair.read_queries(queries);
       pair.score(from, least(pair.columns, from + CHUNK), queries, queries + room.queries,
                  scratch + task / chunks * room.of_pair());
-    }
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < pairs * most; ++task) {
-      const Work pair(call, query, keys, values, mask, out, task / most);
+    });
+    share_each(pairs * most, threads, [&](int64_t task, int) {
+      const Work pair(call, query, keys, values, mask, out, task / most, node, plan.nodes);
       float* scores = scratch + task / most * room.of_pair();
       if (task % most < pair.count) scores[room.scores + task % most] = pair.weigh(task % most, scores);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < pairs * parts; ++task) {
-      const Work pair(call, query, keys, values, mask, out, task / parts);
+    });
+    share_each(pairs * parts, threads, [&](int64_t task, int) {
+      const Work pair(call, query, keys, values, mask, out, task / parts, node, plan.nodes);
+      if (pair.count == 0) return;
       float* scores = scratch + task / parts * room.of_pair();
       pair.finish(task % parts * STEP, STEP, scores, scores + room.scores, scores + room.scores + room.totals);
-    }
+    });
   }
 }
 

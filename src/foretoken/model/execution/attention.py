@@ -98,11 +98,41 @@ def grouped_sdpa(
         kind = flat_nodes.kinds.get(id(attention_mask))
         if kind is None:
             raise NotPassedOnError
-        parts = [_attend_group(module, query, key, value, group, kind, options) for group in flat_nodes.groups]
+        parts = []
+        for group in flat_nodes.groups:
+            is_all = len(group.nodes) == query.shape[2]
+            nodes = query if is_all else query[:, :, group.nodes.start : group.nodes.stop]
+            part = _attend_by_own(nodes, key, value, group, kind, options)
+            if part is None:
+                flat_nodes.runs_stock_attention = True
+                part = _attend_group(module, nodes, key, value, group, kind, options)
+            parts.append(part)
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
     if len(query) != len(key) or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2]):
         raise NotPassedOnError
     return _attend(module, query, key, value, attention_mask, **options)
+
+
+def _attend_by_own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: RowGroup,
+    kind: str,
+    options: dict[str, Any],
+) -> torch.Tensor | None:
+    """Attention of some rows by the library's own kernels, (nodes, H_q, D_v); None where these do not run it.
+
+    Args:
+      query: the list (1, H_q, S, D) of their nodes; keys and values are those of all rows.
+    """
+    if group.few is None or not is_plain(options) or query.shape[1] % key.shape[1]:
+        return None
+    first = group.rows.start
+    keys, values = (key[first:], value[first:]) if first else (key, value)
+    if group.many is not None:
+        return group.many(query, keys, values, kind, options["scaling"])
+    return group.few(query, keys, values, group.masks[kind], options["scaling"])
 
 
 def _attend_group(
@@ -114,19 +144,7 @@ def _attend_group(
     kind: str,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of some rows: of the list (1, H_q, S, D) those of their nodes, (nodes, H_q, D_v)."""
-    if len(group.nodes) < query.shape[2]:
-        query = query[:, :, group.nodes.start : group.nodes.stop]
-    if group.few is not None and is_plain(options) and query.shape[1] % key.shape[1] == 0:
-        first = group.rows.start
-        keys, values = (key[first:], value[first:]) if first else (key, value)
-        if group.many is not None:
-            is_faster = group.many.is_faster(query, keys, values)
-            own = group.many(query, keys, values, kind, options["scaling"]) if is_faster else None
-        else:
-            own = group.few(query, keys, values, group.masks[kind], options["scaling"])
-        if own is not None:
-            return own
+    """Attention of some rows by stock kernels, of the list (1, H_q, S, D) of their nodes: (nodes, H_q, D_v)."""
     if len(group.rows) > 1 or not group.flat.is_full:
         query = group.flat.spread(query[0].transpose(0, 1)).transpose(1, 2)  # (R, H_q, N, D)
     if len(group.rows) < len(key) or group.columns < key.shape[2]:

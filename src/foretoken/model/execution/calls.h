@@ -16,7 +16,7 @@ enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
 struct Attention {
   int64_t rows, heads, group;  // heads of keys, and heads of queries that share one
-  int64_t size, value_size;    // multiples of the lanes
+  int64_t size, value_size;
   int64_t kind;                // of everything in memory: 1 float32, 2 bfloat16, 3 float16
   int64_t query_node, query_head, key_row, key_head, value_row, value_head, mask_row, mask_node;  // strides
   const int64_t* counts;       // nodes of every row
@@ -38,7 +38,8 @@ extern "C" void foretoken_attention(const Attention* call, const void* query, co
 
 struct Chains {
   int64_t rows, heads, group;  // heads of keys, and heads of queries that share one
-  int64_t size, value_size;    // multiples of 32
+  int64_t size, value_size;
+  int64_t kind;                // of everything in memory, as above
   int64_t query_node, query_head, key_row, key_head, value_row, value_head;  // strides
   int64_t window;              // columns that a node sees, its own included; 0 for all
   const int64_t* counts;       // nodes of every row

@@ -190,7 +190,7 @@ class Chain:
     def program(self, position: int, num_nodes: int) -> Program | None:
         """The calls of a layer over so many nodes, if they are recorded and can be made without Python."""
         layer = self.layers[position]
-        if not layer.takes(num_nodes) or not layer.replay.is_possible:
+        if not layer.replay.is_possible:
             return None
         program = layer.replay.program(num_nodes)
         return program if program is not None and program.is_native else None

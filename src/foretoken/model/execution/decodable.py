@@ -12,12 +12,13 @@ from transformers.activations import ACT2FN
 
 from foretoken.model.execution.chain import ChainedLayer
 from foretoken.model.execution.decoder import Decoder
-from foretoken.model.execution.linears import LimitedLinear, linears
-from foretoken.model.execution.native import KINDS, Library, fits, library
+from foretoken.model.execution.linears import linears
+from foretoken.model.execution.native import KINDS, Library, library
 from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.regions import MIN_WEIGHTS
+from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def why_not(lm: CausalLM, kernels: Library | None) -> str | None:
         "its heads are turned by where a text ends": rope.get("rope_type", "default") not in ROPES,
         "it has another activation than silu": {type(layer.mlp.act_fn) for layer in layers} != {type(ACT2FN["silu"])},
         "its sizes are no multiples of vectors": any(size % lanes for size in (*inputs, head_dim)) or head_dim % 2 != 0,
-        "its weights cannot be packed": not all(fits(size, lm.dtype, kernels) for size in inputs),
         "its norms differ": {norm.variance_epsilon for norm in norms} != {model.base_model.norm.variance_epsilon},
         "its layers scale scores differently": len({layer.self_attn.scaling for layer in layers}) > 1,
         "its modules were changed": any(map(_is_changed, model.modules())),
@@ -86,14 +86,12 @@ def _is_changed(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if module._forward_hooks or module._forward_pre_hooks:
         return True
-    if isinstance(forward, LimitedLinear):
-        forward = forward.replaced
     is_other = type(module).__module__.partition(".")[0] not in ("torch", "transformers")
     has_others = any(type(tensor) not in (nn.Parameter, torch.Tensor) for tensor in module.parameters(recurse=False))
     return (
         is_other
         or has_others
-        or (forward is not None and not isinstance(forward, (PackedLinear, RMSNorm, ChainedLayer)))
+        or (forward is not None and not isinstance(forward, (PackedLinear, RMSNorm, Rowwise, ChainedLayer)))
     )
 
 

@@ -22,13 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from foretoken.model.execution.calls import NUM_NODES
 from foretoken.model.execution.direct_calls import DirectCalls, FedFields, Store, Tables
-from foretoken.model.execution.few_nodes import MOST_IN_TREES, MOST_NODES
 from foretoken.model.execution.inductor import NotTraceableError
 from foretoken.model.execution.linears import linears
 from foretoken.model.execution.node_lists import array_of
 from foretoken.model.execution.surroundings import Surroundings, modules_around, trace
 from foretoken.model.execution.tail import Tail
 from foretoken.model.nodes import FlatNodes, NodeLogits
+from foretoken.model.promise import MOST_NODES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,8 +132,7 @@ class DirectForward:
           with_logits: compute the logits of all nodes, where that is one call.
         """
         num_nodes, (num_rows, width) = nodes.num_real, nodes.tokens.shape
-        most = MOST_NODES if nodes.ancestors is None else MOST_IN_TREES
-        if num_nodes < 1 or max(nodes.counts) > most or not self.is_possible:
+        if num_nodes < 1 or max(nodes.counts) > MOST_NODES or not self.is_possible:
             return None
         chain, known, around = self._chain, self._known, self._around
         tokens, depths, ancestors = nodes.tokens, nodes.depths, nodes.ancestors

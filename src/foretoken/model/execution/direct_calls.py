@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.model.cache.storage import RaggedLayer
-from foretoken.model.execution.few_nodes import MOST_SCRATCH, AttentionFields, FewNodes
+from foretoken.model.execution.few_nodes import AttentionFields, FewNodes
 from foretoken.model.execution.node_lists import array_of
 from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.execution.programs import SCRATCH, Program
@@ -52,8 +52,7 @@ class ForwardFields(ctypes.Structure):
     """All layers."""
 
     _fields_ = (
-        *((name, Integer) for name in ("num_layers", "num_forms", "num_inputs", "state_bytes")),
-        *((name, Integer) for name in ("working_bytes", "most_scratch")),
+        *((name, Integer) for name in ("num_layers", "num_forms", "num_inputs", "state_bytes", "working_bytes")),
         ("layers", Address),
         ("forms", Address),
     )
@@ -106,7 +105,7 @@ class DirectCalls:
         self._kept_alive = programs, arrays, of_inputs, of_layers, of_forms
         num_inputs = 1 + max((number for numbers in inputs_of for number in numbers), default=0)
         working = max(program.num_bytes for program in programs)
-        sizes = len(layers), len(forms), num_inputs, self.shape[2] * self.dtype.itemsize, working, MOST_SCRATCH
+        sizes = len(layers), len(forms), num_inputs, self.shape[2] * self.dtype.itemsize, working
         self._fields = ForwardFields(*sizes, ctypes.addressof(of_layers), ctypes.addressof(of_forms))
         self.address = ctypes.addressof(self._fields)
 
@@ -168,7 +167,7 @@ def _form_of(layer: CompiledLayer, program: Program, window: int | None, cache: 
     assert query is not None
     assert kernels is not None
     one = [query.shape[2]]  # all nodes as if they were of one row; C++ puts in whose they are
-    few = FewNodes(kernels, one, one, one[0])
+    few = FewNodes(kernels, one, one)
     known = few.call(query, keys, values, None, layer.replay.scaling, 1)
     return None if known is None else FormFields(known[0], window or 0, query.itemsize)
 

@@ -5,6 +5,7 @@
 // and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/bytes.py and heads/native.py.
 
 #include "drafting.h"
+#include "threads.h"
 
 #if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
 
@@ -85,16 +86,17 @@ static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64
 
 static void multiply(const Bytes& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
   const int64_t blocks = (matrix.outputs + BYTES_BLOCK - 1) / BYTES_BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t block = 0; block < blocks; ++block)
-    for (int64_t row = 0; row < rows; row += MOST_ROWS) switch (least(MOST_ROWS, rows - row)) {
-        case 1: block_rows<1>(matrix, x, row, block, out); break;
-        case 2: block_rows<2>(matrix, x, row, block, out); break;
-        case 3: block_rows<3>(matrix, x, row, block, out); break;
-        case 4: block_rows<4>(matrix, x, row, block, out); break;
-        case 5: block_rows<5>(matrix, x, row, block, out); break;
-        default: block_rows<6>(matrix, x, row, block, out);
-      }
+  share_out(blocks, threads, [&](int64_t first, int64_t last, int) {
+    for (int64_t block = first; block < last; ++block)
+      for (int64_t row = 0; row < rows; row += MOST_ROWS) switch (least(MOST_ROWS, rows - row)) {
+          case 1: block_rows<1>(matrix, x, row, block, out); break;
+          case 2: block_rows<2>(matrix, x, row, block, out); break;
+          case 3: block_rows<3>(matrix, x, row, block, out); break;
+          case 4: block_rows<4>(matrix, x, row, block, out); break;
+          case 5: block_rows<5>(matrix, x, row, block, out); break;
+          default: block_rows<6>(matrix, x, row, block, out);
+        }
+  });
 }
 
 static void product(const Bytes& matrix, const float* x, int64_t rows, float* out, int threads) {

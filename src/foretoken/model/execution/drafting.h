@@ -61,6 +61,6 @@ struct Growing {
   const int64_t* names;  // (V_d,), the tokens that columns of logits stand for; null for their own numbers
   int64_t *tokens, *parents;
   double* scores;  // (most,) each, of the draft
-  double least_mass;
+  double least_mass, least;  // of the nodes that are expanded next, together and each (a logarithm)
   float power;
 };

@@ -6,8 +6,7 @@ tensors, and everything this file does is done to the shadow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,8 +17,8 @@ from torch import nn
 from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.direct import DirectForward, start_direct
 from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
-from foretoken.model.execution.linears import LimitedLinear, RowLimit, linears
-from foretoken.model.execution.native import Library, NativeMatrix, library
+from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.native import KINDS, Library, NativeMatrix, library
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import (
     PackedLinear,
@@ -28,8 +27,9 @@ from foretoken.model.execution.packing import (
     worth_packing,
 )
 from foretoken.model.execution.regions import Regions, worth_compiling
-from foretoken.model.execution.sharing import groups, shared_storages
-from foretoken.model.independence import quantised_layers
+from foretoken.model.execution.rowwise import Rowwise
+from foretoken.model.execution.sharing import groups, move_out, shared_storages
+from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.capture import Recorder
-    from foretoken.model.execution.kernels import Bucket
     from foretoken.model.nodes import FlatNodes, Logits, Nodes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -62,8 +61,6 @@ class Execution:
         self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
         self._num_norms = 0
-        self._row_limit = RowLimit()
-        self._has_limits = False
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
@@ -75,7 +72,6 @@ class Execution:
         cache: KVCache,
         first_row: int,
         kept: range,
-        bucket: Bucket | None,
         recorder: Recorder,
         listed: bool,
     ) -> Logits | None:
@@ -83,8 +79,7 @@ class Execution:
         if self.direct is None:
             self._wait()
             return None
-        with self.calls_of(None if bucket is None else bucket.rows_in_a_call(nodes.num_real)):
-            return self.direct.forward(nodes, cache, first_row, kept, recorder, listed)
+        return self.direct.forward(nodes, cache, first_row, kept, recorder, listed)
 
     def logits(
         self,
@@ -116,26 +111,10 @@ class Execution:
         logits = output.logits[0, : None if len(kept) else 0]  # a model gives one at least
         return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
 
-    @contextmanager
-    def calls_of(self, num_rows: tuple[int, int] | None) -> Iterator[None]:
-        """Inside, limit the number of rows that linear layers take in one call; None for any number."""
-        if num_rows is None:
-            yield
-            return
-        if not self._has_limits:
-            self._has_limits = True
-            for layer in linears(self.model):
-                layer.forward = LimitedLinear(layer, self._row_limit)
-        self._row_limit.num_rows = num_rows
-        try:
-            yield
-        finally:
-            self._row_limit.num_rows = None
-
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""
         other = Execution(model, self.kind)
-        for name in ("uses_grouped_attention", "regions", "kernels", "_row_limit", "_has_limits"):
+        for name in ("uses_grouped_attention", "regions", "kernels"):
             setattr(other, name, getattr(self, name))
         return other
 
@@ -155,11 +134,14 @@ class Execution:
           num_forwards: after which forwards go without modules.
         """
         if self.regions is None:
+            self._run_activations_by_rows()
             return
         has_own = not self.uses_grouped_attention
         chain = self.regions.build(name, layers, lambda num_nodes: forward(num_nodes, 0), has_own_attention=has_own)
         if chain is not None:
             self._waiting = num_forwards, partial(start_direct, self, chain, windows, forward)
+        else:
+            self._run_activations_by_rows()
         if num_forwards == 0:
             self._wait()
 
@@ -170,6 +152,27 @@ class Execution:
             self._waiting = None if left == 0 else (left - 1, start)
             if left == 0:
                 start()
+
+    def why_not_native(self) -> str:
+        """Why steps do not run by the library's own products; empty where all do.
+
+        Structure decides: what a layer is, and in which dtype. Attention is for `runs_own_attention` to see.
+        """
+        if self.kind == "eager":
+            return "it runs eagerly"
+        if self.kernels is None:
+            return "the library's own kernels need AVX2, a C++ compiler, and single or half precision"
+        if not self.uses_grouped_attention:
+            return "its attention is code of its own"
+        if name := next((type(layer).__name__ for _, layer in quantised_layers(self.model)), ""):
+            return f"its {name} layers are quantised"
+        if name := other_products(self.model):
+            return f"{name} multiplies by matrices of its own"
+        for layer in linears(self.model):
+            packed = replacement(layer)
+            if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, NativeMatrix):
+                return f"a {type(layer).__name__} of it in {compute_dtype(self.model)} runs by other kernels"
+        return ""
 
     @property
     def num_compiled(self) -> int:
@@ -211,19 +214,29 @@ class Execution:
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
 
-    def _pack(self, release_originals: bool, min_elements: int | None, earlier: Execution | None) -> None:
+    def _pack(self, release_originals: bool, earlier: Execution | None) -> None:
         shared = shared_storages(self.model)
         known = {} if earlier is None else {id(product.layers[0].weight): product for product in earlier._products}
         layers = list(packable(self.model))
-        for group in groups(self.model, layers) if layers else []:
-            if not worth_packing(group, min_elements):
-                continue
+        found = [group for group in (groups(self.model, layers) if layers else []) if worth_packing(group)]
+        if release_originals:
+            weights: list[torch.Tensor] = [layer.weight for group in found for layer in group]  # type: ignore[misc]
+            move_out(self.model, [weight for weight in weights if weight.data_ptr() not in shared])
+            shared = shared_storages(self.model)
+        for group in found:
             product = PackedProduct(group, known.get(id(group[0].weight)))
             for index, layer in enumerate(group):
                 layer.forward = PackedLinear(product, index)
             self._products.append(product)
             if release_originals:
                 product.release(shared)
+
+    def _run_activations_by_rows(self) -> None:
+        """Where layers run as modules: let no row have other bits for the rows beside it."""
+        if self.kernels is not None:
+            for layer in self.model.modules():
+                if "forward" not in vars(layer) and Rowwise.fits(layer):
+                    layer.forward = Rowwise(layer.forward)
 
     def _fuse_norms(self) -> None:
         for layer in self.model.modules():
@@ -239,7 +252,6 @@ def apply_execution(
     kind: str = "auto",
     *,
     release_originals: bool = False,
-    min_packed_elements: int | None = None,
     cache_dir: Path | str | None = None,
     progress: Callable[[str], None] | None = None,
     earlier: Execution | None = None,
@@ -252,8 +264,6 @@ def apply_execution(
         there is none, else eager), "eager", "packed" or "compiled".
       release_originals: free each weight once it is packed, in every model that shares it; tied weights stay. Only
         for models that the library loaded itself.
-      min_packed_elements: smaller products stay as they are, see `worth_packing`; 0 packs all, so that a row keeps its
-        bits among more numbers of rows.
       cache_dir: of "compiled": where kernels are kept between processes; inductor/ in the cache folder by default.
       progress: of "compiled": called with one line before what takes long.
       earlier: of another shadow of the same model; what it has packed is taken over where nothing else was written.
@@ -272,13 +282,12 @@ def apply_execution(
     execution = Execution(shadow_model, chosen)
     if execution.kind == "eager":
         return execution
-    if chosen == "compiled" or worth_compiling(packable(shadow_model)):
-        execution.kernels = library()
+    execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
     execution._fuse_norms()
-    execution._pack(release_originals, min_packed_elements, earlier)
+    execution._pack(release_originals, earlier)
     if execution.kind == "compiled":
-        execution.regions = Regions(cache_dir, progress, execution._row_limit)
+        execution.regions = Regions(cache_dir, progress)
     return execution
 
 

@@ -14,12 +14,7 @@ import torch
 
 from foretoken.model.execution.memory import scratch_address
 from foretoken.model.execution.native import KINDS, Library
-
-MOST_NODES, MOST_IN_TREES = 32, 64
-"""Nodes of a row, of chains and of trees. Torch's kernels, which multiply matrices, take over where there are more:
-they are faster over many nodes and some thousand columns, but do not keep the bits of a node, as trees are to do."""
-MOST_SCRATCH = 2**26
-"""Numbers of scratch, 256 MB; beyond, attention runs through torch."""
+from foretoken.model.promise import MOST_NODES
 
 _INTEGERS = "rows heads group size value_size kind query_node query_head key_row key_head value_row value_head mask_row"
 
@@ -38,22 +33,19 @@ class FewNodes:
     Args:
       counts: nodes of every row.
       columns: that each of these rows sees at most.
-      most_nodes: of a row, for these kernels to run.
 
     Attributes:
-      is_few: whether there are as few nodes as these kernels are for.
+      is_few: whether every row has `MOST_NODES` at most.
 
     Exactness: the result of a node has the same bits whatever nodes, rows and columns run beside it, and wherever the
-      last `MOST_IN_TREES` columns that it sees lie, in one order; in float32, wherever any of them lie. Sums are in
+      last `MOST_NODES` columns that it sees lie, in one order; in float32, wherever any of them lie. Sums are in
       float32.
     """
 
-    def __init__(
-        self, kernels: Library, counts: Sequence[int], columns: Sequence[int], most_nodes: int = MOST_NODES
-    ) -> None:
+    def __init__(self, kernels: Library, counts: Sequence[int], columns: Sequence[int]) -> None:
         self.kernels = kernels
         self._count = len(counts)
-        self.is_few = max(counts) <= most_nodes
+        self.is_few = max(counts) <= MOST_NODES
         array = ctypes.c_int64 * len(counts)
         self._arrays = array(*counts), array(*list(accumulate(counts, initial=0))[:-1]), array(*columns)
         self._calls: dict[object, tuple[AttentionFields, int] | None] = {}
@@ -75,7 +67,7 @@ class FewNodes:
         Returns: (S, H_q, D_v), or None where this is not for these kernels.
         """
         threads = torch.get_num_threads()
-        known = self.call(query, key, value, mask, scaling, threads)
+        known = self.call(query, key, value, mask, scaling, threads) if self.is_few else None
         if known is None:
             return None
         call, scratch = known
@@ -105,7 +97,7 @@ class FewNodes:
 
         Returns: a structure and a number of floats, or None where this is not for these kernels.
         """
-        if not self.is_few or query.dtype not in KINDS or key.dtype != query.dtype or value.dtype != query.dtype:
+        if query.dtype not in KINDS or key.dtype != query.dtype or value.dtype != query.dtype:
             return None
         strides = query.stride(), key.stride(), value.stride(), None if mask is None else mask.stride()
         form = query.shape[1], query.shape[3], key.shape[1], value.shape[3], strides, query.dtype, scaling, threads
@@ -122,14 +114,14 @@ class FewNodes:
         scaling: float | None,
         threads: int,
     ) -> tuple[AttentionFields, int] | None:
-        size, value_size, lanes = query.shape[3], value.shape[3], self.kernels.lanes
+        size, value_size = query.shape[3], value.shape[3]
         lie_together = (
             query.stride(3) == 1
             and key.stride()[2:] == (size, 1)
             and value.stride()[2:] == (value_size, 1)
             and (mask is None or (mask.dtype == query.dtype and mask.stride(3) == 1 and mask.shape[1] == 1))
         )
-        if not lie_together or size % lanes or value_size % lanes or query.device.type != "cpu":
+        if not lie_together or query.device.type != "cpu":
             return None
         shares_mask = mask is None or mask.shape[0] == 1
         counts, firsts, columns = map(ctypes.addressof, self._arrays)
@@ -153,5 +145,4 @@ class FewNodes:
             columns,
             size**-0.5 if scaling is None else scaling,
         )
-        scratch = self.kernels.attention_scratch(ctypes.addressof(call), threads)
-        return (call, scratch) if scratch <= MOST_SCRATCH else None
+        return call, self.kernels.attention_scratch(ctypes.addressof(call), threads)

@@ -4,22 +4,41 @@
 #pragma once
 
 #include "calls.h"
+#include "threads.h"
 #include "vectors.h"
+
+#include <vector>
 
 // ---- few rows -------------------------------------------------------------------------------------------------------
 
 enum { BLOCK = 2 * LANES, MOST_ROWS = LANES == 8 ? 6 : 12 };
 
+// Sums of a block of outputs and a bias, where there is one, to the first outputs.
+static inline void write_block(Vector low, Vector high, const float* bias, float* to, int64_t count) {
+  if (bias) {
+    low = low + read_first(bias, count);
+    if (count > LANES) high = high + read_first(bias + LANES, count - LANES);
+  }
+  if (count >= BLOCK) {
+    write(to, low);
+    write(to + LANES, high);
+  } else {
+    write_first(to, low, count);
+    write_first(to + LANES, high, count - LANES);
+  }
+}
+
 template <typename Weight, int ROWS>
 static inline void float_rows(const Matrix* matrix, const float* x, float* out, int64_t block, bool fetches) {
   const int64_t inputs = matrix->inputs, first = block * BLOCK, count = least(BLOCK, matrix->outputs - first);
   const Weight* weight = (const Weight*)matrix->weight + first * inputs;
+  enum { AHEAD = ROWS <= 2 ? 128 : 16 };  // inputs: fewer rows wait for memory alone
   Vector low[ROWS], high[ROWS];
   for (int row = 0; row < ROWS; ++row) low[row] = high[row] = zero();
   for (int64_t input = 0; input < inputs; ++input, weight += BLOCK) {
     if (fetches)
       for (size_t byte = 0; byte < BLOCK * sizeof(Weight); byte += 64)
-        _mm_prefetch((const char*)(weight + 16 * BLOCK) + byte, _MM_HINT_T0);
+        _mm_prefetch((const char*)(weight + AHEAD * BLOCK) + byte, _MM_HINT_T0);
     const Vector one = read(weight), two = read(weight + LANES);
 #pragma GCC unroll 12
     for (int row = 0; row < ROWS; ++row) {
@@ -28,38 +47,45 @@ static inline void float_rows(const Matrix* matrix, const float* x, float* out, 
       high[row] = add_product(two, value, high[row]);
     }
   }
-  for (int row = 0; row < ROWS; ++row) {
-    float sums[BLOCK];
-    write(sums, low[row]);
-    write(sums + LANES, high[row]);
-    float* to = out + row * matrix->outputs + first;
-    for (int64_t output = 0; output < count; ++output)
-      to[output] = matrix->bias ? sums[output] + matrix->bias[first + output] : sums[output];
-  }
+  for (int row = 0; row < ROWS; ++row)
+    write_block(low[row], high[row], matrix->bias ? matrix->bias + first : nullptr,
+                out + row * matrix->outputs + first, count);
 }
 
 template <typename Weight, int ROWS>
-static inline void up_to(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t block,
-                         bool fetches) {
+static inline void some_rows(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t block,
+                             bool fetches) {
   if (num_rows >= ROWS)
     float_rows<Weight, ROWS>(matrix, x, out, block, fetches);
   else if constexpr (ROWS > 1)
-    up_to<Weight, ROWS - 1>(matrix, x, num_rows, out, block, fetches);
+    some_rows<Weight, ROWS - 1>(matrix, x, num_rows, out, block, fetches);
 }
 
+// Rows are taken in groups of about the same size.
 template <typename Weight>
-static void floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
-                   int64_t last_block) {
+static void few_rows_of(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first_block,
+                        int64_t last_block) {
   for (int64_t block = first_block; block < last_block; ++block)
-    for (int64_t row = 0; row < num_rows; row += MOST_ROWS)
-      up_to<Weight, MOST_ROWS>(matrix, x + row * matrix->inputs, num_rows - row, out + row * matrix->outputs, block,
-                               row == 0);
+    for (int64_t row = 0, here; row < num_rows; row += here) {
+      const int64_t left = num_rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
+      here = (left + groups - 1) / groups;
+      some_rows<Weight, MOST_ROWS>(matrix, x + row * matrix->inputs, here, out + row * matrix->outputs, block,
+                                   row == 0);
+    }
+}
+
+static void few_floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int64_t first, int64_t last) {
+  switch (matrix->kind) {
+    case FLOAT32: return few_rows_of<float>(matrix, x, num_rows, out, first, last);
+    case BFLOAT16: return few_rows_of<Bfloat16>(matrix, x, num_rows, out, first, last);
+    case FLOAT16: return few_rows_of<Float16>(matrix, x, num_rows, out, first, last);
+  }
 }
 
 // ---- many rows ------------------------------------------------------------------------------------------------------
 
 // Weights of a block for `DEPTH` inputs stay in the first cache, `HEIGHT` rows or `PANELS` floats of them in the second.
-enum { MANY = 4 * MOST_ROWS, DEPTH = 192, HEIGHT = 240, PANELS = 1 << 17, STRIDE = 8 };
+enum { MANY = 4 * MOST_ROWS, WIDE = 8 * BLOCK, DEPTH = 256, HEIGHT = 240, PANELS = 1 << 17, STRIDE = 8 };
 
 // Panels of `MOST_ROWS` rows, input by input, with zeros behind the last row.
 static void lay_out(const float* x, int64_t stride, int64_t num_rows, int64_t depth, float* panels) {
@@ -121,16 +147,20 @@ static inline void add_up_to(int64_t num_rows, const float* panel, const float* 
 // Room of one thread, in floats.
 struct Floats {
   enum { SUMS = HEIGHT * BLOCK, WEIGHTS = DEPTH * BLOCK };
-  int64_t height;  // rows that are laid out at a time
+  int64_t groups, height;  // of rows that are laid out at a time
   float *sums, *weights, *panels;
 
-  Floats(int64_t inputs, float* scratch) : sums(scratch), weights(scratch + SUMS), panels(weights + WEIGHTS) {
-    height = least(HEIGHT, PANELS / inputs / MOST_ROWS * MOST_ROWS);
-    if (height < MOST_ROWS) height = MOST_ROWS;
+  Floats(int64_t inputs, int64_t num_rows, float* scratch)
+      : sums(scratch), weights(scratch + SUMS), panels(weights + WEIGHTS) {
+    const int64_t most = least(HEIGHT, PANELS / inputs / MOST_ROWS * MOST_ROWS);
+    groups = (num_rows + most - 1) / (most ? most : 1);
+    height = MOST_ROWS;
+    if (most) height = rounded_up((num_rows + groups - 1) / groups, MOST_ROWS);
+    groups = (num_rows + height - 1) / height;
   }
-  static int64_t size(int64_t inputs) {
-    const Floats room(inputs, nullptr);
-    return (SUMS + WEIGHTS + room.height * inputs + LANES + 15) / 16 * 16;
+  static int64_t size(int64_t inputs, int64_t num_rows) {
+    const Floats room(inputs, num_rows, nullptr);
+    return rounded_up(SUMS + WEIGHTS + room.height * inputs + LANES, 16);
   }
 };
 
@@ -153,54 +183,57 @@ static void add_inputs(const Weight* packed, int64_t depth, int64_t num_rows, co
 
 static void write_sums(const Matrix* matrix, const float* sums, int64_t num_rows, int64_t first, float* out) {
   const int64_t count = least(BLOCK, matrix->outputs - first);
-  const float* bias = matrix->bias ? matrix->bias + first : nullptr;
   for (int64_t row = 0; row < num_rows; ++row, sums += BLOCK, out += matrix->outputs)
-    for (int64_t output = 0; output < count; ++output)
-      out[first + output] = bias ? sums[output] + bias[output] : sums[output];
+    write_block(read(sums), read(sums + LANES), matrix->bias ? matrix->bias + first : nullptr, out + first, count);
 }
 
-// Rows [from, to).
-template <typename Weight>
-static void many_rows_of(const Matrix* matrix, const float* x, int64_t from, int64_t to, float* out, const Floats& room) {
-  const int64_t inputs = matrix->inputs, chunks = (inputs + DEPTH - 1) / DEPTH;
-  for (int64_t row = from; row < to; row += room.height) {
-    const int64_t num_rows = least(room.height, to - row), whole = (num_rows + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      const int64_t input = inputs * chunk / chunks, depth = inputs * (chunk + 1) / chunks - input;
-      lay_out(x + row * inputs + input, inputs, num_rows, depth, room.panels + whole * input);
-    }
-    for (int64_t first = 0; first < matrix->outputs; first += BLOCK) {
-      const Weight* weight = (const Weight*)matrix->weight + first * inputs;
-      const bool is_last = first + BLOCK >= matrix->outputs, is_direct = !matrix->bias && first + BLOCK <= matrix->outputs;
-      float* to = out + row * matrix->outputs;
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t input = inputs * chunk / chunks, depth = inputs * (chunk + 1) / chunks - input;
-        const bool ends = chunk + 1 == chunks, leaves = ends && is_direct;
-        add_inputs(weight + input * BLOCK, depth, num_rows, room.panels + whole * input, chunk == 0, !ends || !is_last,
-                   leaves ? to + first : room.sums, leaves ? matrix->outputs : BLOCK, room);
-      }
-      if (!is_direct) write_sums(matrix, room.sums, num_rows, first, to);
-    }
+// Inputs are taken in chunks of about the same size.
+static inline int64_t begin_of(int64_t chunk, int64_t chunks, int64_t inputs) { return inputs * chunk / chunks; }
+
+static void lay_out_rows(const float* x, int64_t inputs, int64_t num_rows, const Floats& room) {
+  const int64_t chunks = (inputs + DEPTH - 1) / DEPTH, whole = rounded_up(num_rows, MOST_ROWS);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t input = begin_of(chunk, chunks, inputs), depth = begin_of(chunk + 1, chunks, inputs) - input;
+    lay_out(x + input, inputs, num_rows, depth, room.panels + whole * input);
   }
 }
 
-// Rows are shared out among the threads. Returns: false where there is no memory to lay them out.
+// One block of outputs of the rows that are laid out.
+template <typename Weight>
+static void block_of(const Matrix* matrix, int64_t num_rows, float* out, int64_t block, const Floats& room) {
+  const int64_t inputs = matrix->inputs, chunks = (inputs + DEPTH - 1) / DEPTH, first = block * BLOCK;
+  const int64_t whole = rounded_up(num_rows, MOST_ROWS);
+  const Weight* weight = (const Weight*)matrix->weight + first * inputs;
+  const bool is_last = first + BLOCK >= matrix->outputs, is_direct = !matrix->bias && first + BLOCK <= matrix->outputs;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t input = begin_of(chunk, chunks, inputs), depth = begin_of(chunk + 1, chunks, inputs) - input;
+    const bool ends = chunk + 1 == chunks, leaves = ends && is_direct;
+    add_inputs(weight + input * BLOCK, depth, num_rows, room.panels + whole * input, chunk == 0, !ends || !is_last,
+               leaves ? out + first : room.sums, leaves ? matrix->outputs : BLOCK, room);
+  }
+  if (!is_direct) write_sums(matrix, room.sums, num_rows, first, out);
+}
+
+// Returns: false where there is no memory to lay rows out.
 static bool many_floats(const Matrix* matrix, const float* x, int64_t num_rows, float* out, int threads) {
-  const int64_t size = Floats::size(matrix->inputs), panels = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-  if (threads < 1) threads = 1;
+  const int64_t size = Floats::size(matrix->inputs, num_rows), blocks = (matrix->outputs + BLOCK - 1) / BLOCK;
   float* scratch = (float*)aligned_alloc(64, (size_t)(threads * size) * sizeof(float));
   if (!scratch) return false;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
-    const int64_t from = panels * index / count * MOST_ROWS, to = least(num_rows, panels * (index + 1) / count * MOST_ROWS);
-    const Floats room(matrix->inputs, scratch + index * size);
-    switch (matrix->kind) {
-      case FLOAT32: many_rows_of<float>(matrix, x, from, to, out, room); break;
-      case BFLOAT16: many_rows_of<Bfloat16>(matrix, x, from, to, out, room); break;
-      case FLOAT16: many_rows_of<Float16>(matrix, x, from, to, out, room);
+  std::vector<int64_t> laid_out(threads * 8, -1);  // the group of every thread, a line each
+  share_out(Floats(matrix->inputs, num_rows, scratch).groups * blocks, threads, [&](int64_t first, int64_t last, int own) {
+    const Floats room(matrix->inputs, num_rows, scratch + own * size);
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t group = task / blocks, row = group * room.height, here = least(room.height, num_rows - row);
+      if (laid_out[own * 8] != group) lay_out_rows(x + row * matrix->inputs, matrix->inputs, here, room);
+      laid_out[own * 8] = group;
+      float* to = out + row * matrix->outputs;
+      switch (matrix->kind) {
+        case FLOAT32: block_of<float>(matrix, here, to, task % blocks, room); break;
+        case BFLOAT16: block_of<Bfloat16>(matrix, here, to, task % blocks, room); break;
+        case FLOAT16: block_of<Float16>(matrix, here, to, task % blocks, room);
+      }
     }
-  }
+  });
   free(scratch);
   return true;
 }

@@ -28,7 +28,7 @@ struct Table {  // of an input: a row for every token, or for every position; nu
 };
 
 struct Forward {
-  int64_t num_layers, num_forms, num_inputs, state_bytes, working_bytes, most_scratch;  // state_bytes: of a node
+  int64_t num_layers, num_forms, num_inputs, state_bytes, working_bytes;  // state_bytes: of a node
   const Layer* layers;
   const Form* forms;
 };
@@ -54,7 +54,7 @@ struct Fed {  // rows of nodes, padded to one width; those of a row lie behind i
   int64_t first_row;                  // of the cache
 };
 
-enum { DONE = 0, TOO_LARGE = -1, OUT_OF_RANGE = -2 };
+enum { DONE = 0, OUT_OF_RANGE = -1 };
 
 extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
 
@@ -174,7 +174,6 @@ extern "C" int64_t foretoken_forward(const Forward* model, const Table* tables, 
     call.key_head = store->columns * call.size, call.key_row = call.heads * call.key_head;
     call.value_head = store->columns * call.value_size, call.value_row = call.heads * call.value_head;
     const int64_t needed = foretoken_attention_scratch(&call, threads);
-    if (needed > model->most_scratch || fed->rows * most * longest * form.item > model->most_scratch) return TOO_LARGE;
     scratch = needed > scratch ? needed : scratch;
     work.groups[i] = {&call, mask_of(*fed, form, most, longest, work.masks[i]), 0, 0};
     work.of_forms[i] = {fed->nodes, work.rows.data(), work.columns.data(), call.key_row, call.key_head,

@@ -155,7 +155,7 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
     frontier.clear();
     features.clear();
     for (const Child& child : children) {
-      if ((int64_t)frontier.size() < beam) {
+      if ((int64_t)frontier.size() < beam && child.score >= growing->least) {
         const float* of_parent = outputs.data() + fed_as[child.parent] * size;
         features.insert(features.end(), of_parent, of_parent + size);
         frontier.push_back((int64_t)pool.size());

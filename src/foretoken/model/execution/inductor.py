@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from foretoken.compiling import cpp_compiler
+
 Source: TypeAlias = tuple[str, Any]
 """Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index), ("input", index), and
 after attention ("attended", None) and ("value", index) of what was computed before it."""
+
+
+one_trace_at_a_time = threading.RLock()
+"""While torch traces or compiles, functions of its own are replaced for all threads."""
 
 
 class NotTraceableError(Exception):
@@ -23,19 +33,15 @@ class NotTraceableError(Exception):
 
 @dataclass(frozen=True)
 class Segment:
-    """A compiled graph, where it finds its inputs, and which dimensions of its inputs and outputs are nodes.
+    """A compiled graph, and where it finds its inputs.
 
     Args:
       run: takes a list of inputs, returns a sequence of tensors.
       sources: of the inputs.
-      nodes_in: for every input the dimension that counts nodes, or None.
-      nodes_out: the same for the outputs.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]
     sources: tuple[Source, ...]
-    nodes_in: tuple[int | None, ...]
-    nodes_out: tuple[int | None, ...]
 
 
 class Inductor:
@@ -63,6 +69,8 @@ class Inductor:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
         examples = [node.meta["val"] for node in given]
+        for example in (*examples, *(node.meta["val"] for node in outputs)):
+            _check_dims(example)
         options = {
             "size_asserts": False,
             "compile_threads": 1,
@@ -70,29 +78,47 @@ class Inductor:
             "cpp.threads": self._num_threads,
         }
         with (
+            one_trace_at_a_time,
             torch.inference_mode(False),
             torch.no_grad(),
-            config.patch(options),
-            tracing(TracingContext(self._mode)),
             _inductor_cache(self._directory),
+            config.patch({**options, "cpp.vec_isa_ok": _instructions_run(self._directory)}),
+            tracing(TracingContext(self._mode)),
         ):
             compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
         return Segment(
             getattr(compiled, "current_callable", None) or compiled,  # without what profilers are told of each call
             tuple(source_of[node] for node in given),
-            tuple(map(_node_dim, examples)),
-            tuple(_node_dim(node.meta["val"]) for node in outputs),
         )
 
 
-def _node_dim(example: Any) -> int | None:
-    """The dimension of a fake tensor that is not fixed."""
-    if not isinstance(example, torch.Tensor):
+@cache
+def _instructions_run(directory: Path) -> bool | None:
+    """True where inductor need not try again whether kernels of this CPU's instruction sets compile and load.
+
+    It tries each of them in every process, by starting a Python of its own; that they all did is kept beside its
+    kernels. None lets it try.
+    """
+    try:
+        from torch._inductor.cpu_vec_isa import supported_vec_isa_list, x86_isa_checker
+    except ImportError:  # of another release of torch
         return None
-    open_dims = [dim for dim, size in enumerate(example.shape) if not isinstance(size, int)]
-    if len(open_dims) > 1:
+    flags = sorted(x86_isa_checker())
+    named = repr((torch.__version__, cpp_compiler(), platform.machine(), flags)).encode()
+    stamp = directory / f"instructions-{hashlib.sha256(named).hexdigest()[:16]}"
+    if not stamp.exists():
+        candidates = [isa for isa in supported_vec_isa_list if {*str(isa).split()} <= {*flags}]
+        if not candidates or not all(candidates):
+            return None
+        with suppress(OSError):
+            stamp.touch()
+    return True
+
+
+def _check_dims(example: Any) -> None:
+    """Raises: NotTraceableError for a fake tensor with more than one dimension that counts nodes."""
+    if isinstance(example, torch.Tensor) and sum(not isinstance(size, int) for size in example.shape) > 1:
         raise NotTraceableError("it computes a table of nodes by nodes")
-    return open_dims[0] if open_dims else None
 
 
 @contextmanager

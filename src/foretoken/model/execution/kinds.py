@@ -28,16 +28,13 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """Resolve "auto" and check the rest.
+    """Resolve "auto" and check what the device can run.
 
     Returns: "packed" for "auto" on CPUs that can pack ``dtype``, else "eager". `apply_execution` compiles the model,
       too, where it is large enough and there is a C++ compiler.
     Raises: ConfigError for an unknown kind, or one that the device cannot run.
     """
-    if kind != "auto" and kind not in KINDS:
-        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
-        raise ConfigError(f"execution={kind!r} is unknown{hint}")
+    check_kind(kind)
     is_cpu = torch.device(device).type == "cpu"
     if kind == "auto":
         return "packed" if is_cpu and packed_dtype(dtype) else "eager"
@@ -49,6 +46,14 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
             "execution='eager', or 'auto', which takes it"
         )
     return kind
+
+
+def check_kind(kind: str) -> None:
+    """Raises: ConfigError for an unknown kind."""
+    if kind != "auto" and kind not in KINDS:
+        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
+        raise ConfigError(f"execution={kind!r} is unknown{hint}")
 
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:

@@ -1,48 +1,62 @@
-// Attention of the many nodes of a prompt over a cache, in float32: every node sees its own column and those before it,
-// or the last few of them.
+// Attention of the many nodes of a prompt over a cache of any kind, in float32: every node sees its own column and those
+// before it, or the last few of them.
 //
 // Lanes are nodes, here as in many_nodes.cpp: scores are computed as (columns x nodes) and results as (places x nodes),
 // each a sum of one product after another. A node's result does not depend on the nodes, rows or threads beside it:
 // columns are taken in steps that begin at multiples of `COLUMNS`, and what is not seen has a weight of zero.
 
 #include "calls.h"
+#include "threads.h"
 #include "softmax.h"
 
-enum { NODES = 2 * LANES, COLUMNS = 64, TOGETHER = LANES == 8 ? 4 : 8 };
-static const float HIDDEN = -1e30f, NONE = -1e20f;  // a score that is not seen, and the largest of no scores
+#if defined(FORETOKEN_AMX)  // see many_nodes.cpp
+int64_t tile_chains_scratch(const Chains* call, int threads);
+void tile_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
+                 int threads);
+#endif
 
-static inline Vector times(Vector a, Vector b) { return add_product(a, b, zero()); }
-static inline Vector plus(Vector a, Vector b) { return add_product(a, all(1.0f), b); }
-static inline Vector less(Vector a, Vector b) { return add_product(b, all(-1.0f), a); }
+namespace {
+
+enum { NODES = 2 * LANES, COLUMNS = 64, TOGETHER = LANES == 8 ? 6 : 12 };
+const float HIDDEN = -1e30f, NONE = -1e20f;  // a score that is not seen, and the largest of no scores
+
+inline Vector times(Vector a, Vector b) { return add_product(a, b, zero()); }
+inline Vector plus(Vector a, Vector b) { return add_product(a, all(1.0f), b); }
+inline Vector less(Vector a, Vector b) { return add_product(b, all(-1.0f), a); }
 
 // What a thread works on: the nodes of one block, columns step by step.
 struct FloatBlock {
   float *queries, *scores, *sums, *most, *totals;  // per query head places x nodes, except scores: columns x nodes
+  float *keys, *values;                            // columns x places of a step, where the cache is of another kind
 
   FloatBlock(const Chains* call, float* scratch) {
     queries = scratch;
-    scores = queries + call->group * NODES * call->size;
+    scores = queries + call->group * NODES * rounded_up(call->size, LANES);
     sums = scores + COLUMNS * NODES;
-    most = sums + call->group * NODES * call->value_size;
+    most = sums + call->group * NODES * rounded_up(call->value_size, LANES);
     totals = most + call->group * NODES;
+    keys = totals + call->group * NODES;
+    values = keys + COLUMNS * call->size;
   }
   static int64_t size(const Chains* call) {
-    return COLUMNS * NODES + call->group * NODES * (call->size + call->value_size + 2);
+    const FloatBlock block(call, nullptr);
+    return rounded_up(block.values - block.queries + COLUMNS * call->value_size, 16);
   }
 };
 
 // Adds a (ROWS x count) times b (count x NODES), summed by itself first, or puts it in place of what was there.
-template <int ROWS, bool ADDS>
-static inline void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t count, float* sums) {
+// A CAREFUL one leaves out what has a factor of zero in b, so that zero times infinity is nothing.
+template <int ROWS, bool ADDS, bool CAREFUL>
+inline void multiply_rows(const float* a, int64_t row, int64_t step, const float* b, int64_t count, float* sums) {
   Vector low[ROWS], high[ROWS];
   for (int i = 0; i < ROWS; ++i) low[i] = high[i] = zero();
   for (int64_t at = 0; at < count; ++at) {
     const Vector one = read(b + at * NODES), two = read(b + at * NODES + LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int i = 0; i < ROWS; ++i) {
       const Vector value = all(a[i * row + at * step]);
-      low[i] = add_product(value, one, low[i]);
-      high[i] = add_product(value, two, high[i]);
+      low[i] = add_product(CAREFUL ? where_zero(one, zero(), value) : value, one, low[i]);
+      high[i] = add_product(CAREFUL ? where_zero(two, zero(), value) : value, two, high[i]);
     }
   }
   for (int i = 0; i < ROWS; ++i, sums += NODES) {
@@ -51,20 +65,43 @@ static inline void multiply(const float* a, int64_t row, int64_t step, const flo
   }
 }
 
+template <bool ADDS, bool CAREFUL>
+inline void multiply(int64_t rows, const float* a, int64_t row, int64_t step, const float* b, int64_t count,
+                     float* sums) {
+  for (; rows >= TOGETHER; rows -= TOGETHER, a += TOGETHER * row, sums += TOGETHER * NODES)
+    multiply_rows<TOGETHER, ADDS, CAREFUL>(a, row, step, b, count, sums);
+  for (; rows >= 4; rows -= 4, a += 4 * row, sums += 4 * NODES)
+    multiply_rows<4, ADDS, CAREFUL>(a, row, step, b, count, sums);
+  for (; rows > 0; --rows, a += row, sums += NODES) multiply_rows<1, ADDS, CAREFUL>(a, row, step, b, count, sums);
+}
+
 // Queries of some nodes (nodes x places) to (places x nodes), zeros behind the last node.
-static void turn_queries(const Chains* call, const float* query, int64_t count, float* turned) {
+template <typename T>
+void turn_queries(const Chains* call, const T* query, int64_t count, float* turned) {
   for (int64_t half = 0; half < NODES; half += LANES)
     for (int64_t place = 0; place < call->size; place += LANES) {
       Vector block[LANES];
       for (int64_t i = 0; i < LANES; ++i)
-        block[i] = half + i < count ? read(query + (half + i) * call->query_node + place) : zero();
+        block[i] = half + i < count ? read_first(query + (half + i) * call->query_node + place, call->size - place)
+                                    : zero();
       transpose(block);
       for (int64_t i = 0; i < LANES; ++i) write(turned + (place + i) * NODES + half, block[i]);
     }
 }
 
+// A step of keys or values in float32: where they lie, if they are.
+inline const float* in_floats(const float* from, int64_t, float*) { return from; }
+
+template <typename T>
+inline const float* in_floats(const T* from, int64_t count, float* to) {
+  int64_t at = 0;
+  for (; at + LANES <= count; at += LANES) write(to + at, read(from + at));
+  for (; at < count; ++at) to[at] = value_of(from[at]);
+  return to;
+}
+
 // Hides scores of columns that a node does not see; the first column is `offset` before the first node.
-static void hide(float* scores, int64_t columns, int64_t offset, int64_t window) {
+void hide(float* scores, int64_t columns, int64_t offset, int64_t window) {
   float numbers[NODES];
   for (int i = 0; i < NODES; ++i) numbers[i] = (float)i;
   for (int64_t column = 0; column < columns; ++column)
@@ -79,7 +116,7 @@ static void hide(float* scores, int64_t columns, int64_t offset, int64_t window)
 }
 
 // Scores of some columns to weights; what was summed before is scaled to the largest score so far.
-static void weigh(float* scores, int64_t columns, float scale, float* most, float* totals, float* sums, int64_t places) {
+void weigh(float* scores, int64_t columns, float scale, float* most, float* totals, float* sums, int64_t places) {
   const Vector factor = all(scale);
   for (int64_t half = 0; half < NODES; half += LANES) {
     float* from = scores + half;
@@ -106,7 +143,8 @@ static void weigh(float* scores, int64_t columns, float scale, float* most, floa
 }
 
 // Sums (places x nodes) by totals, to (nodes x places).
-static void write_nodes(const Chains* call, const float* sums, const float* totals, int64_t count, float* out) {
+template <typename T>
+void write_nodes(const Chains* call, const float* sums, const float* totals, int64_t count, T* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
   for (int64_t half = 0; half < NODES; half += LANES) {
     float parts[LANES];
@@ -115,66 +153,98 @@ static void write_nodes(const Chains* call, const float* sums, const float* tota
       Vector rows[LANES];
       for (int i = 0; i < LANES; ++i) rows[i] = times(read(sums + (place + i) * NODES + half), read(parts));
       transpose(rows);
-      for (int64_t i = 0; i < LANES && half + i < count; ++i) write(out + (half + i) * stride + place, rows[i]);
+      for (int64_t i = 0; i < LANES && half + i < count; ++i)
+        write_first(out + (half + i) * stride + place, rows[i], call->value_size - place);
     }
   }
 }
 
-// Some nodes of a row, `first` the first of them, for all query heads of a head of keys.
-static void attend(const Chains* call, int64_t row, int64_t head, int64_t first, const float* query, const float* keys,
-                   const float* values, float* out, const FloatBlock& block) {
+// Some nodes of a row, `first` the first of them, for all query heads of a head of keys. Returns: whether all is finite.
+template <typename T, bool CAREFUL>
+bool attend(const Chains* call, int64_t row, int64_t head, int64_t first, const T* query, const T* keys,
+            const T* values, T* out, const FloatBlock& block) {
   const int64_t count = least(NODES, call->counts[row] - first), size = call->size, places = call->value_size;
   const int64_t own = call->before[row] + first, end = own + count, at = call->firsts[row] + first;
   const int64_t begin = call->window && own >= call->window ? (own - call->window + 1) / COLUMNS * COLUMNS : 0;
+  const int64_t of_queries = NODES * rounded_up(size, LANES), of_sums = NODES * rounded_up(places, LANES);
   for (int64_t i = 0; i < call->group; ++i) {
-    const float* from = query + at * call->query_node + (head * call->group + i) * call->query_head;
-    turn_queries(call, from, count, block.queries + i * NODES * size);
+    const T* from = query + at * call->query_node + (head * call->group + i) * call->query_head;
+    turn_queries(call, from, count, block.queries + i * of_queries);
   }
-  memset(block.sums, 0, (size_t)(call->group * NODES * places) * sizeof(float));
+  memset(block.sums, 0, (size_t)(call->group * of_sums) * sizeof(float));
   for (int64_t i = 0; i < call->group * NODES; ++i) block.most[i] = NONE, block.totals[i] = 0;
   for (int64_t column = begin; column < end; column += COLUMNS) {
     const int64_t here = least(COLUMNS, end - column);
     const bool is_hiding = column + here > own + 1 || (call->window && end - column > call->window);
+    const float* of_keys = in_floats(keys + column * size, here * size, block.keys);
+    const float* of_values = in_floats(values + column * places, here * places, block.values);
     for (int64_t i = 0; i < call->group; ++i) {
-      const float *queries = block.queries + i * NODES * size, *of_step = keys + column * size;
-      float* sums = block.sums + i * NODES * places;
-      int64_t part = 0;
-      for (; part + TOGETHER <= here; part += TOGETHER)
-        multiply<TOGETHER, false>(of_step + part * size, size, 1, queries, size, block.scores + part * NODES);
-      for (; part < here; ++part)
-        multiply<1, false>(of_step + part * size, size, 1, queries, size, block.scores + part * NODES);
+      float* sums = block.sums + i * of_sums;
+      multiply<false, false>(here, of_keys, size, 1, block.queries + i * of_queries, size, block.scores);
       if (is_hiding) hide(block.scores, here, own - column, call->window);
       weigh(block.scores, here, call->scale, block.most + i * NODES, block.totals + i * NODES, sums, places);
-      for (int64_t place = 0; place < places; place += TOGETHER)
-        multiply<TOGETHER, true>(values + column * places + place, 1, places, block.scores, here, sums + place * NODES);
+      multiply<true, CAREFUL>(places, of_values, 1, places, block.scores, here, sums);
     }
   }
-  for (int64_t i = 0; i < call->group; ++i)
-    write_nodes(call, block.sums + i * NODES * places, block.totals + i * NODES, count,
+  bool is_finite = true;
+  for (int64_t i = 0; i < call->group; ++i) {
+    is_finite = is_finite && are_finite(block.sums + i * of_sums, NODES * places);
+    write_nodes(call, block.sums + i * of_sums, block.totals + i * NODES, count,
                 out + (at * call->heads + head) * call->group * places + i * places);
+  }
+  return is_finite;
 }
 
-// Bytes of scratch that a call needs.
-extern "C" int64_t foretoken_float_chains_scratch(const Chains* call, int threads) {
+template <typename T>
+void attend_all(const Chains* call, const T* query, const T* keys, const T* values, T* out, float* scratch,
+                int threads) {
+  int64_t tasks = 0;
+  for (int64_t row = 0; row < call->rows; ++row) tasks += call->heads * ((call->counts[row] + NODES - 1) / NODES);
+  share_each(tasks, threads, [&](int64_t task, int thread) {
+    int64_t row = 0, blocks;
+    for (; task >= (blocks = (call->counts[row] + NODES - 1) / NODES) * call->heads; ++row) task -= blocks * call->heads;
+    const int64_t head = task % call->heads, first = (blocks - 1 - task / call->heads) * NODES;  // the longest first
+    const T *of_keys = keys + row * call->key_row + head * call->key_head,
+            *of_values = values + row * call->value_row + head * call->value_head;
+    const FloatBlock block(call, scratch + thread * FloatBlock::size(call));
+    // a node that is not finite says nothing about those before it, which do not see it
+    if (!attend<T, false>(call, row, head, first, query, of_keys, of_values, out, block))
+      attend<T, true>(call, row, head, first, query, of_keys, of_values, out, block);
+  });
+}
+
+}  // namespace
+
+#if defined(FORETOKEN_AMX)
+static inline bool goes_by_tiles(const Chains* call) {
+  return call->kind == BFLOAT16 && call->size % 32 == 0 && call->value_size % 32 == 0;
+}
+#endif
+
+// Bytes of scratch that a call needs, aligned to 64.
+extern "C" int64_t foretoken_chains_scratch(const Chains* call, int threads) {
+#if defined(FORETOKEN_AMX)
+  if (goes_by_tiles(call)) return tile_chains_scratch(call, threads);
+#endif
   return threads * FloatBlock::size(call) * (int64_t)sizeof(float);
 }
 
-// As foretoken_chains, in float32; sizes of heads are multiples of the lanes.
-extern "C" void foretoken_float_chains(const Chains* call, const void* query, const void* keys, const void* values,
-                                       void* out, char* scratch, int threads) {
+// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
+extern "C" void foretoken_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out,
+                                 char* scratch, int threads) {
   if (threads < 1) threads = 1;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    const FloatBlock block(call, (float*)scratch + omp_get_thread_num() * FloatBlock::size(call));
-    for (int64_t row = 0; row < call->rows; ++row) {
-      const int64_t blocks = (call->counts[row] + NODES - 1) / NODES;
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t task = 0; task < call->heads * blocks; ++task) {
-        const int64_t head = task % call->heads, first = (blocks - 1 - task / call->heads) * NODES;  // the longest first
-        attend(call, row, head, first, (const float*)query,
-               (const float*)keys + row * call->key_row + head * call->key_head,
-               (const float*)values + row * call->value_row + head * call->value_head, (float*)out, block);
-      }
-    }
+#if defined(FORETOKEN_AMX)
+  if (goes_by_tiles(call)) return tile_chains(call, query, keys, values, out, scratch, threads);
+#endif
+  float* room = (float*)scratch;
+  switch (call->kind) {
+    case FLOAT32:
+      return attend_all(call, (const float*)query, (const float*)keys, (const float*)values, (float*)out, room, threads);
+    case BFLOAT16:
+      return attend_all(call, (const Bfloat16*)query, (const Bfloat16*)keys, (const Bfloat16*)values, (Bfloat16*)out,
+                        room, threads);
+    case FLOAT16:
+      return attend_all(call, (const Float16*)query, (const Float16*)keys, (const Float16*)values, (Float16*)out, room,
+                        threads);
   }
 }

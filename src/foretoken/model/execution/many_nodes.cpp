@@ -7,6 +7,7 @@
 // what is not seen has a weight of zero.
 
 #include "calls.h"
+#include "threads.h"
 #include "vectors.h"
 
 #if defined(FORETOKEN_AMX)
@@ -24,8 +25,6 @@ static inline __m512 power_of_two(__m512 x) {
   y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(y, n);
 }
-
-static inline int64_t rounded(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 
 // 16 rows of 16 numbers of 32 bits, `stride` bytes apart, to columns; rows behind `count` are zero.
 static inline void read_turned(const char* from, int64_t stride, int64_t count, __m512* turned) {
@@ -54,6 +53,7 @@ static void turn_values(const uint16_t* values, int64_t count, int64_t size, uin
 // What a thread works on: 32 nodes of one head at a time, columns step by step.
 struct Block {
   uint16_t *queries, *weights, *last_keys;  // tiles of each query; pairs of columns x nodes; keys behind which is nothing
+  uint16_t* seen_values;                    // of a step
   float *scores, *sums, *most, *totals;     // columns x nodes, and per query head places x nodes, nodes, nodes
 
   Block(const Chains* call, char* scratch) {
@@ -61,15 +61,17 @@ struct Block {
     queries = (uint16_t*)scratch;
     weights = queries + group * NODES * call->size;
     last_keys = weights + STEP * NODES;
-    scores = (float*)(last_keys + BLOCK * call->size);
+    seen_values = last_keys + BLOCK * call->size;
+    scores = (float*)(seen_values + STEP * call->value_size);
     sums = scores + STEP * NODES;
     most = sums + group * NODES * call->value_size;
     totals = most + group * NODES;
   }
   static int64_t bytes(const Chains* call) {
     const int64_t group = call->group, of_queries = group * NODES * call->size, of_keys = BLOCK * call->size;
+    const int64_t of_values = STEP * call->value_size;
     const int64_t floats = STEP * NODES + group * NODES * (call->value_size + 2);
-    return rounded(2 * (of_queries + STEP * NODES + of_keys) + 4 * floats, 64);
+    return rounded_up(2 * (of_queries + STEP * NODES + of_keys + of_values) + 4 * floats, 64);
   }
 };
 
@@ -187,6 +189,20 @@ static inline void add_values(const uint16_t* values, int64_t size, int64_t colu
   }
 }
 
+// Values of the columns that a node sees, and zeros for the others; `offset` columns lie between it and the first one.
+static void copy_seen(const uint16_t* values, int64_t size, int64_t columns, int64_t offset, int64_t window,
+                      uint16_t* seen_values) {
+  for (int64_t column = 0; column < columns; column += BLOCK) {
+    __mmask32 seen = 0;
+    for (int64_t i = 0; i < BLOCK; ++i) {
+      const int64_t behind = offset - column - i;
+      if (behind >= 0 && (!window || behind < window)) seen |= (__mmask32)1 << i;
+    }
+    for (int64_t at = column * size; at < (column + BLOCK) * size; at += 32)
+      _mm512_storeu_si512(seen_values + at, _mm512_maskz_loadu_epi16(seen, values + at));
+  }
+}
+
 // Sums (places x nodes) by totals, to (nodes x places).
 static void write_out(const Chains* call, const float* sums, const float* totals, int64_t count, uint16_t* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
@@ -202,10 +218,12 @@ static void write_out(const Chains* call, const float* sums, const float* totals
     }
 }
 
-// 32 nodes of a row, `first` the first of them, for all query heads of a head of keys.
-static void attend(const Chains* call, int64_t row, int64_t head, int64_t first, const uint16_t* query,
-                   const uint16_t* keys, const uint16_t* values, uint16_t* out, const Block& block) {
-  const int64_t count = least(NODES, call->counts[row] - first), size = call->size, places = call->value_size;
+// Up to 32 nodes of a row, `first` the first of them, for all query heads of a head of keys. A careful one is of one
+// node, and leaves out values that it does not see: zero times infinity is nothing. Returns: whether all is finite.
+static bool attend(const Chains* call, int64_t row, int64_t head, int64_t first, int64_t count, bool is_careful,
+                   const uint16_t* query, const uint16_t* keys, const uint16_t* values, uint16_t* out,
+                   const Block& block) {
+  const int64_t size = call->size, places = call->value_size;
   const int64_t own = call->before[row] + first, end = own + count, at = call->firsts[row] + first;
   const int64_t begin = call->window && own >= call->window ? (own - call->window + 1) / STEP * STEP : 0;
   for (int64_t i = 0; i < call->group; ++i) {
@@ -215,8 +233,13 @@ static void attend(const Chains* call, int64_t row, int64_t head, int64_t first,
   memset(block.sums, 0, (size_t)(call->group * NODES * places) * 4);
   for (int64_t i = 0; i < call->group * NODES; ++i) block.most[i] = NONE, block.totals[i] = 0;
   for (int64_t column = begin; column < end; column += STEP) {
-    const int64_t here = least(STEP, rounded(end - column, BLOCK));
+    const int64_t here = least(STEP, rounded_up(end - column, BLOCK));
     const bool is_hiding = column + here > own + 1 || (call->window && end - column > call->window);
+    const uint16_t* of_step = values + column * places;
+    if (is_careful) {
+      copy_seen(of_step, places, here, own - column, call->window, block.seen_values);
+      of_step = block.seen_values;
+    }
     for (int64_t i = 0; i < call->group; ++i) {
       float* sums = block.sums + i * NODES * places;
       for (int64_t part = 0; part < here; part += BLOCK) {
@@ -232,51 +255,72 @@ static void attend(const Chains* call, int64_t row, int64_t head, int64_t first,
       if (is_hiding) hide(block.scores, here, own - column, call->window);
       weigh(block.scores, here, call->scale * 1.44269504f, block.most + i * NODES, block.totals + i * NODES, sums,
             places, block.weights);
-      add_values(values + column * places, places, here, block.weights, sums);
+      add_values(of_step, places, here, block.weights, sums);
     }
   }
   for (int64_t i = 0; i < call->group; ++i)
     write_out(call, block.sums + i * NODES * places, block.totals + i * NODES, count,
               out + (at * call->heads + head) * call->group * places + i * places);
+  return are_finite(block.sums, call->group * NODES * places);
 }
+
+// Laid out values of some heads of one row: as many as there is room for.
+struct Turned {
+  enum { MOST_BYTES = 1 << 26 };
+  int64_t bytes;  // of all that there is room for
+
+  Turned(const Chains* call) : bytes(0) {
+    int64_t largest = 0;
+    for (int64_t row = 0; row < call->rows; ++row) {
+      const int64_t of_row = call->heads * of_head(call, row);
+      bytes = bytes > of_row ? bytes : of_row;
+      largest = largest > of_head(call, row) ? largest : of_head(call, row);
+    }
+    bytes = largest > MOST_BYTES ? largest : least(bytes, MOST_BYTES);
+  }
+  static int64_t of_head(const Chains* call, int64_t row) {
+    return rounded_up(call->before[row] + call->counts[row], BLOCK) * call->value_size * 2;
+  }
+};
 
 // Bytes of scratch that a call needs, aligned to 64.
-extern "C" int64_t foretoken_chains_scratch(const Chains* call, int threads) {
-  int64_t columns = 0;
-  for (int64_t row = 0; row < call->rows; ++row) columns += rounded(call->before[row] + call->counts[row], BLOCK);
-  return columns * call->heads * call->value_size * 2 + threads * Block::bytes(call);
+int64_t tile_chains_scratch(const Chains* call, int threads) {
+  return Turned(call).bytes + threads * Block::bytes(call);
 }
 
-// Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
-extern "C" void foretoken_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out,
-                                 char* scratch, int threads) {
-  if (threads < 1) threads = 1;
+// As foretoken_chains.
+void tile_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
+                 int threads) {
   uint16_t* turned = (uint16_t*)(scratch + threads * Block::bytes(call));
-#pragma omp parallel num_threads(threads)
-  {
-    const Block block(call, scratch + omp_get_thread_num() * Block::bytes(call));
-    configure_tiles({16, 16, 16, 16, 16, 16, 16, 16});
-    uint16_t* of_row = turned;
-    for (int64_t row = 0; row < call->rows; ++row) {
-      const int64_t columns = call->before[row] + call->counts[row], whole = rounded(columns, BLOCK);
-#pragma omp for schedule(static)
-      for (int64_t task = 0; task < call->heads * (whole / BLOCK); ++task) {
+  const int64_t room = Turned(call).bytes;
+  for (int64_t row = 0; row < call->rows; ++row) {
+    const int64_t columns = call->before[row] + call->counts[row], whole = rounded_up(columns, BLOCK);
+    const int64_t blocks = (call->counts[row] + NODES - 1) / NODES, size = Turned::of_head(call, row);
+    for (int64_t from = 0, heads; from < call->heads; from += heads) {
+      heads = least(call->heads - from, size ? room / size : call->heads);
+      share_each(heads * (whole / BLOCK), threads, [&](int64_t task, int) {
         const int64_t head = task / (whole / BLOCK), column = task % (whole / BLOCK) * BLOCK;
-        const uint16_t* from = (const uint16_t*)values + row * call->value_row + head * call->value_head;
-        turn_values(from + column * call->value_size, least(BLOCK, columns - column), call->value_size,
-                    of_row + (head * whole + column) * call->value_size);
-      }
-      const int64_t blocks = (call->counts[row] + NODES - 1) / NODES;
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t task = 0; task < call->heads * blocks; ++task) {
-        const int64_t head = task % call->heads, first = (blocks - 1 - task / call->heads) * NODES;  // the longest first
-        attend(call, row, head, first, (const uint16_t*)query,
-               (const uint16_t*)keys + row * call->key_row + head * call->key_head,
-               of_row + head * whole * call->value_size, (uint16_t*)out, block);
-      }
-      of_row += whole * call->heads * call->value_size;
+        const uint16_t* values_of = (const uint16_t*)values + row * call->value_row + (from + head) * call->value_head;
+        turn_values(values_of + column * call->value_size, least(BLOCK, columns - column), call->value_size,
+                    turned + (head * whole + column) * call->value_size);
+      });
+      share_out(heads * blocks, threads, [&](int64_t begin, int64_t end, int thread) {
+        const Block block(call, scratch + thread * Block::bytes(call));
+        configure_tiles({16, 16, 16, 16, 16, 16, 16, 16});
+        for (int64_t task = begin; task < end; ++task) {
+          const int64_t head = task % heads, first = (blocks - 1 - task / heads) * NODES;  // the longest first
+          const int64_t count = least(NODES, call->counts[row] - first);
+          const auto run = [&](int64_t node, int64_t some, bool is_careful) {
+            return attend(call, row, from + head, node, some, is_careful, (const uint16_t*)query,
+                          (const uint16_t*)keys + row * call->key_row + (from + head) * call->key_head,
+                          turned + head * whole * call->value_size, (uint16_t*)out, block);
+          };
+          if (run(first, count, false)) continue;
+          for (int64_t node = 0; node < count; ++node) run(first + node, 1, true);
+        }
+        _tile_release();
+      });
     }
-    _tile_release();
   }
 }
 

@@ -1,4 +1,4 @@
-"""Attention of the many nodes of prompts, by kernels of the library's own: in float32, and in bfloat16 by tiles.
+"""Attention of the many nodes of prompts, by kernels of the library's own.
 
 Torch's own computes every score that a mask hides, and spends more on the weights of a softmax than on products. See
 ``many_floats.cpp`` and ``many_nodes.cpp``.
@@ -7,28 +7,15 @@ Torch's own computes every score that a mask hides, and spends more on the weigh
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
-from foretoken.model.execution.choices import decided, times
 from foretoken.model.execution.memory import scratch_address
-from foretoken.model.execution.native import Library, library
-from foretoken.model.masks import folded
+from foretoken.model.execution.native import KINDS, Library
 
-logger = logging.getLogger("foretoken")
-
-TILE = 32
-"""Numbers of bfloat16 in a row of a tile; heads are as wide or a multiple of it, in float32 of a vector."""
-NODES_TIMED = 256
-MOST_SCRATCH = 2**28
-"""Bytes of scratch; beyond, attention runs through torch."""
-
-_INTEGERS = "rows heads group size value_size query_node query_head key_row key_head value_row value_head window"
+_INTEGERS = "rows heads group size value_size kind query_node query_head key_row key_head value_row value_head window"
 
 
 class _Chains(ctypes.Structure):
@@ -49,7 +36,7 @@ class ManyNodes:
       windows: by kind of attention, the columns that a node sees, its own included; None for all.
 
     Exactness: a node has the same bits however a prompt is cut into forwards, and whatever rows run beside it. Scores
-      and sums are in float32, weights in the dtype, as in torch's own.
+      and sums are in float32, and so are weights, but for bfloat16 by tiles, where they are rounded as in torch's own.
     """
 
     def __init__(
@@ -59,16 +46,6 @@ class ManyNodes:
         self._windows = windows
         array = ctypes.c_int64 * len(counts)
         self._arrays = array(*counts), array(*list(accumulate(counts, initial=0))[:-1]), array(*before)
-
-    def is_faster(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the kernel was measured to be faster than torch's at such heads; in bfloat16 tiles are.
-
-        Args:
-          query, key, value: as for a call.
-        """
-        if query.dtype != torch.float32:
-            return True
-        return _is_faster(query.shape[1], query.shape[3], key.shape[1], value.shape[3], torch.get_num_threads())
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kind: str, scaling: float | None
@@ -86,10 +63,7 @@ class ManyNodes:
         is_alike = query.dtype == key.dtype == value.dtype and query.device.type == "cpu"
         lie_together = query.stride(3) == 1 and key.stride()[2:] == (size, 1) and value.stride()[2:] == (value_size, 1)
         scale = size**-0.5 if scaling is None else scaling
-        if chains is None or not is_alike or not lie_together or scale <= 0:
-            return None
-        multiple = TILE if query.dtype == torch.bfloat16 else self._kernels.lanes
-        if size % multiple or value_size % multiple or query.shape[1] % key.shape[1]:
+        if chains is None or not is_alike or not lie_together or scale <= 0 or query.shape[1] % key.shape[1]:
             return None
         counts, firsts, before = map(ctypes.addressof, self._arrays)
         call = _Chains(
@@ -98,6 +72,7 @@ class ManyNodes:
             query.shape[1] // key.shape[1],
             size,
             value_size,
+            KINDS[query.dtype],
             query.stride(2),
             query.stride(1),
             key.stride(0),
@@ -112,38 +87,7 @@ class ManyNodes:
         )
         threads = torch.get_num_threads()
         scratch = chains.scratch(ctypes.addressof(call), threads)
-        if scratch > MOST_SCRATCH:
-            return None
         out = query.new_empty(query.shape[2], query.shape[1], value_size)
         addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         chains.run(ctypes.addressof(call), *addresses, scratch_address(-(-scratch // 4)), threads)
         return out
-
-
-@cache
-def _is_faster(num_heads: int, size: int, num_kv_heads: int, value_size: int, num_threads: int) -> bool:
-    """Over float32, `NODES_TIMED` nodes behind as many columns; remembered for each number of threads."""
-    kernels = library()
-    if kernels is None:
-        return False
-    name = f"attention of prompts {num_heads}x{size} {num_kv_heads}x{value_size} float32"
-    return decided(name, partial(_measured, kernels, num_heads, size, num_kv_heads, value_size))
-
-
-def _measured(kernels: Library, num_heads: int, size: int, num_kv_heads: int, value_size: int) -> bool:
-    columns = 2 * NODES_TIMED
-    query = torch.ones(1, NODES_TIMED, num_heads, size).transpose(1, 2)
-    keys, values = torch.ones(1, num_kv_heads, columns, size), torch.ones(1, num_kv_heads, columns, value_size)
-    mask = folded(
-        torch.full((NODES_TIMED, columns), -1e30).triu(NODES_TIMED + 1)[None, None], num_heads // num_kv_heads
-    )
-    many = ManyNodes(kernels, [NODES_TIMED], [NODES_TIMED], {"": None})
-    if many(query, keys, values, "", None) is None:
-        return False
-    others = query.reshape(1, num_kv_heads, -1, size)
-    ours, theirs = times(
-        [lambda: many(query, keys, values, "", None)],
-        [lambda: F.scaled_dot_product_attention(others, keys, values, mask)],
-    )
-    logger.debug("attention of prompts, %d heads of %d: %.2f of the time of torch's", num_heads, size, ours / theirs)
-    return ours < theirs

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 
 from foretoken.compiling import OPTIONS, compiled, digest_of, first_line, instruction_set
+from foretoken.model.execution import pages
+from foretoken.model.execution.helpers import Helpers
 
-__all__ = ["OPTIONS", "Library", "NativeMatrix", "fits", "instruction_set", "library", "source_digest"]
+__all__ = ["KINDS", "OPTIONS", "Library", "NativeMatrix", "instruction_set", "library", "source_digest"]
 
 logger = logging.getLogger("foretoken")
 
@@ -29,13 +31,23 @@ FOLDER = Path(__file__).parent
 SOURCES = tuple(
     FOLDER / name
     for name in (
-        *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "replay.cpp", "decoder.cpp"),
-        *("forward.cpp", "norms.cpp", "drafting.cpp", "growing.cpp"),
+        *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "threads.cpp"),
+        *("replay.cpp", "decoder.cpp", "forward.cpp", "norms.cpp", "drafting.cpp", "growing.cpp"),
     )
 )
 HEADERS = tuple(
     FOLDER / name
-    for name in ("calls.h", "replay.h", "vectors.h", "floats.h", "softmax.h", "pairs.h", "tiles.h", "drafting.h")
+    for name in (
+        "calls.h",
+        "replay.h",
+        "vectors.h",
+        "floats.h",
+        "threads.h",
+        "softmax.h",
+        "pairs.h",
+        "tiles.h",
+        "drafting.h",
+    )
 )
 
 PAIRS = 0
@@ -62,9 +74,9 @@ class Chains:
     scratch: Callable[[int, int], int]
 
     @classmethod
-    def of(cls, shared: ctypes.CDLL, name: str) -> Chains:
-        """Those of this name in a compiled library."""
-        run, scratch = getattr(shared, f"foretoken_{name}"), getattr(shared, f"foretoken_{name}_scratch")
+    def of(cls, shared: ctypes.CDLL) -> Chains:
+        """Those of a compiled library."""
+        run, scratch = shared.foretoken_chains, shared.foretoken_chains_scratch
         run.argtypes, run.restype = (*(ctypes.c_void_p,) * 6, ctypes.c_int), None
         scratch.argtypes, scratch.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int64
         return cls(run, scratch)
@@ -85,7 +97,8 @@ class Library:
       norm: of the address of a norm, that of the input, its rows, and that of the output; see `tail`.
       decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
       drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
-      chains: attention of prompts by dtype; see `many_nodes`. Of bfloat16 only where the CPU has tiles.
+      chains: attention of prompts by dtype; see `many_nodes`.
+      helpers: how many threads they run on.
     """
 
     instruction_set: str
@@ -101,6 +114,7 @@ class Library:
     decoder_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
     chains: Mapping[torch.dtype, Chains] = field(default_factory=dict)
+    helpers: Helpers | None = None
 
     @property
     def has_pairs(self) -> bool:
@@ -136,10 +150,8 @@ class Library:
         found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, norm, logits, grown)
         if found.has_pairs:
             found = replace(found, drafting=_drafting(shared))
-        names = {torch.float32: "float_chains"}
-        if instruction_set == "AMX":
-            names[torch.bfloat16] = "chains"
-        return replace(found, chains={dtype: Chains.of(shared, name) for dtype, name in names.items()})
+        helpers = Helpers(shared.foretoken_limit_threads)
+        return replace(found, chains=dict.fromkeys(KINDS, Chains.of(shared)), helpers=helpers)
 
 
 def _drafting(shared: ctypes.CDLL) -> dict[str, Callable[..., int]]:
@@ -173,11 +185,18 @@ def library(instruction: str | None = None) -> Library | None:
     with _lock:
         if chosen not in _libraries:
             try:
-                _libraries[chosen] = Library.load(compiled("products", chosen, SOURCES, HEADERS), chosen)
+                with compiled("products", chosen, SOURCES, HEADERS) as file:
+                    _libraries[chosen] = Library.load(file, chosen)
             except (OSError, subprocess.SubprocessError) as error:
                 logger.debug("linear layers run through oneDNN alone: %s", first_line(error))
                 _libraries[chosen] = None
         return _libraries[chosen]
+
+
+def loaded_helpers() -> Helpers | None:
+    """Of the kernels for this CPU; None where they have not been loaded."""
+    kernels = _libraries.get(instruction_set() or "")
+    return None if kernels is None else kernels.helpers
 
 
 @cache
@@ -204,13 +223,13 @@ class NativeMatrix:
         self._is_pairs = weight.dtype == torch.bfloat16 and kernels.has_pairs
         self.compute_dtype = torch.bfloat16 if self._is_pairs else torch.float32
         block = PAIRS_BLOCK if self._is_pairs else kernels.block
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % block))
-        blocks = padded.view(-1, block, inputs)
+        padded = torch.nn.functional.pad(weight, (0, -inputs % PAIRS_BLOCK * self._is_pairs, 0, -outputs % block))
+        blocks = padded.view(-1, block, padded.shape[1])
         if self._is_pairs:  # two tiles per 32 inputs, of 16 outputs each, pairs of inputs side by side
-            blocks = blocks.view(len(blocks), 2, 16, inputs // 32, 16, 2).permute(0, 3, 1, 4, 2, 5)
+            blocks = blocks.view(len(blocks), 2, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5)
         else:
             blocks = blocks.transpose(1, 2)
-        self.packed = blocks.contiguous()
+        self.packed = pages.empty(blocks.shape, blocks.dtype).copy_(blocks)
         self.num_bytes = self.packed.numel() * self.packed.itemsize
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
         self._matrix = _Matrix(
@@ -236,12 +255,7 @@ class NativeMatrix:
         """The weight (out, in), as it was given."""
         outputs, inputs = self._size
         if self._is_pairs:
-            blocks = self.packed.permute(0, 2, 4, 1, 3, 5)
+            blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         else:
             blocks = self.packed.transpose(1, 2)
-        return blocks.reshape(-1, inputs)[:outputs]
-
-
-def fits(inputs: int, dtype: torch.dtype, kernels: Library) -> bool:
-    """Whether a weight with so many inputs can be packed: bfloat16 where the CPU multiplies it goes by blocks of 32."""
-    return dtype in KINDS and not (dtype == torch.bfloat16 and kernels.has_pairs and inputs % PAIRS_BLOCK)
+        return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()

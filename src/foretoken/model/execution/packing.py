@@ -1,6 +1,7 @@
-"""Linear layers with weights packed once, for CPUs: for oneDNN, or for kernels of the library's own (`native`).
+"""Linear layers with weights packed once, for CPUs: for kernels of the library's own, or for oneDNN.
 
-Reading every weight once is the floor of a step. Which of the two comes nearer is measured for every shape (`choices`).
+Reading every weight once is the floor of a step. The library's own kernels (`native`) sum every row by itself, and run
+wherever they can be built; oneDNN's, whose sums depend on the number of rows, where there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.choices import faster
-from foretoken.model.execution.native import NativeMatrix
+from foretoken.model.execution.native import KINDS, NativeMatrix, library
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18
-"""Of float32 weights: below, the 15 us that a call into oneDNN costs more than torch's own product exceed what packing
-saves. Of bfloat16, torch's product is such a call, too, and packed weights of every size were seen to be faster."""
+"""Of float32 weights that oneDNN multiplies: below, the 15 us that a call into it costs more than torch's own product
+exceed what packing saves. Of bfloat16, torch's product is such a call, too."""
 
 HALVES = (torch.bfloat16, torch.float16)
-Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def cpu_has_bfloat16() -> bool:
@@ -43,7 +42,7 @@ def can_pack() -> bool:
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which weights of ``dtype`` are packed, or None where oneDNN packs none.
+    """The dtype in which oneDNN packs weights of ``dtype``, or None where it packs none.
 
     Half precision without instructions for it is packed as float32: no other kernel here reads the weights once
     for several rows. The products are then exact and rounded once, at twice the memory.
@@ -96,9 +95,8 @@ Matrix: TypeAlias = OneDNNMatrix | NativeMatrix
 
 
 def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
-    """Packed for whichever kernel was measured to be the faster one at this shape."""
-    outputs, inputs = weight.shape
-    kernels = faster(inputs, outputs, weight.dtype, lambda other: OneDNNMatrix(other, None))
+    """Packed for the library's own kernels, or for oneDNN where there are none."""
+    kernels = library() if weight.dtype in KINDS else None
     return OneDNNMatrix(weight, bias) if kernels is None else NativeMatrix(weight, bias, kernels)
 
 
@@ -109,8 +107,8 @@ class PackedProduct:
       layers: each an `nn.Linear` or `Conv1D`, all with or all without a bias, of one dtype and number of inputs.
       earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
 
-    Exactness: equals ``F.linear`` within the rounding of the dtype. Up to which number of rows a row keeps its bits
-    depends on the CPU: see `foretoken.model.execution.kernels`.
+    Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
+    bits among any number of rows.
     """
 
     num_packed = 0
@@ -135,18 +133,13 @@ class PackedProduct:
             return matrix(x)
         return matrix(x.to(matrix.compute_dtype)).to(self._dtype)
 
-    def part(self, x: torch.Tensor, index: int, run: Product | None = None) -> torch.Tensor:
-        """(..., in) -> (..., out) of one layer. The others find theirs when they are given the very same tensor.
-
-        Args:
-          run: runs this product, instead of this product itself.
-        """
-        run = run or self
+    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """(..., in) -> (..., out) of one layer. The others find theirs when they are given the very same tensor."""
         if len(self.layers) == 1:
-            return run(x)
+            return self(x)
         shared = self._shared
         if shared is None or shared[0] is not x or index not in shared[2]:
-            shared = x, torch.split(run(x), self.sizes, -1), set(range(len(self.layers)))
+            shared = x, torch.split(self(x), self.sizes, -1), set(range(len(self.layers)))
             self._shared = shared
         shared[2].discard(index)
         if not shared[2]:
@@ -258,7 +251,7 @@ def packing_bytes(layers: Iterable[nn.Module], release_originals: bool) -> int:
     total = 0
     for layer in layers:
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        dtype = packed_dtype(weight.dtype)
+        dtype = weight.dtype if library() is not None and weight.dtype in KINDS else packed_dtype(weight.dtype)
         if dtype is not None:
             kept = 0 if release_originals else weight.dtype.itemsize
             total += weight.numel() * (dtype.itemsize - weight.dtype.itemsize + kept)
@@ -280,13 +273,9 @@ def packable(model: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
-def worth_packing(layers: Sequence[nn.Module], min_elements: int | None = None) -> bool:
-    """Whether the product of these layers runs faster packed.
-
-    Args:
-      min_elements: of all weights together; `MIN_ELEMENTS` in single precision by default, none in half precision.
-    """
+def worth_packing(layers: Sequence[nn.Module]) -> bool:
+    """Whether to pack the product of these layers: always for the library's own kernels, else where that is faster."""
     weights: list[torch.Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
-    if min_elements is None:
-        min_elements = MIN_ELEMENTS if packed_dtype(weights[0].dtype) == torch.float32 else 0
-    return sum(weight.numel() for weight in weights) >= min_elements
+    if library() is not None or packed_dtype(weights[0].dtype) != torch.float32:
+        return True
+    return sum(weight.numel() for weight in weights) >= MIN_ELEMENTS

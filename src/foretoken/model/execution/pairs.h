@@ -12,17 +12,19 @@ struct Pair {
   const T* mask;
   T* out;
   int64_t count, columns, stride;  // queries: group x nodes; columns, also up to a whole step
+  int64_t width, value_width;      // sizes up to a whole vector
 
+  // Of up to `most` nodes of a row, `node` the first of them.
   Pair(const Attention* call, const void* query, const void* keys, const void* values, const void* mask, void* out,
-       int64_t index)
-      : call(call) {
-    const int64_t row = index / call->heads, head = index % call->heads, first = call->firsts[row];
+       int64_t index, int64_t node, int64_t most)
+      : call(call), width(rounded_up(call->size, LANES)), value_width(rounded_up(call->value_size, LANES)) {
+    const int64_t row = index / call->heads, head = index % call->heads, first = call->firsts[row] + node;
     this->query = (const T*)query + first * call->query_node + head * call->group * call->query_head;
     this->keys = (const T*)keys + row * call->key_row + head * call->key_head;
     this->values = (const T*)values + row * call->value_row + head * call->value_head;
-    this->mask = mask ? (const T*)mask + row * call->mask_row : nullptr;
+    this->mask = mask ? (const T*)mask + row * call->mask_row + node * call->mask_node : nullptr;
     this->out = (T*)out + (first * call->heads * call->group + head * call->group) * call->value_size;
-    count = call->group * call->counts[row];
+    count = node < call->counts[row] ? call->group * least(most, call->counts[row] - node) : 0;
     columns = call->columns[row];
     stride = padded(columns);
   }
@@ -31,7 +33,8 @@ struct Pair {
   void read_queries(float* queries) const {
     for (int64_t i = 0; i < count; ++i) {
       const T* from = query + i / call->group * call->query_node + i % call->group * call->query_head;
-      for (int64_t at = 0; at < call->size; at += LANES) write(queries + i * call->size + at, read(from + at));
+      for (int64_t at = 0; at < width; at += LANES)
+        write(queries + i * width + at, read_first(from + at, call->size - at));
     }
   }
 
@@ -41,7 +44,8 @@ struct Pair {
     for (int64_t at = 0; at < size; at += LANES) {
       Vector block[LANES];
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) block[i] = column + i < columns ? read(keys + (column + i) * size + at) : zero();
+      for (int i = 0; i < LANES; ++i)
+        block[i] = column + i < columns ? read_first(keys + (column + i) * size + at, size - at) : zero();
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) write(keys_by_input + (at + i) * LANES, block[i]);
@@ -53,12 +57,12 @@ struct Pair {
                   float* scores) const {
     Vector low[COUNT], high[COUNT];
     for (int i = 0; i < COUNT; ++i) low[i] = high[i] = zero();
-    const float* from = queries + first * call->size;
+    const float* from = queries + first * width;
     for (int64_t at = 0; at < call->size; ++at) {
       const Vector one = read(left + at * LANES), two = read(right + at * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
       for (int i = 0; i < COUNT; ++i) {
-        const Vector value = all(from[i * call->size + at]);
+        const Vector value = all(from[i * width + at]);
         low[i] = add_product(value, one, low[i]);
         high[i] = add_product(value, two, high[i]);
       }
@@ -76,7 +80,7 @@ struct Pair {
 
   // Scores of columns [from, to), both whole steps or the end.
   void score(int64_t from, int64_t to, const float* queries, float* by_input, float* scores) const {
-    float *left = by_input, *right = by_input + LANES * call->size;
+    float *left = by_input, *right = by_input + LANES * width;
     for (int64_t column = from; column < to; column += STEP) {
       if (column + STEP < columns)
         for (int64_t byte = 0; byte < (int64_t)(STEP * call->size * sizeof(T)); byte += 64)
@@ -87,6 +91,8 @@ struct Pair {
       for (; first + MOST_SCORED <= count; first += MOST_SCORED)
         score_some<MOST_SCORED>(first, column, queries, left, right, scores);
       switch (count - first) {
+        case 5: score_some<5>(first, column, queries, left, right, scores); break;
+        case 4: score_some<4>(first, column, queries, left, right, scores); break;
         case 3: score_some<3>(first, column, queries, left, right, scores); break;
         case 2: score_some<2>(first, column, queries, left, right, scores); break;
         case 1: score_some<1>(first, column, queries, left, right, scores);
@@ -115,7 +121,7 @@ struct Pair {
   void sum_some(int64_t first, int64_t at, int64_t from, int64_t to, const float* weights, float* sums) const {
     Vector sum[COUNT][VECTORS];
     for (int i = 0; i < COUNT; ++i)
-      for (int j = 0; j < VECTORS; ++j) sum[i][j] = read(sums + (first + i) * call->value_size + at + j * LANES);
+      for (int j = 0; j < VECTORS; ++j) sum[i][j] = read(sums + (first + i) * value_width + at + j * LANES);
     for (int64_t column = from; column < to; ++column) {
       Vector value[VECTORS];
       for (int j = 0; j < VECTORS; ++j) value[j] = read(values + column * call->value_size + at + j * LANES);
@@ -126,7 +132,7 @@ struct Pair {
       }
     }
     for (int i = 0; i < COUNT; ++i)
-      for (int j = 0; j < VECTORS; ++j) write(sums + (first + i) * call->value_size + at + j * LANES, sum[i][j]);
+      for (int j = 0; j < VECTORS; ++j) write(sums + (first + i) * value_width + at + j * LANES, sum[i][j]);
   }
 
   // Adds values of columns [from, columns) under the weights to the sums of queries [begin, end).
@@ -150,14 +156,38 @@ struct Pair {
   template <int VECTORS>
   void sum_values(int64_t at, const float* weights, float* sums) const {
     for (int64_t i = 0; i < count; ++i)
-      for (int j = 0; j < VECTORS; ++j) write(sums + i * call->value_size + at + j * LANES, zero());
+      for (int j = 0; j < VECTORS; ++j) write(sums + i * value_width + at + j * LANES, zero());
     add_values<VECTORS>(0, count, at, 0, weights, sums);
+  }
+
+  // Adds one vector of values of columns [from, columns) to a query's sums, without those of no weight: zero times
+  // infinity is nothing. Values may end within the vector.
+  void add_with_care(int64_t index, int64_t at, int64_t from, const float* weights, float* sums) const {
+    Vector sum = read(sums + index * value_width + at);
+    for (int64_t column = from; column < columns; ++column)
+      if (const float weight = weights[index * stride + column]; weight != 0)
+        sum = add_product(all(weight), read_first(values + column * call->value_size + at, call->value_size - at), sum);
+    write(sums + index * value_width + at, sum);
+  }
+
+  static bool is_finite(Vector sums) { return !differ(add_product(sums, zero(), zero()), zero()); }
+
+  // What a column that a query does not see holds may be infinite, or no number.
+  void mend(int64_t at, int64_t places, const float* weights, float* sums) const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t j = at; j < at + places; j += LANES) {
+        const bool ends = j + LANES > call->value_size;
+        if (!ends && is_finite(read(sums + i * value_width + j))) continue;
+        write(sums + i * value_width + j, zero());
+        add_with_care(i, j, 0, weights, sums);
+      }
   }
 
   void write_out(int64_t at, int64_t places, const float* totals, const float* sums) const {
     for (int64_t i = 0; i < count; ++i) {
       T* to = out + i / call->group * call->heads * call->group * call->value_size + i % call->group * call->value_size + at;
-      for (int64_t j = 0; j < places; ++j) store(to + j, sums[i * call->value_size + at + j] / totals[i]);
+      for (int64_t j = 0; j < places; j += LANES)
+        write_first(to + j, read(sums + i * value_width + at + j) / all(totals[i]), places - j);
     }
   }
 
@@ -168,8 +198,9 @@ struct Pair {
       case 4: sum_values<4>(at, weights, sums); break;
       case 3: sum_values<3>(at, weights, sums); break;
       case 2: sum_values<2>(at, weights, sums); break;
-      default: sum_values<1>(at, weights, sums);
+      case 1: sum_values<1>(at, weights, sums);
     }
+    mend(at, places, weights, sums);
     write_out(at, places, totals, sums);
   }
 };

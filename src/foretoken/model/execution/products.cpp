@@ -6,7 +6,10 @@
 
 #include "calls.h"
 #include "floats.h"
+#include "threads.h"
 #include "vectors.h"
+
+#include <vector>
 
 #if defined(FORETOKEN_AMX)
 #include <sys/syscall.h>
@@ -207,23 +210,36 @@ static void part(const Matrix* matrix, const void* x, int64_t num_rows, void* ou
 #if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
     case PAIRS: return pairs(matrix, (const uint16_t*)x, num_rows, (uint16_t*)out, first, last);
 #endif
-    case FLOAT32: return floats<float>(matrix, (const float*)x, num_rows, (float*)out, first, last);
-    case BFLOAT16: return floats<Bfloat16>(matrix, (const float*)x, num_rows, (float*)out, first, last);
-    case FLOAT16: return floats<Float16>(matrix, (const float*)x, num_rows, (float*)out, first, last);
+    default: return few_floats(matrix, (const float*)x, num_rows, (float*)out, first, last);
   }
 }
 
-// (num_rows, K) -> (num_rows, N), both contiguous; the blocks of outputs are shared out among the threads.
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+
+// Rows of pairs whose inputs are no multiple of 32, with zeros behind them; the packed weights have as many.
+static void fill_up(const Matrix* matrix, const uint16_t* x, int64_t num_rows, void* out, int threads) {
+  Matrix filled = *matrix;
+  filled.inputs = rounded_up(matrix->inputs, 32);
+  std::vector<uint16_t> rows(num_rows * filled.inputs);
+  for (int64_t row = 0; row < num_rows; ++row)
+    memcpy(rows.data() + row * filled.inputs, x + row * matrix->inputs, matrix->inputs * sizeof *x);
+  foretoken_product(&filled, rows.data(), num_rows, out, threads);
+}
+
+#endif
+
+// (num_rows, K) -> (num_rows, N), both contiguous; the threads share the blocks of outputs, and of rows where they are many.
 extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads) {
+#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
+  if (matrix->kind == PAIRS && matrix->inputs % 32) return fill_up(matrix, (const uint16_t*)x, num_rows, out, threads);
+#endif
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
-  if (matrix->kind != PAIRS && num_rows >= MANY && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads))
-    return;
-  if (threads <= 1) return part(matrix, x, num_rows, out, 0, blocks);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t index = omp_get_thread_num(), count = omp_get_num_threads();
-    part(matrix, x, num_rows, out, blocks * index / count, blocks * (index + 1) / count);
-  }
+  const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
+  if (threads < 1) threads = 1;
+  if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;
+  const int pieces = matrix->kind == PAIRS && num_rows > 32 ? 1 : PIECES;  // tiles of many rows are laid out for each
+  share_out(blocks, threads, [&](int64_t first, int64_t last, int) { part(matrix, x, num_rows, out, first, last); },
+            pieces);
 }
 
 // Outputs per block of a matrix in float32; those of pairs have 32.

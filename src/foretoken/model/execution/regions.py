@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from foretoken.compiling import cpp_compiler
-from foretoken.folders import cache_folder
+from foretoken.folders import CACHE_VARIABLE, cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import build_of, check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import NUM_NODES, Calls, LayerCall, call_of, value_at
 from foretoken.model.execution.chain import Chain, ChainedLayer
 from foretoken.model.execution.inductor import NotTraceableError, Source
-from foretoken.model.execution.linears import RowLimit
+from foretoken.model.execution.kept_kernels import folder_name, whole
 from foretoken.model.execution.operators import Runner
 from foretoken.model.execution.replay import Replay, Situation
 from foretoken.model.execution.segments import BoundSegment
@@ -59,7 +59,6 @@ class CompiledLayer:
       attention: the module, and the other arguments, with which it runs attention; None if it has none.
       index: of its keys and values in the cache.
       tracer: of a layer of this build.
-      limit: how many rows products take in one call.
     """
 
     def __init__(
@@ -70,12 +69,10 @@ class CompiledLayer:
         index: int | None,
         tracer: Tracer,
         graph: LayerGraph,
-        limit: RowLimit,
     ) -> None:
         self.call = replace(call, args=(), kwargs={})  # its places alone: what was in them is let go
         self.attention = attention
         self.index = index
-        self._limit = limit
         self._runners = [Runner(run) for run in tracer.runners]
         self.tensors = [getattr(module, name) for module, name in tracer.tensors]
         self._in_tuple = graph.in_tuple
@@ -108,11 +105,6 @@ class CompiledLayer:
             for _, name, index in self.needed
         ]
 
-    def takes(self, num_nodes: int) -> bool:
-        """Whether so many nodes run in one call."""
-        limits = self._limit.num_rows
-        return limits is None or limits[0] <= num_nodes <= limits[1]
-
     def returned(self, states: torch.Tensor) -> Any:
         """Hidden states as the layer returns them."""
         return states if self._in_tuple is None else (states, *(None,) * (self._in_tuple - 1))
@@ -121,18 +113,15 @@ class CompiledLayer:
         """Hidden states (1, S, H) of the next layer."""
         inputs = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in inputs]  # as graphs expect
         num_nodes = inputs[0].shape[1]
-        states: torch.Tensor | None = None
-        if self.takes(num_nodes):
-            states = self.replay(inputs, situation, self._attend)
+        states = self.replay(inputs, situation, self._attend)
         if states is None:
             attended: torch.Tensor | None = None
             values: Sequence[torch.Tensor] = ()
             given = {key: tensor for (key, _, _), tensor in zip(self.needed, inputs, strict=True)}
-            limits = self._limit.num_rows
             if self._before is not None and situation is not None:
-                query, key, value, *values = self._before(num_nodes, given, None, (), limits)
+                query, key, value, *values = self._before(num_nodes, given, None, ())
                 attended = self._attend(situation, query, key, value)
-            (states,) = self._after(num_nodes, given, attended, values, limits)
+            (states,) = self._after(num_nodes, given, attended, values)
         return states
 
     def situation(self, args: Any, kwargs: Any) -> Situation | None:
@@ -171,10 +160,8 @@ class Regions:
       progress: called with one line before a build is compiled that this machine has not seen.
     """
 
-    def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None, limit: RowLimit) -> None:
-        capability = torch.backends.cpu.get_cpu_capability().lower()  # inductor would load kernels of a wider one
-        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor", capability)
-        self.limit = limit
+    def __init__(self, cache_dir: Path | str | None, progress: Callable[[str], None] | None) -> None:
+        self.cache_dir = (Path(cache_dir).expanduser() if cache_dir else cache_folder("inductor")) / folder_name()
         self.layers: list[CompiledLayer | None] = []
         self.reason = ""
         self.compile_seconds = 0.0
@@ -261,20 +248,21 @@ class Regions:
         key = (build_of(layer, tracer), layout_of(call), torch.get_num_threads(), str(self.cache_dir))
         graph = _graphs.get(key)
         if graph is None:
-            mark = self.cache_dir / f"layer-{_digest(key)}"
-            if not mark.exists():
-                self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
-            graph = _graphs[key] = tracer.compile(self.cache_dir, torch.get_num_threads())
-            mark.touch()
+            with whole(self.cache_dir) as folder:
+                mark = folder / f"layer-{_digest(key)}"
+                if not mark.exists():
+                    self._announce(f"compiling {type(layer).__name__} for this machine; some ten seconds, this once")
+                graph = _graphs[key] = tracer.compile(folder, torch.get_num_threads())
+                mark.touch()
             self.num_graphs += 1
-        return CompiledLayer(layer, call, attention, index, tracer, graph, self.limit)
+        return CompiledLayer(layer, call, attention, index, tracer, graph)
 
     def _fall_back(self, name: str, error: Exception) -> None:
         first, *_ = str(error).strip().splitlines() or [""]
-        said, self.reason = (
-            self.reason,
-            first if isinstance(error, NotTraceableError) else f"{type(error).__name__}: {first[:200]}",
-        )
+        said = self.reason
+        self.reason = first if isinstance(error, NotTraceableError) else f"{type(error).__name__}: {first[:200]}"
+        if isinstance(error, OSError):
+            self.reason += f"; kernels are kept in {self.cache_dir}, and {CACHE_VARIABLE} names another folder"
         if self.reason != said:
             logger.warning("Layers of %s run packed and not compiled (%s).", name, self.reason)
 
@@ -285,9 +273,8 @@ class Regions:
 
 
 def _digest(key: Any) -> str:
-    """Names a build on this kind of machine."""
-    machine = torch.__version__, torch.backends.cpu.get_cpu_capability()
-    return hashlib.sha256(repr((machine, key)).encode()).hexdigest()[:16]
+    """Names a build."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:16]
 
 
 def detach(layers: Sequence[nn.Module]) -> None:

@@ -9,14 +9,14 @@ from torch import nn
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.model.execution.chain import ChainedLayer
-from foretoken.model.execution.linears import LimitedLinear
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.wrappers import take_out_compilation
 
 Model = TypeVar("Model", bound=nn.Module)
 
-SHARED = (PackedLinear, LimitedLinear, RMSNorm, ChainedLayer)
+SHARED = (PackedLinear, RMSNorm, Rowwise, ChainedLayer)
 """Forwards that copies of a module share."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,3 +75,30 @@ def shared_storages(model: nn.Module) -> set[int]:
         parameter.data_ptr() for module in model.modules() for parameter in module.parameters(recurse=False)
     )
     return {address for address, count in owners.items() if count > 1}
+
+
+def move_out(model: nn.Module, released: Iterable[torch.Tensor]) -> None:
+    """Copy what stays of a model that was mapped from a file, so that the file can be unmapped.
+
+    Weights that are read from a file refer to all of it: a single norm would keep in memory what was released. Where
+    more stays than goes, all of it does.
+
+    Args:
+      model: what shares memory in it still does afterwards, and parameters stay the same objects.
+      released: weights of it that go.
+    """
+    leaving = {id(weight): weight.nbytes for weight in released}
+    staying: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        if id(tensor) not in leaving and _is_mapped(tensor):
+            staying.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), []).append(tensor)
+    if sum(tensors[0].nbytes for tensors in staying.values()) < sum(leaving.values()):
+        for tensors in staying.values():
+            copied = tensors[0].detach().clone()
+            for tensor in tensors:
+                tensor.data = copied
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory that torch did not allocate. Quantised weights have none of their own."""
+    return type(tensor) in (nn.Parameter, torch.Tensor) and not tensor.untyped_storage().resizable()

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-enum { STEP = 2 * LANES, MOST_SCORED = 4, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
+enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
 enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
 
 // Columns up to a whole step; rows of scores that begin in the same set of a cache are kept apart.
@@ -21,7 +21,6 @@ static const float FACTORS[6] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.
 #if defined(FORETOKEN_AVX2)
 
 static inline Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
-static inline bool differ(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
 
 static inline float largest(Vector values) {
   float all_of[LANES], most;
@@ -48,19 +47,28 @@ static inline Vector where_zero(Vector test, Vector values, Vector others) {
 
 // The sum of weights between 0 and 1 in units of 2^-40, in which any order gives the same.
 struct WholeSum {
-  int64_t sum = 0;
-  void add(Vector weights) {
-    float numbers[LANES];
-    write(numbers, weights);
-    for (int lane = 0; lane < LANES; ++lane) sum += (int64_t)(numbers[lane] * UNIT);
+  __m256i sums = _mm256_setzero_si256();
+  void add(__m128 units) {
+    const __m256d whole = _mm256_round_pd(_mm256_cvtps_pd(units), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    const __m256d first = _mm256_set1_pd(4503599627370496.0);  // 2^52: the last bits of a sum with it are a whole number
+    const __m256i bits = _mm256_castpd_si256(_mm256_add_pd(whole, first));
+    sums = _mm256_add_epi64(sums, _mm256_sub_epi64(bits, _mm256_castpd_si256(first)));
   }
-  int64_t total() const { return sum; }
+  void add(Vector weights) {
+    const Vector units = _mm256_mul_ps(weights, all(UNIT));
+    add(_mm256_castps256_ps128(units));
+    add(_mm256_extractf128_ps(units, 1));
+  }
+  int64_t total() const {
+    int64_t parts[4];
+    _mm256_storeu_si256((__m256i*)parts, sums);
+    return parts[0] + parts[1] + parts[2] + parts[3];
+  }
 };
 
 #else
 
 static inline Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
-static inline bool differ(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
 static inline float largest(Vector values) { return _mm512_reduce_max_ps(values); }
 
 static inline Vector exponential(Vector x) {

@@ -15,11 +15,18 @@ from torch import fx, nn
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.model.execution.calls import value_at
-from foretoken.model.execution.inductor import NotTraceableError
+from foretoken.model.execution.inductor import NotTraceableError, one_trace_at_a_time
 from foretoken.model.execution.linears import linears
 from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.operators import Runner, product, runner_of
-from foretoken.model.execution.tracing import NODES_HINT, Symbols, ancestors, fake_mode, held, replaced
+from foretoken.model.execution.tracing import (
+    NODES_HINT,
+    Symbols,
+    ancestors,
+    fake_mode,
+    held,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -196,7 +203,8 @@ class _Tracer:
             def run(*given: Any) -> Any:
                 return self._run(*given)
 
-            return make_fx(run)(nodes, tokens, positions, states, tensors)
+            with one_trace_at_a_time:
+                return make_fx(run)(nodes, tokens, positions, states, tensors)
 
     def _run(self, nodes: Any, tokens: torch.Tensor, positions: torch.Tensor, states: Any, tensors: Any) -> Any:
         """The model over stand-ins."""

@@ -135,11 +135,14 @@ struct Tiled : Pair<Bfloat16> {
   }
 
   // 32 columns of 32 places as two tiles of pairs of columns. Of 8 places the first has 0 to 3 and the second 4 to 7.
-  void pair_values(int64_t column, int64_t at, uint16_t* tiles) const {
+  // Given weights, columns of none are zeros.
+  void pair_values(int64_t column, int64_t at, const float* weights, uint16_t* tiles) const {
     const int64_t size = call->value_size;
     const Bfloat16* from = values + column * size + at;
     for (int64_t row = 0; row < SIDE; ++row, from += 2 * size) {
-      const __m512i one = _mm512_loadu_si512(from), two = _mm512_loadu_si512(from + size);
+      __m512i one = _mm512_loadu_si512(from), two = _mm512_loadu_si512(from + size);
+      if (weights && weights[column + 2 * row] == 0) one = _mm512_setzero_si512();
+      if (weights && weights[column + 2 * row + 1] == 0) two = _mm512_setzero_si512();
       _mm512_store_si512(tiles + row * 32, _mm512_unpacklo_epi16(one, two));
       _mm512_store_si512(tiles + 512 + row * 32, _mm512_unpackhi_epi16(one, two));
     }
@@ -151,13 +154,13 @@ struct Tiled : Pair<Bfloat16> {
       for (int64_t byte = 0; byte < bytes; byte += 64) _mm_prefetch((const char*)from + byte, _MM_HINT_T0);
   }
 
-  // Adds values of columns [from, to), whole blocks laid out in pairs, to the sums of up to 16 queries, in the order of
-  // these tiles. `ends` are those of the queries.
+  // Adds values of columns [from, to), whole blocks laid out in pairs, to the sums of `here` queries, 16 at most, in the
+  // order of these tiles. `ends` are those of the queries.
   template <bool HAS_MORE>
-  void add_blocks(int64_t first, int64_t at, int64_t from, int64_t to, const int64_t* ends, const float* weights,
+  void add_blocks(int64_t first, int64_t here, int64_t at, int64_t from, int64_t to, const int64_t* ends, const float* weights,
                   const uint16_t* pairs, float* sums) const {
     alignas(64) uint16_t high[512], low[512];
-    const int64_t here = least(SIDE, count - first), bytes = call->value_size * 4;
+    const int64_t bytes = call->value_size * 4;
     _tile_loadd(0, sums, bytes);
     _tile_loadd(1, sums + SIDE, bytes);
     if (HAS_MORE) {
@@ -203,51 +206,61 @@ struct Tiled : Pair<Bfloat16> {
     write(sums + LANES, _mm512_permutex2var_ps(one, upper, two));
   }
 
-  // Sums of 32 places, or of 64.
+  // Sums of 32 places, or of 64, of queries [lowest, highest); a careful one is of one query, and leaves out columns of
+  // no weight.
   template <bool HAS_MORE>
-  void sum_tiles(int64_t at, const float* weights, float* sums) const {
+  void sum_tiles(int64_t lowest, int64_t highest, bool is_careful, int64_t at, const float* weights, float* sums) const {
     enum { PLACES = HAS_MORE ? 64 : 32 };
     alignas(64) uint16_t pairs[BLOCKS * BLOCK_COLUMNS * PLACES];
-    const int64_t size = call->value_size, whole = (count + SIDE - 1) / SIDE * SIDE;
+    const int64_t size = call->value_size, whole = is_careful ? highest : rounded_up(count, SIDE);
     int64_t begin = columns, end = 0, *ends = (int64_t*)__builtin_alloca((size_t)count * sizeof(int64_t));
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = lowest; i < highest; ++i) {
       int64_t from = begin;
-      if (i % call->group)
+      if (i % call->group && i > lowest)
         ends[i] = ends[i - 1];
       else
         reach(i / call->group, from, ends[i]);
       begin = least(begin, from);
       end = end > ends[i] ? end : ends[i];
     }
-    for (int64_t i = 0; i < whole; ++i)
+    for (int64_t i = lowest; i < whole; ++i)
       for (int64_t place = 0; place < PLACES; place += LANES) write(sums + i * size + at + place, zero());
-    configure(least(SIDE, count));
+    configure(least(SIDE, highest - lowest));
     begin = begin / BLOCK_COLUMNS * BLOCK_COLUMNS;
     for (int64_t to; begin < end; begin = to) {
       to = least(end / BLOCK_COLUMNS * BLOCK_COLUMNS, begin + BLOCKS * BLOCK_COLUMNS);
       if (to <= begin) break;
       uint16_t* pair = pairs;
       for (int64_t column = begin; column < to; column += BLOCK_COLUMNS)
-        for (int64_t place = 0; place < PLACES; place += 32, pair += 1024) pair_values(column, at + place, pair);
-      for (int64_t first = 0; first < count; first += SIDE)
-        add_blocks<HAS_MORE>(first, at, begin, to, ends + first, weights, pairs, sums + first * size + at);
+        for (int64_t place = 0; place < PLACES; place += 32, pair += 1024)
+          pair_values(column, at + place, is_careful ? weights + lowest * stride : nullptr, pair);
+      for (int64_t first = lowest; first < highest; first += SIDE)
+        add_blocks<HAS_MORE>(first, least(SIDE, highest - first), at, begin, to, ends + first, weights, pairs,
+                             sums + first * size + at);
     }
     _tile_release();
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = lowest; i < highest; ++i)
       for (int64_t place = 0; place < PLACES; place += 32) put_in_order(sums + i * size + at + place);
-    for (int64_t i = 0, next; i < count; i = next) {
-      for (next = i + 1; next < count && ends[next] == ends[i];) ++next;
+    if (is_careful) {
+      for (int64_t place = at; place < at + PLACES; place += LANES)
+        add_with_care(lowest, place, ends[lowest], weights, sums);
+      return;
+    }
+    for (int64_t i = lowest, next; i < highest; i = next) {
+      for (next = i + 1; next < highest && ends[next] == ends[i];) ++next;
       add_values<PLACES / LANES>(i, next, at, ends[i], weights, sums);
     }
+    for (int64_t i = lowest; i < highest; ++i)
+      if (!are_finite(sums + i * size + at, PLACES)) sum_tiles<HAS_MORE>(i, i + 1, true, at, weights, sums);
   }
 
   void finish(int64_t at, int64_t most, const float* weights, const float* totals, float* sums) const {
     const int64_t places = least(most, call->value_size - at);
     if (count == 0) return;  // tiles of no rows are a fault
     if (places > 32)
-      sum_tiles<true>(at, weights, sums);
+      sum_tiles<true>(0, count, false, at, weights, sums);
     else
-      sum_tiles<false>(at, weights, sums);
+      sum_tiles<false>(0, count, false, at, weights, sums);
     write_out(at, places, totals, sums);
   }
 };

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from foretoken.model.execution.attention import seen_by
 from foretoken.model.execution.calls import LayerCall, value_at
-from foretoken.model.execution.inductor import Inductor, NotTraceableError, Segment, Source
+from foretoken.model.execution.inductor import Inductor, NotTraceableError, Segment, Source, one_trace_at_a_time
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
@@ -118,7 +118,8 @@ class Tracer:
             def run(*given: Any) -> torch.Tensor:
                 return self._run(*given)
 
-            traced = make_fx(run, decomposition_table=select_decomp_table())(nodes, numbers, tensors, inputs)
+            with one_trace_at_a_time:
+                traced = make_fx(run, decomposition_table=select_decomp_table())(nodes, numbers, tensors, inputs)
         sources: list[Source] = [("nodes", None), *(("product", index) for index in range(len(numbers)))]
         sources += [("tensor", index) for index in range(len(tensors))]
         sources += [("input", index) for index in range(len(inputs))]

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <immintrin.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,6 +23,7 @@ enum { LANES = 8 };
 static inline Vector zero() { return _mm256_setzero_ps(); }
 static inline Vector all(float value) { return _mm256_set1_ps(value); }
 static inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
+static inline bool differ(Vector a, Vector b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
 static inline void write(float* to, Vector value) { _mm256_storeu_ps(to, value); }
 static inline Vector read(const float* from) { return _mm256_loadu_ps(from); }
 static inline Vector read(const Bfloat16* from) {
@@ -36,6 +36,7 @@ enum { LANES = 16 };
 static inline Vector zero() { return _mm512_setzero_ps(); }
 static inline Vector all(float value) { return _mm512_set1_ps(value); }
 static inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
+static inline bool differ(Vector a, Vector b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
 static inline void write(float* to, Vector value) { _mm512_storeu_ps(to, value); }
 static inline Vector read(const float* from) { return _mm512_loadu_ps(from); }
 static inline Vector read(const Bfloat16* from) {
@@ -43,6 +44,25 @@ static inline Vector read(const Bfloat16* from) {
 }
 static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
 #endif
+
+// The first numbers of a vector, and zeros behind them: 0 < count.
+static inline Vector read_first(const float* from, int64_t count) {
+  if (count >= LANES) return read(from);
+#if defined(FORETOKEN_AVX2)
+  alignas(32) static const int32_t COUNTED[2 * LANES] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_maskload_ps(from, _mm256_loadu_si256((const __m256i*)(COUNTED + LANES - count)));
+#else
+  return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+#endif
+}
+
+template <typename T>
+static inline Vector read_first(const T* from, int64_t count) {
+  if (count >= LANES) return read(from);
+  T first[LANES] = {};
+  memcpy(first, from, (size_t)count * sizeof(T));
+  return read(first);
+}
 
 static inline void store(float* to, float value) { *to = value; }
 static inline void store(Float16* to, float value) { to->bits = (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
@@ -60,6 +80,28 @@ static inline float value_of(Bfloat16 from) {
   memcpy(&value, &bits, 4);
   return value;
 }
+
+// The first numbers of a vector, as another kind in memory; none where the count is not above 0.
+template <typename T>
+static inline void write_first(T* to, Vector values, int64_t count) {
+  if constexpr (sizeof(T) == sizeof(float))
+    if (count >= LANES) return write(to, values);
+  float numbers[LANES];
+  write(numbers, values);
+  for (int64_t i = 0; i < count && i < LANES; ++i) store(to + i, numbers[i]);
+}
+
+// Whether all are numbers, and none is infinite; as many as two vectors or a multiple.
+static inline bool are_finite(const float* values, int64_t count) {
+  Vector low = zero(), high = zero();
+  for (int64_t i = 0; i < count; i += 2 * LANES) {
+    low = add_product(read(values + i), zero(), low);
+    high = add_product(read(values + i + LANES), zero(), high);
+  }
+  return !differ(low, zero()) && !differ(high, zero());
+}
+
+static inline int64_t rounded_up(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
 
 template <typename T>
 static inline float rounded(float value) {

@@ -1,0 +1,109 @@
+"""How many threads share the work of kernels: fewer while other programs keep the processors busy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter, thread_time
+
+import torch
+
+logger = logging.getLogger("foretoken")
+
+WAITED = 3.0
+"""How many times the processor time of its thread a step takes that waited for others."""
+CALM = 1.5
+"""The same of steps after which more threads are tried."""
+WINDOW = 16  # steps that are looked at
+FEW_STEPS = 64  # on fewer threads, before more are tried
+MOST_STEPS = 2048  # that come between trials which have failed one after another
+
+
+class Helpers:
+    """Watches steps, and lets fewer threads work while these wait for processors that others use.
+
+    A step usually takes as long as its thread computes. One that takes many times that waited: for a processor, or for
+    a thread that had none. Threads that are not there need not be waited for, and leave room to others. The same holds
+    for all models of a process, so there is one of these in it.
+
+    Args:
+      limit: told how many threads may work; results do not depend on it.
+      clock, processor_clock: seconds, and those that this thread has computed.
+
+    Exactness: results do not depend on the number of threads.
+    """
+
+    def __init__(
+        self,
+        limit: Callable[[int], object],
+        clock: Callable[[], float] = perf_counter,
+        processor_clock: Callable[[], float] = thread_time,
+    ) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._processor_clock = processor_clock
+        self._lock = threading.Lock()
+        self._all = self._threads = 0
+        self._ratios: deque[float] = deque(maxlen=WINDOW)
+        self._num_steps = 0  # since the number of threads changed
+        self._patience = FEW_STEPS
+        self._is_trial = False  # whether more threads are tried than did well before
+        self._is_told = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Run a step within it."""
+        start, computed = self._clock(), self._processor_clock()
+        yield
+        computed, seconds = self._processor_clock() - computed, self._clock() - start
+        with self._lock:
+            self._learn(seconds / max(computed, 1e-6), torch.get_num_threads())
+
+    @property
+    def num_threads(self) -> int:
+        """How many may work at present; 0 before the first step."""
+        return self._threads
+
+    def _learn(self, ratio: float, threads: int) -> None:
+        if threads != self._all:  # the first step, or someone has asked for another number
+            self._all = threads
+            self._patience = FEW_STEPS
+            self._run_on(threads)
+            self._is_trial = self._is_told = False
+        self._num_steps += 1
+        self._ratios.append(ratio)
+        if len(self._ratios) < WINDOW:
+            return
+        usual = sorted(self._ratios)[WINDOW // 2]
+        if usual >= WAITED and self._threads > 1:
+            self._patience = min(2 * self._patience, MOST_STEPS) if self._is_trial else FEW_STEPS
+            self._is_trial = False
+            self._run_on(self._threads // 2)
+            self._tell(usual)
+        elif self._num_steps >= self._patience and usual < CALM:
+            self._is_trial = self._threads < self._all
+            if self._is_trial:
+                self._run_on(min(2 * self._threads, self._all))
+            elif self._is_told:
+                self._is_told = False
+                logger.info("kernels run on %d threads again", self._all)
+
+    def _tell(self, ratio: float) -> None:
+        if not self._is_told:
+            self._is_told = True
+            logger.info(
+                "other programs use the processors: steps take %.1f times as long as they compute; kernels run on %d "
+                "of %d threads, or fewer, until that ends",
+                ratio,
+                self._threads,
+                self._all,
+            )
+
+    def _run_on(self, threads: int) -> None:
+        self._threads = threads
+        self._num_steps = 0
+        self._ratios.clear()
+        self.limit(threads)

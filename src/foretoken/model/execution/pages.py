@@ -1,0 +1,81 @@
+"""Memory in huge pages, for weights that every step reads from end to end.
+
+With pages of 4 KiB, a step of a large model waits for the addresses of pages as well as for the weights, and how long
+depends on where the pages happen to lie. Linux gives pages of 2 MiB to memory that asks for them, unless it was told
+never to; elsewhere memory is as it always is.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+HUGE = 2**21
+"""Bytes of a huge page."""
+REGION = 8 * HUGE
+"""Bytes that smaller tensors share, one after another; they are given back with the last of them."""
+LINE = 64
+"""Bytes. Tensors begin at a multiple."""
+
+
+class _Region:
+    """Memory that begins with a huge page; bytes behind its last whole one are in small pages.
+
+    Raises: OSError where there is no memory.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE + HUGE
+        self.memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.first = -torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr() % HUGE
+        end = self.first + num_bytes // HUGE * HUGE
+        with suppress(OSError):  # a kernel without them
+            self.memory.madvise(mmap.MADV_HUGEPAGE, self.first, end - self.first)
+            self.memory.madvise(mmap.MADV_NOHUGEPAGE, end, length - end)
+
+
+class _Shared:
+    """Where the next small tensor goes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: weakref.ref[mmap.mmap] | None = None
+        self._next = self._end = 0
+
+    def take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
+        """Memory, and where in it so many bytes are free."""
+        with self._lock:
+            memory = None if self._memory is None else self._memory()
+            if memory is None or self._next + num_bytes > self._end:
+                region = _Region(REGION)
+                memory, self._next, self._end = region.memory, region.first, region.first + REGION
+                self._memory = weakref.ref(memory)
+            first = self._next
+            self._next += -(-num_bytes // LINE) * LINE
+            return memory, first
+
+
+_shared = _Shared()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor like that of ``torch.empty``, in huge pages where the system has them."""
+    count = math.prod(shape)
+    if count == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    num_bytes = count * dtype.itemsize
+    try:
+        if num_bytes < HUGE:
+            memory, first = _shared.take(num_bytes)
+        else:
+            region = _Region(num_bytes)
+            memory, first = region.memory, region.first
+    except OSError:  # torch says it in its own words
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)

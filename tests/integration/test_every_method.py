@@ -1,0 +1,165 @@
+"""Every method keeps the promise of its model, uncut, over stock kernels that round by the shape of their call.
+
+A cell of ``benchmarks/promise.py``: five prompts, drafted for in a batch or alone, against plain decoding of each
+alone. Where the library's own kernels run, log-probabilities have the same bits, and steps give as many tokens as under
+"relaxed"; elsewhere drafts are as long, and what differs is a near-tie, or in strict mode chains at one shape keep the
+bits. Drafts were accepted in every cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from promise import METHODS, Cell, Study
+
+from architectures import target_model
+from foretoken import LLM, SamplingParams
+from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution import native
+from foretoken.testing import hostile_kernels
+from harness import random_ids
+
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24, ignore_eos=True)
+MODES = {"greedy": GREEDY, "sampled": replace(GREEDY, temperature=1.0, top_p=0.4)}
+"""A nucleus so narrow that lookups find, whose edge moves with the last bit."""
+
+EXACTNESS = ("default", "strict")
+BATCHES = (1, 5)
+
+QUICK = {("suffix+eagle3", "default", "sampled", 5), ("ngram", "strict", "greedy", 5)}
+"""Cells that always run."""
+STRICT = {"ngram", "token_recycling", "draft_model, tree", "jacobi", "eagle3"}
+"""Of which `make test` sees more than the default in a batch: a native model runs the same either way."""
+ELSEWHERE = ("ngram", "token_recycling", "draft_model, tree", "eagle3")
+"""What `make test` runs over stock kernels: chains and trees, of lookups, of a model and of a head."""
+
+OF_SMOLLM2 = (
+    *("ngram", "nasd", "suffix", "token_recycling", "lookahead", "jacobi", "quantized_self", "sparse_kv", "eagle3"),
+    *("suffix+eagle3", "ngram>token_recycling"),
+)
+"""Methods for which zoo:smollm2 needs nothing beside it."""
+
+SHAPE = {"max_model_len": 192, "prefill_chunk_size": 64, "strict_width": 8}
+"""Of which every step of the fixed promise is; prompts are read in pieces."""
+FIXED = {("ngram", 1), ("eagle3", 5)}
+
+has_kernels = native.library() is not None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hostile() -> Iterator[None]:
+    with hostile_kernels():
+        yield
+
+
+@cache
+def study(model: str = "zoo:tiny", dtype: str = "auto", exactness: str = "default", execution: str = "auto") -> Study:
+    options = {"dtype": dtype, "execution": execution, "max_num_seqs": max(BATCHES), **SHAPE}
+    relaxed = None if exactness == "default" else study(model, dtype, "default", execution).relaxed
+    return Study(model, exactness, relaxed=relaxed, **options)
+
+
+def is_covering(method: str, exactness: str, mode: str, batch_size: int) -> bool:
+    """What `make test` runs: every method by default in a batch, greedy or sampled in turn; some of them strictly, and
+    alone."""
+    if exactness == "default" and batch_size == max(BATCHES):
+        return mode == list(MODES)[list(METHODS).index(method) % 2]
+    return method in STRICT and mode == "greedy" and (exactness == "default") == (batch_size == 1)
+
+
+def marked(*cell: object) -> object:
+    slow = pytest.mark.slow if is_covering(*cell) else pytest.mark.full  # type: ignore[arg-type]
+    return pytest.param(*cell, marks=[] if cell in QUICK else slow)
+
+
+CELLS = list(product(METHODS, EXACTNESS, MODES, BATCHES))
+
+
+@pytest.mark.skipif(not has_kernels, reason="no kernels here")
+@pytest.mark.parametrize(("method", "exactness", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
+def test_the_promise_is_native(method: str, exactness: str, mode: str, batch_size: int) -> None:
+    check(study(exactness=exactness).cell(method, MODES[mode], batch_size), "native")
+
+
+@pytest.mark.smollm2
+@pytest.mark.full
+@pytest.mark.skipif(not has_kernels, reason="no kernels here")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("exactness", EXACTNESS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", OF_SMOLLM2)
+def test_the_promise_of_a_real_model_is_native(method: str, dtype: str, exactness: str, mode: str) -> None:
+    check(study("zoo:smollm2", dtype, exactness).cell(method, MODES[mode], max(BATCHES)), "native")
+
+
+def check(cell: Cell, promise: str) -> None:
+    assert cell.promise == promise
+    assert cell.is_kept, cell.line()
+    assert cell.is_whole, cell.line()
+    assert cell.num_accepted > 0, cell.line()
+
+
+# -- elsewhere ------------------------------------------------------------------------------------------------------
+
+WAYS = {"eager": ("auto", "eager"), "float64": ("float64", "auto"), "no kernels": ("auto", "packed")}
+"""Dtype and execution."""
+
+
+def elsewhere(way: str, exactness: str) -> Study:
+    """zoo:tiny by stock kernels."""
+    dtype, execution = WAYS[way]
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "no kernels":
+            patch.setattr(native, "instruction_set", lambda: None)
+        return study(dtype=dtype, exactness=exactness, execution=execution)
+
+
+@pytest.mark.parametrize(
+    ("way", "method", "mode"),
+    [
+        pytest.param(
+            way,
+            method,
+            mode,
+            marks=[]
+            if (way, method, mode) == ("eager", "token_recycling", "greedy")
+            else pytest.mark.slow
+            if method in ELSEWHERE and mode == "greedy" and (way != "float64" or method == "token_recycling")
+            else pytest.mark.full,
+        )
+        for way, method, mode in product(WAYS, METHODS, MODES)
+    ],
+)
+def test_the_promise_is_that_of_near_ties(way: str, method: str, mode: str) -> None:
+    check(elsewhere(way, "default").cell(method, MODES[mode], max(BATCHES)), "near-ties")
+
+
+@pytest.mark.parametrize(
+    ("way", "method", "batch_size"),
+    [
+        pytest.param(
+            way,
+            method,
+            batch_size,
+            marks=[pytest.mark.slow if (method, batch_size) in FIXED else pytest.mark.full],
+        )
+        for way, method, batch_size in product(WAYS, METHODS, BATCHES)
+    ],
+)
+def test_the_promise_is_one_fixed_shape(way: str, method: str, batch_size: int) -> None:
+    """Chains of `strict_width`."""
+    mode = "greedy" if batch_size == 1 else "sampled"
+    check(elsewhere(way, "strict").cell(method, MODES[mode], batch_size), "fixed")
+
+
+def test_experts_are_refused_in_strict_mode_and_promised_near_ties_by_default() -> None:
+    model = target_model("qwen3-moe", dtype=torch.float32)
+    with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept for Qwen3Moe"):
+        LLM(model, exactness="strict")
+    prompts = [random_ids(length, length) for length in (70, 5, 20)] + [[5, 6, 7] * 4]
+    check(Study(model, prompts=prompts).cell("token_recycling", replace(GREEDY, max_tokens=48), 4), "near-ties")

@@ -1,0 +1,95 @@
+"""What a CPU can make believe of being another: the promise holds, and names what holds, by each instruction set.
+
+oneDNN, torch, MKL and the library's own kernels are told by the environment what to hold to, which they read once: each
+case is a process, that runs ``benchmarks/promise.py`` with stock kernels perturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import foretoken
+from foretoken.compiling import instruction_set
+from foretoken.model.execution import native
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+NOT_AS_A_WHOLE = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+NARROW = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+PLAIN = {"ATEN_CPU_CAPABILITY": "default"}
+NO_COMPILER = {"CXX": "/nowhere/c++"}
+CASES = {
+    "avx2 alone": NARROW,
+    "no avx2": PLAIN,
+    "no compiler": NO_COMPILER,
+    "avx512 without amx, mkl avx2": NOT_AS_A_WHOLE,
+    "onednn avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "onednn avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "onednn avx512 bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "torch avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "mkl avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+QUICK = ("avx2 alone", "no compiler")
+"""What `make test` runs: that on which every x86 CPU of the last ten years agrees, and the way without kernels."""
+
+has_kernels = native.library() is not None
+
+
+def run(environment: dict[str, str], folder: Path, *arguments: str) -> list[dict[str, object]]:
+    """Cells of zoo:tiny in a process of its own."""
+    found = folder / "found.json"
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    given["PYTHONPATH"] = os.pathsep.join([str(Path(foretoken.__file__).parents[1]), given.get("PYTHONPATH", "")])
+    if environment is NO_COMPILER:
+        given["FORETOKEN_CACHE"] = str(folder)  # where no kernels lie
+    command = [sys.executable, str(BENCHMARKS / "promise.py"), "--json", str(found), "--max-new-tokens", "16"]
+    done = subprocess.run(
+        [*command, "--temperatures", "0", "--batch-sizes", "5", *arguments],
+        env=given,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells: list[dict[str, object]] = json.loads(found.read_text())["cells"]
+    return cells
+
+
+@pytest.mark.skipif(instruction_set() is None, reason="the promise is near-ties on this machine however it is run")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in QUICK else pytest.mark.full) for case in CASES]
+)
+def test_the_promise_is_named_and_kept(case: str, tmp_path: Path) -> None:
+    """Chains and trees; strict mode keeps bits everywhere, the default wherever kernels of our own run."""
+    is_native = has_kernels and CASES[case] not in (PLAIN, NO_COMPILER)
+    cells = run(CASES[case], tmp_path, "--methods", "ngram", "token_recycling")
+    assert len(cells) == 4
+    for cell in cells:
+        elsewhere = "fixed" if cell["exactness"] == "strict" else "near-ties"
+        assert cell["promise"] == ("native" if is_native else elsewhere), cell
+        assert cell["is_kept"], cell
+        assert cell["is_whole"], cell
+        assert cell["num_accepted"], cell
+
+
+@pytest.mark.full
+@pytest.mark.skipif(instruction_set() is None, reason="the promise is near-ties on this machine however it is run")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_method_keeps_it_in_either_dtype(case: str, dtype: str, tmp_path: Path) -> None:
+    cells = run(CASES[case], tmp_path, "--dtypes", dtype)
+    assert all(cell["num_accepted"] for cell in cells)
+
+
+def test_the_widest_of_these_is_the_machines() -> None:
+    """What is run here is what the tests of kernels in this process run: AVX2 at least, where torch has it."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert (instruction_set() is None) == (not capability.startswith(("AVX2", "AVX512")))

@@ -1,0 +1,66 @@
+"""What loading leaves in memory: weights once, packed, and nothing of the file that they came from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken import LLM, SamplingParams
+from foretoken.model.execution.sharing import move_out
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read from /proc")
+
+
+PROMPT = [5, 6, 7, 5, 6, 7, 5]
+
+
+def saved(folder: Path, *, is_tied: bool) -> Path:
+    """A checkpoint of random weights."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=96, tie_word_embeddings=is_tied, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def greedy(folder: Path, count: int) -> list[int]:
+    model, tokens = LlamaForCausalLM.from_pretrained(folder), list(PROMPT)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+def is_mapped(file: Path) -> bool:
+    return str(file) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("execution", ["packed", "compiled"])
+def test_the_file_is_unmapped_once_weights_are_packed(tmp_path: Path, execution: str, is_tied: bool) -> None:
+    folder = saved(tmp_path, is_tied=is_tied)
+    llm = LLM(folder, "ngram", execution=execution, tokenizer=None)
+    assert not is_mapped(folder / "model.safetensors")
+    (output,) = llm.generate(
+        {"prompt_token_ids": PROMPT}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    )
+    assert output.outputs[0].token_ids == greedy(folder, 12)
+
+
+def test_what_runs_from_the_file_stays_mapped(tmp_path: Path) -> None:
+    folder = saved(tmp_path, is_tied=False)
+    llm = LLM(folder, execution="eager", tokenizer=None)
+    assert is_mapped(folder / "model.safetensors")
+    assert llm.target.num_layers == 2
+
+
+def test_nothing_is_copied_where_most_of_a_model_stays(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(saved(tmp_path, is_tied=False))
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    move_out(model, [model.lm_head.weight])
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    move_out(model, [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)])
+    after = [parameter.data_ptr() for parameter in model.parameters()]
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == 6  # embeddings and norms

@@ -1,0 +1,32 @@
+"""Kernels of every instruction set, emulated where this machine does not have it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretoken.model.execution import native
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(native.library("AVX2") is None, reason="no C++ compiler builds the kernels here")
+@pytest.mark.parametrize("file", ["unit/test_native.py", "integration/test_many_nodes.py"])
+def test_kernels_compute_the_same_on_wider_processors(file: str) -> None:
+    """Products, attention of few nodes and of prompts by AVX-512, AVX512_BF16 and AMX, to the tests of their own."""
+    chosen = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-m", "", "-k", chosen, str(TESTS / file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "emulation"), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

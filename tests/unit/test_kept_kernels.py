@@ -1,0 +1,131 @@
+"""Kernels that inductor keeps: only those that were left, for this machine, by a process that came to its end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from foretoken import compiling, machine
+from foretoken.folders import locked
+from foretoken.model.execution import kept_kernels
+from foretoken.model.execution.kept_kernels import LISTING, folder_name, whole
+
+
+def leave(folder: Path, **files: str) -> None:
+    with whole(folder) as inside:
+        for name, text in files.items():
+            (inside / "deep").mkdir(exist_ok=True)
+            (inside / "deep" / name).write_text(text)
+
+
+def left(folder: Path) -> list[str]:
+    with whole(folder) as inside:
+        return sorted(file.name for file in inside.rglob("*") if file.is_file() and file.name != LISTING)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "avx2"
+    leave(made, one="kernel", two="kernel")
+    assert left(made) == ["one", "two"]
+    return made
+
+
+@pytest.mark.parametrize("text", ["", "kern", "kernels"])
+def test_a_file_that_was_changed_takes_all_with_it(folder: Path, text: str) -> None:
+    (folder / "deep" / "one").write_text(text)
+    assert left(folder) == []
+    leave(folder, one="kernel")
+    assert left(folder) == ["one"]
+
+
+def test_so_does_one_that_nobody_finished(folder: Path) -> None:
+    (folder / "three").write_text("ker")
+    assert left(folder) == []
+
+
+def test_and_one_that_is_missing(folder: Path) -> None:
+    (folder / "deep" / "one").unlink()
+    assert left(folder) == []
+
+
+@pytest.mark.parametrize("listing", ["", "[]", "{", "null", json.dumps({"deep/one": "0"})])
+def test_and_a_listing_that_is_not_one(folder: Path, listing: str) -> None:
+    (folder / LISTING).write_text(listing)
+    assert left(folder) == []
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_was_there_stays_where_something_new_fails(folder: Path, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with whole(folder):
+            (folder / "deep" / "three").write_text("ker")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert left(folder) == ["one", "two"]
+
+
+def test_who_cannot_get_in_has_a_copy_and_keeps_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_kernels, "LONGEST_WAIT", 0.01)
+    with locked(folder.with_name(f".{folder.name}.lock"), 1.0) as is_alone, whole(folder) as other:
+        assert is_alone
+        assert other != folder
+        assert (other / "deep" / "one").read_text() == "kernel"
+        (other / "three").write_text("kernel")
+    assert not other.exists()
+    assert left(folder) == ["one", "two"]
+
+
+def test_a_folder_is_of_one_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {folder_name()}
+    machine.cpu_digest.cache_clear()
+    flags = machine.cpu_fact("flags") or "none"
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "cpu_fact", lambda key: f"{flags} amx_tile" if key == "flags" else None)
+        found.add(folder_name())
+    machine.cpu_digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "machine", lambda: "abacus")
+        found.add(folder_name())
+    machine.cpu_digest.cache_clear()
+    monkeypatch.setenv("CXX", f"{shutil.which('true')} -x")
+    found.add(folder_name())
+    assert len(found) == 4
+
+
+KERNELS = """
+import torch
+from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
+from foretoken.testing import toy_model
+
+lm = CausalLM(toy_model(32), execution="compiled")
+print(lm.execution.num_compiled, lm.forward(Nodes.from_chains([[3, 4, 5]]), lm.new_cache(1)).sum().item())
+"""
+
+
+@pytest.mark.skipif(compiling.cpp_compiler() is None, reason="nothing is compiled here")
+@pytest.mark.parametrize("size", [0, 0.5])
+def test_libraries_that_end_too_early_are_compiled_again(
+    size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To load half of one killed the process, and an empty one left the layers uncompiled at every start."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    command = [sys.executable, "-c", KERNELS]
+    first = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert first.split()[0] == "2"
+    libraries = [*(tmp_path / "inductor").rglob("*.so")]
+    assert libraries
+    for library in libraries:
+        content = library.read_bytes()
+        library.write_bytes(content[: int(size * len(content))])
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == first
+    assert all(library.stat().st_size for library in (tmp_path / "inductor").rglob("*.so"))
