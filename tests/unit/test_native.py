@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from foretoken.model.execution import native
+from foretoken.model.execution.builds import build_of
 from foretoken.model.execution.few_nodes import FewNodes
 from foretoken.model.execution.packing import PackedProduct, can_pack
 from foretoken.model.promise import MOST_NODES
@@ -374,6 +377,28 @@ class TestLibrary:
         if native.instruction_set() is None:
             pytest.skip("no kernel is written for this machine")
         assert native.library("AVX2") is not None
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+def test_what_multiplies_in_another_dtype_is_another_build() -> None:
+    """A call that was recorded with pairs of bfloat16 was replayed with float32 sums, which overran its buffers."""
+    product = PackedProduct([torch.nn.Linear(64, 64, dtype=torch.bfloat16)])
+    tracer: Any = SimpleNamespace(sizes=[64], runners=[product], parts={})
+    builds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        product.matrix.compute_dtype = dtype
+        builds.append(build_of(torch.nn.Module(), tracer))
+    assert builds[0] != builds[1]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no kernels here")
+def test_a_matrix_refuses_inputs_that_it_does_not_multiply() -> None:
+    """It read and wrote four bytes for each of their two."""
+    kernels = native.library()
+    assert kernels is not None
+    matrix = native.NativeMatrix(torch.ones(32, 32), None, kernels)
+    with pytest.raises(TypeError, match=r"multiplies in torch\.float32 was given torch\.bfloat16"):
+        matrix(torch.ones(1, 32, dtype=torch.bfloat16))
 
 
 @pytest.mark.skipif(native.library() is None or not can_pack(), reason="no kernels here")

@@ -29,7 +29,7 @@ LENGTHS = {
     "fixed": "drafts are as long as they may be",
 }
 TIMING = (
-    "near-ties of trees in half precision may fall differently between runs, as sizes follow measured time; "
+    "near-ties may fall differently between runs, as drafts are sized by measured time; "
     "length_policy='fixed' or exactness='strict' keeps them"
 )
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -128,12 +128,8 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
 
 
 def varies_with_time(llm: LLM) -> bool:
-    """Whether measured times may decide near-ties: drafts are sized by them, and trees have no promise of bits."""
-    config, dtype = llm.speculative_config, llm.target.dtype
-    has_trees = any(
-        part.definition.drafts_trees or getattr(part.options, "num_branches", 1) > 1 for part in config.parts
-    )
-    return config.is_governed and dtype.itemsize < 4 and has_trees and llm.engine_config.exactness != "strict"
+    """Whether measured times may decide near-ties: drafts are sized by them, and rounding follows the draft."""
+    return llm.speculative_config.is_governed and not llm.promise.keeps_bits
 
 
 def peak_memory(lm: CausalLM) -> int:

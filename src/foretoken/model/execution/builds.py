@@ -11,7 +11,7 @@ from torch import nn
 from foretoken.model.execution.calls import Calls, LayerCall, value_at
 from foretoken.model.execution.inductor import NotTraceableError
 from foretoken.model.execution.linears import replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, PackedProduct
 from foretoken.model.execution.tracing import Tracer
 
 TOLERANCE = 16.0
@@ -21,10 +21,14 @@ TOLERANCE = 16.0
 def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
 
-    A layer's own number makes no difference. Configs count by what they say.
+    A layer's own number makes no difference. Configs count by what they say, products by what they multiply in too:
+    a recorded call has buffers of that dtype.
     """
     parts: list[Any] = [
-        tuple((size, type(run).__name__) for size, run in zip(tracer.sizes, tracer.runners, strict=True))
+        tuple(
+            (size, type(run).__name__, _multiplies_in(run))
+            for size, run in zip(tracer.sizes, tracer.runners, strict=True)
+        )
     ]
     parts.append(tuple(tracer.parts.values()))
     for path, module in layer.named_modules():
@@ -36,6 +40,10 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             parts.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
     return tuple(parts)
+
+
+def _multiplies_in(run: object) -> torch.dtype | None:
+    return run.matrix.compute_dtype if isinstance(run, PackedProduct) else None
 
 
 def _plain(value: Any) -> Any:

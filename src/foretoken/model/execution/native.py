@@ -244,6 +244,8 @@ class NativeMatrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) of `compute_dtype` -> (..., out)."""
+        if x.dtype != self.compute_dtype:  # what the kernel writes would not fit
+            raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
         outputs, inputs = self._size
         x = x.contiguous()
         shape = x.shape
