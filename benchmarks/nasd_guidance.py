@@ -1,4 +1,4 @@
-"""What the settings of n-gram assisted decoding do to its acceptance, for docs/methods/nasd.md.
+"""What the settings of n-gram assisted decoding do to its acceptance, for dev/measurements/lookup.md.
 
     python benchmarks/nasd_guidance.py record --model zoo:tiny --texts tiny.json [--num-prompts 54] [--check]
     python benchmarks/nasd_guidance.py tables --texts tiny.json

@@ -1,4 +1,4 @@
-"""What the README and the docs show is run: python blocks, commands, links, and the examples."""
+"""What the README, docs and dev show is run: python blocks, commands, links, and the examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foretoken.cli import app
 from foretoken.cli.options import respell
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "dev").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Every section of the five documents has its row in docs/from_the_documents.md, and all that the rows name exists."""
+"""Every section of the five documents has its row in dev/from_the_documents.md, and all that the rows name exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.config.method import methods
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGE = (DOCS / "from_the_documents.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "dev" / "from_the_documents.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 HEADINGS: dict[str, list[str]] = {
@@ -209,7 +209,8 @@ def test_files_and_tests_that_are_named_exist() -> None:
     named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+\.py)?)(?:::(\w+))?`", PAGE)
     assert len(named) > 120
     for path, test in named:
-        place = ROOT / path if path.startswith(("tests/", "benchmarks/", "docs/")) else ROOT / "src/foretoken" / path
+        is_beside = path.startswith(("tests/", "benchmarks/", "docs/", "dev/"))
+        place = ROOT / path if is_beside else ROOT / "src/foretoken" / path
         assert place.exists(), path
         assert not test or test in names_in(place), f"{path}::{test}"
 
@@ -221,10 +222,10 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["from_the_documents.md", "methods/nasd.md", "methods/ngram.md", "methods/draft_model.md"]
+    "page", ["dev/from_the_documents.md", *(f"docs/methods/{name}.md" for name in ("nasd", "ngram", "draft_model"))]
 )
 def test_links_lead_to_sections_that_exist(page: str) -> None:
-    place = DOCS / page
+    place = ROOT / page
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", place.read_text(encoding="utf-8"))
     assert links
     for target, anchor in links:

@@ -51,7 +51,7 @@ ALIASES = {
     "ngram_n": "ngram_size",
     "acceptance": "rejection_sample_method",
     "num_lookup_candidates": "num_prompt_lookup_candidates",
-    # the plain functions of the original description, see docs/from_the_documents.md
+    # the plain functions of the original description, see dev/from_the_documents.md
     "gamma": "num_speculative_tokens",
     "gamma_max": "num_speculative_tokens",
     "gamma_min": "min_draft_tokens",

@@ -83,7 +83,7 @@ class Datastore:
     ... in turn; more hits than ``max_hits`` are sampled evenly instead of cut off; few hits are completed by those of
     the next shorter context.
 
-    Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see docs/methods/rest.md.
+    Cost: a lookup makes some hundred probes and reads ``max_hits`` continuations; see dev/measurements/lookup.md.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:

@@ -80,7 +80,7 @@ def policies_for(looks: frozenset[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthOptions(Options):
-    """Who decides how long a draft gets; see docs/length_policies.md.
+    """Who decides how long a draft gets; see docs/drafting_length.md.
 
     Attributes:
       looks: what the drafter can show a policy of the token it is about to draft.
