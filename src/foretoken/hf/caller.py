@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationMixin
+
+from foretoken.model.support import CACHE_ARGUMENTS
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 _MAX_FRAMES = 16  # wrappers that may stand between ``generate`` and the callable
@@ -19,13 +22,14 @@ class Caller:
 
     Args:
       streamer: it has the prompt already.
-      assistant_model, synced_gpus, past_key_values: as given by the user.
+      assistant_model, synced_gpus: as given by the user.
+      cache: as given by the user, by any of its names.
     """
 
     streamer: Any = None
     assistant_model: Any = None
     synced_gpus: bool | None = None
-    past_key_values: Any = None
+    cache: Any = None
 
     @classmethod
     def find(cls) -> Caller:
@@ -38,9 +42,14 @@ class Caller:
                     known.get("streamer"),
                     known.get("assistant_model"),
                     known.get("synced_gpus"),
-                    known.get("kwargs", {}).get("past_key_values"),
+                    given_cache(known.get("kwargs", {})),
                 )
             if frame.f_back is None:
                 break
             frame = frame.f_back
         return cls()
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """The key-value cache among keyword arguments, None without one; `transformers` 5.24 renamed it."""
+    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)

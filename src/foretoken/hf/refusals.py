@@ -16,7 +16,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from foretoken.errors import ConfigError, UnsupportedModelError
-from foretoken.hf.caller import Caller
+from foretoken.hf.caller import Caller, given_cache
+from foretoken.model.support import CACHE_ARGUMENTS
 
 _WITHOUT = "or call generate without custom_generate"
 
@@ -47,7 +48,7 @@ _KNOWN_KWARGS = frozenset(
     {
         "attention_mask",
         "position_ids",
-        "past_key_values",
+        *CACHE_ARGUMENTS,
         "cache_params",  # of state-space models, which the adapter refuses for what they are
         "use_cache",
         "cache_position",
@@ -117,9 +118,9 @@ def check_config(config: GenerationConfig, caller: Caller) -> None:
 
 def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
     """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything."""
-    if any(_is_filled(cache) for cache in (caller.past_key_values, model_kwargs.get("past_key_values"))):
+    if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(
-            "past_key_values cannot be continued, since drafts are verified over an exact cache of foretoken's own; "
+            "a filled cache (past_key_values) cannot be continued, since drafts are verified over an exact cache of foretoken's own; "
             "leave them out and give the whole text as input_ids"
         )
     for name, value in model_kwargs.items():

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""What the forward of a model calls its key-value cache: since transformers 5.24, and before it or in remote code."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the forward of a supported model takes its key-value cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next(argument for argument in CACHE_ARGUMENTS if argument in parameters)
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse, by name and before anything runs, models whose state cannot be rolled back exactly."""
     name = type(model).__name__
@@ -42,7 +52,7 @@ def check_supported(model: PreTrainedModel) -> None:
                 "in the forward; call unmerge_adapter() before the adapters are disabled."
             )
     parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
+    if not any(argument in parameters for argument in CACHE_ARGUMENTS):
         raise UnsupportedStateError(
             f"{name} keeps its state outside of a key-value cache (recurrent or convolutional), which cannot be "
             "rolled back after a rejected draft."

@@ -31,6 +31,7 @@ from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.execution.sharing import groups, move_out, shared_storages
 from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
+from foretoken.model.support import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +62,7 @@ class Execution:
         self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
         self._num_norms = 0
+        self._cache_argument = cache_argument(model)
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
@@ -99,7 +101,7 @@ class Execution:
           listed: of a list return what it has, without padding.
         Raises: NotPassedOnError where the model does not let attention know of the list.
         """
-        arguments = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        arguments = {"attention_mask": mask, self._cache_argument: cache, "use_cache": True}
         if flat is None:
             columns = logits_to_keep(kept, tokens.shape[1], tokens.device)
             output = self.run(input_ids=tokens, position_ids=positions, **arguments, logits_to_keep=columns)
