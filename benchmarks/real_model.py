@@ -32,7 +32,7 @@ from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import read_questions
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.retrieval.build import build
-from foretoken.serving.outputs import RequestOutput
+from foretoken.sessions.outputs import RequestOutput
 from foretoken.testing import token_gap
 
 QUESTIONS = (

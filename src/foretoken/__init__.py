@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from foretoken.hf import speculate
     from foretoken.llm import LLM
     from foretoken.loading.info import ModelInfo
-    from foretoken.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foretoken.serving.runner import Stream
+    from foretoken.sessions.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
+    from foretoken.sessions.runner import Stream
     from foretoken.views.trajectory import Trajectory, trajectory
 
 wait_briefly()  # before anything imports torch
@@ -41,16 +41,16 @@ __all__ = [
 
 _HOME = {
     "LLM": "llm",
-    "CompletionOutput": "serving.outputs",
+    "CompletionOutput": "sessions.outputs",
     "ForetokenError": "errors",
-    "Logprob": "serving.outputs",
+    "Logprob": "sessions.outputs",
     "ModelInfo": "loading.info",
-    "RequestMetrics": "serving.outputs",
-    "RequestOutput": "serving.outputs",
+    "RequestMetrics": "sessions.outputs",
+    "RequestOutput": "sessions.outputs",
     "SamplingParams": "config.sampling",
     "SpeculativeConfig": "config.speculative",
-    "Stream": "serving.runner",
-    "StreamOutput": "serving.outputs",
+    "Stream": "sessions.runner",
+    "StreamOutput": "sessions.outputs",
     "Trajectory": "views.trajectory",
     "speculate": "hf",
     "trajectory": "views.trajectory",

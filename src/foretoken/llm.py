@@ -37,10 +37,10 @@ from foretoken.model.execution.kinds import check_kind
 from foretoken.model.lm import CausalLM
 from foretoken.model.promise import Promise
 from foretoken.progress import progress_bar
-from foretoken.serving.outputs import RequestOutput
-from foretoken.serving.payoff import PayoffWatch
-from foretoken.serving.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
-from foretoken.serving.runner import Runner, Stream
+from foretoken.sessions.outputs import RequestOutput
+from foretoken.sessions.payoff import PayoffWatch
+from foretoken.sessions.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
+from foretoken.sessions.runner import Runner, Stream
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None

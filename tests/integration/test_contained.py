@@ -284,7 +284,7 @@ def cut_at(place: tuple[str, str], number: int, call: Callable[[], Any]) -> None
         sys.settrace(before)
 
 
-PLACES = [("engine/engine.py", "_exclusive"), ("serving/runner.py", "_step"), ("serving/runner.py", "open")]
+PLACES = [("engine/engine.py", "_exclusive"), ("sessions/runner.py", "_step"), ("sessions/runner.py", "open")]
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)

@@ -33,8 +33,8 @@ from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
 from foretoken.law.history import TokenArray
 from foretoken.model.lm import CausalLM
-from foretoken.serving.session import Sample
-from foretoken.serving.textstream import TextStream
+from foretoken.sessions.session import Sample
+from foretoken.sessions.textstream import TextStream
 from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
 
 VOCAB_SIZE = 64

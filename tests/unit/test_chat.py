@@ -15,7 +15,7 @@ from foretoken.cli import app
 from foretoken.cli.conversation import Conversation, Turn
 from foretoken.cli.options import respell
 from foretoken.errors import ConfigError, ContextLengthError
-from foretoken.serving.outputs import StreamOutput
+from foretoken.sessions.outputs import StreamOutput
 from foretoken.testing import toy_model
 
 QUESTIONS = ("Tell me a story about a lion and a mouse.", "What is your favorite movie?", "Who was it?")

@@ -7,7 +7,7 @@ import torch
 
 from foretoken.engine.features import largest_ids
 from foretoken.law import choice, kernels, noise
-from foretoken.law.race import Race
+from foretoken.law.gumbel_topk import GumbelTopK
 from foretoken.law.support import Warper
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,15 +49,17 @@ def test_the_argmax_is_that_of_numpy(dtype: torch.dtype, monkeypatch: pytest.Mon
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [1.0, 0.33, 1.7])
-def test_the_race_is_won_by_the_same_token(dtype: torch.dtype, temperature: float) -> None:
+def test_the_same_token_wins_under_keyed_noise(dtype: torch.dtype, temperature: float) -> None:
     for scale in (0.1, 1.0, 4.0):  # from rows where anything may win to rows where one token nearly always does
         table = rows(dtype) * scale
         table[0, ::2] = -torch.inf
         keys = [noise.row_key(row, 100 + row) for row in range(len(table))]
-        found = kernels.race(table, temperature, keys)
+        found = kernels.gumbel_argmax(table, temperature, keys)
         assert found is not None
-        assert found.tolist() == Race(Warper(temperature), table, keys, 1).run()[0][:, 0].tolist()
-        assert found.tolist() == [kernels.race_at(table, row, temperature, key) for row, key in enumerate(keys)]
+        assert found.tolist() == GumbelTopK(Warper(temperature), table, keys, 1).run()[0][:, 0].tolist()
+        assert found.tolist() == [
+            kernels.gumbel_argmax_at(table, row, temperature, key) for row, key in enumerate(keys)
+        ]
         everything = table[1].float().double() / temperature + choice.noise.gumbel_of_bits(
             noise.bits(torch.tensor(noise.as_int64([keys[1]])), torch.arange(table.shape[1]))
         )
@@ -79,7 +81,7 @@ def test_the_largest_come_in_order(dtype: torch.dtype) -> None:
 def test_without_a_compiler_the_same_is_chosen(without: pytest.MonkeyPatch) -> None:
     table = rows(torch.float32)
     assert kernels.argmax(table) is None
-    assert kernels.race(table, 1.0, list(range(len(table)))) is None
+    assert kernels.gumbel_argmax(table, 1.0, list(range(len(table)))) is None
     assert choice.argmax(table).tolist()[4:] == [70, -1, -1, -1, table.shape[1] - 1]
     assert largest_ids(table[:3], 4)[:, 0].tolist() == choice.argmax(table[:3]).tolist()
 

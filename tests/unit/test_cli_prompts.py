@@ -22,7 +22,7 @@ from foretoken.cli.running import put_json
 from foretoken.cli.writers import ending
 from foretoken.errors import ConfigError, PromptError
 from foretoken.loading.models import load_tokenizer
-from foretoken.serving.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.sessions.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretoken.zoo.manifest import Manifest
 
 TINY = ["--model", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "4"]

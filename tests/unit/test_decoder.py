@@ -31,7 +31,7 @@ from foretoken.engine.drafter import StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.law.target import SamplingLaw
+from foretoken.law.processors import SamplingLaw
 from foretoken.model.execution import decodable, native
 from foretoken.model.execution.decodable import decoder_of
 from foretoken.model.execution.decoder import Decoder

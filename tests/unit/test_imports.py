@@ -24,7 +24,7 @@ LAYERS = (
     ("retrieval", "gguf"),
     ("zoo",),
     ("drafters",),
-    ("loading", "serving"),
+    ("loading", "sessions"),
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),

@@ -19,8 +19,8 @@ from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, ContextLengthError, EngineBusyError, NumericsError, PromptError
 from foretoken.loading.info import dtype_note
-from foretoken.serving.outputs import speculative_metrics
-from foretoken.serving.prompts import spellings
+from foretoken.sessions.outputs import speculative_metrics
+from foretoken.sessions.prompts import spellings
 from foretoken.testing import toy_model
 
 STORY = "Once upon a time there was a"

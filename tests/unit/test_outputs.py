@@ -14,7 +14,7 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import CopyError
 from foretoken.model.lm import CausalLM
-from foretoken.serving.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
+from foretoken.sessions.outputs import CompletionOutput, FrozenList, RequestMetrics, RequestOutput
 from foretoken.testing import toy_model
 
 STORY = "Once upon a time there was a"

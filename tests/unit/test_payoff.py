@@ -11,7 +11,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.cuts import NOTHING_FOUND
 from foretoken.engine.stats import SequenceStats, StepProfile
-from foretoken.serving.payoff import (
+from foretoken.sessions.payoff import (
     MIN_PLAIN_STEPS,
     MIN_STEPS,
     MOST_UNDRAFTED,

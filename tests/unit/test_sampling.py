@@ -33,9 +33,9 @@ from transformers.generation.logits_process import (
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, NumericsError, ShapeError
 from foretoken.law import choice, noise, sampling
+from foretoken.law.processors import apply_entries
 from foretoken.law.sampling import SamplingLaw, choose, choose_siblings, log_probs, probs, process
 from foretoken.law.support import Warper
-from foretoken.law.target import apply_entries
 
 FALSE_ALARM = 1e-7
 EOS = (1, 2)

@@ -10,7 +10,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.stopping import StopChecker
-from foretoken.serving.textstream import TextStream
+from foretoken.sessions.textstream import TextStream
 
 SPECIAL = 256
 ALPHABET = [*b"abc", *"é😀".encode(), SPECIAL]

@@ -19,7 +19,7 @@ from foretoken.errors import ForetokenError
 
 if TYPE_CHECKING:
     from foretoken.cli.conversation import Turn
-    from foretoken.serving.outputs import StreamOutput
+    from foretoken.sessions.outputs import StreamOutput
 
 
 class Screen:

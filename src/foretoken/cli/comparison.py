@@ -14,9 +14,9 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats
 from foretoken.llm import LLM
 from foretoken.model.promise import Promise
-from foretoken.serving.outputs import RequestOutput
-from foretoken.serving.prompts import PromptLike
-from foretoken.serving.runner import Stream
+from foretoken.sessions.outputs import RequestOutput
+from foretoken.sessions.prompts import PromptLike
+from foretoken.sessions.runner import Stream
 
 QUESTIONS = (
     "What are three tips for sleeping better?",

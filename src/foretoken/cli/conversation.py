@@ -13,7 +13,7 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.llm import LLM, SpeculativeLike
-from foretoken.serving.outputs import RequestOutput, StreamOutput
+from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
 PLAIN = "none"
 Put = Callable[[StreamOutput], None]

@@ -24,7 +24,7 @@ from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
     from foretoken.engine.stats import StepTrace
-    from foretoken.serving.outputs import RequestOutput
+    from foretoken.sessions.outputs import RequestOutput
 
 
 @takes_groups

@@ -248,7 +248,7 @@ def prompts_of(model: str, options: PromptOptions, tokenizer: Any) -> list[Promp
     """
     from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
     from foretoken.errors import ConfigError
-    from foretoken.serving.prompts import read_prompt
+    from foretoken.sessions.prompts import read_prompt
 
     if options.prompts != BUILT_IN:
         given = read_prompts_file(options.prompts)[: options.num_prompts]

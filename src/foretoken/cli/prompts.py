@@ -177,7 +177,7 @@ def ask(
 
 
 def _message(tokenizer: PreTrainedTokenizerBase | None, text: str, place: int) -> Asked:
-    from foretoken.serving.prompts import chat_prompt
+    from foretoken.sessions.prompts import chat_prompt
 
     check_text(text, place)
     return Asked(text, chat_prompt(tokenizer, [{"role": "user", "content": text}]), True)

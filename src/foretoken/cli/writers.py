@@ -17,9 +17,9 @@ from foretoken.engine.stats import SequenceStats
 if TYPE_CHECKING:
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
-    from foretoken.serving.outputs import RequestOutput, StreamOutput
-    from foretoken.serving.runner import Stream
-    from foretoken.serving.textstream import Segments
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+    from foretoken.sessions.runner import Stream
+    from foretoken.sessions.textstream import Segments
 
 DRAFTED_STYLE = "green"
 

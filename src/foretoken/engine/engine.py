@@ -16,6 +16,7 @@ from foretoken.engine.accepting import accept_rows, choose_all
 from foretoken.engine.batch import Batch, Member
 from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.emitting import emit
+from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.features import ForwardFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
@@ -29,7 +30,6 @@ from foretoken.engine.reuse import Reuse
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence, as_ids, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
-from foretoken.engine.turns import Turn
 from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.execution.native import loaded_helpers
@@ -102,7 +102,7 @@ class Engine:
         self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
         self._is_broken = False
-        self._turn = Turn()
+        self._use = ExclusiveUse()
 
     def __repr__(self) -> str:
         return (
@@ -213,7 +213,7 @@ class Engine:
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         caller = sys._getframe(2)  # that of the with statement
-        if not self._turn.take(caller):
+        if not self._use.take(caller):
             raise EngineBusyError("this engine is running in another thread; use one engine per thread or a lock")
         try:
             if self._is_broken:
@@ -225,7 +225,7 @@ class Engine:
             self._end_all()
             raise
         finally:
-            self._turn.give_back()
+            self._use.give_back()
 
     def _end_all(self) -> None:
         self._scheduler.end_all()

@@ -120,8 +120,8 @@ def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
     """Raises: ConfigError for inputs beside tokens and their mask, and for a cache that holds anything."""
     if any(_is_filled(cache) for cache in (caller.cache, given_cache(model_kwargs))):
         raise ConfigError(
-            "a filled cache (past_key_values) cannot be continued, since drafts are verified over an exact cache of foretoken's own; "
-            "leave them out and give the whole text as input_ids"
+            "a filled cache (past_key_values) cannot be continued, since drafts are verified over an exact cache of "
+            "foretoken's own; leave them out and give the whole text as input_ids"
         )
     for name, value in model_kwargs.items():
         if name not in _KNOWN_KWARGS and value is not None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from foretoken.law import kernels, noise
+from foretoken.law.gumbel_topk import GumbelTopK, healthy_rows, ranked
 from foretoken.law.nucleus import candidates
-from foretoken.law.race import Race, healthy_rows, ranked
 from foretoken.law.support import Warper
 
 NUM_ROWS = 8
@@ -128,11 +128,11 @@ def perturbed_best(
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k, columns)
     if k == 1 and columns is None and not warper.truncates:
-        best = kernels.race(scores, warper.temperature, keys)
+        best = kernels.gumbel_argmax(scores, warper.temperature, keys)
         if best is not None:
             return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
-    race = Race(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())
-    found, values = race.run()
+    top = GumbelTopK(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())
+    found, values = top.run()
     return torch.from_numpy(found), torch.from_numpy(_distances(values))
 
 

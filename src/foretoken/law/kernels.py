@@ -22,7 +22,7 @@ from foretoken.compiling import compiled, first_line, instruction_set
 
 logger = logging.getLogger("foretoken")
 
-SOURCE = Path(__file__).with_name("choices.cpp")
+SOURCE = Path(__file__).with_name("sample_kernels.cpp")
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LEAST_VOCABULARY = 4096
 """Shorter rows are not worth a compiler's time."""
@@ -37,15 +37,15 @@ class Kernels:
       argmax: and where the choices go.
       argmax_at: of the number of one row in the place of that of rows; returns its choice.
       best: of some rows: and where their numbers lie, how many of every row, and where they go.
-      race: and the temperature, where the keys of noise lie, and where the choices go.
-      race_at: of one row, and the temperature and its key; returns its choice.
+      gumbel_argmax: and the temperature, where the keys of noise lie, and where the choices go.
+      gumbel_argmax_at: of one row, and the temperature and its key; returns its choice.
     """
 
     argmax: Callable[..., None]
     argmax_at: Callable[..., int]
     best: Callable[..., None]
-    race: Callable[..., None]
-    race_at: Callable[..., int]
+    gumbel_argmax: Callable[..., None]
+    gumbel_argmax_at: Callable[..., int]
 
     @classmethod
     def load(cls, file: Path) -> Kernels:
@@ -59,8 +59,8 @@ class Kernels:
             "argmax": (*table, address),
             "argmax_at": table,
             "best": (*table, address, size, address),
-            "race": (*table, ctypes.c_float, address, address),
-            "race_at": (*table, ctypes.c_float, ctypes.c_uint64),
+            "gumbel_argmax": (*table, ctypes.c_float, address, address),
+            "gumbel_argmax_at": (*table, ctypes.c_float, ctypes.c_uint64),
         }
         made = {}
         for name, types in arguments.items():
@@ -77,7 +77,7 @@ def kernels() -> Kernels | None:
     if chosen is None:
         return None
     try:
-        with compiled("choices", chosen, (SOURCE,)) as file:
+        with compiled("sample_kernels", chosen, (SOURCE,)) as file:
             return Kernels.load(file)
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("tokens are chosen by numpy alone: %s", first_line(error))
@@ -103,13 +103,13 @@ def argmax_at(scores: Tensor, row: int) -> int | None:
     return table.kernels.argmax_at(address, kind, row, stride, length)
 
 
-def race_at(scores: Tensor, row: int, temperature: float, key: int) -> int | None:
-    """`race` of one row of (M, V)."""
+def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> int | None:
+    """`gumbel_argmax` of one row of (M, V)."""
     table = _table(scores)
     if table is None:
         return None
     address, kind, _, stride, length = table.arguments
-    return table.kernels.race_at(address, kind, row, stride, length, temperature, key)
+    return table.kernels.gumbel_argmax_at(address, kind, row, stride, length, temperature, key)
 
 
 def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | None:
@@ -127,7 +127,7 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
     return found
 
 
-def race(scores: Tensor, temperature: float, keys: Sequence[int]) -> Tensor | None:
+def gumbel_argmax(scores: Tensor, temperature: float, keys: Sequence[int]) -> Tensor | None:
     """Index of the largest of score / temperature + match noise of every row, -1 in bad rows: int64 (M,).
 
     Args:
@@ -141,7 +141,7 @@ def race(scores: Tensor, temperature: float, keys: Sequence[int]) -> Tensor | No
         return None
     found = torch.empty(len(scores), dtype=torch.int64)
     of_rows = (ctypes.c_uint64 * len(scores))(*keys)
-    table.kernels.race(*table.arguments, temperature, ctypes.addressof(of_rows), found.data_ptr())
+    table.kernels.gumbel_argmax(*table.arguments, temperature, ctypes.addressof(of_rows), found.data_ptr())
     return found
 
 

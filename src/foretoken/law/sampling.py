@@ -1,6 +1,6 @@
 """The sampling law, once: logits become the target's distribution, and a choice from it, nowhere else.
 
-Order and meaning follow transformers 5.23 ``generate`` in float32: the processors of `foretoken.law.target`; then,
+Order and meaning follow transformers 5.23 ``generate`` in float32: the processors of `foretoken.law.processors`; then,
 unless greedy, temperature, top-k, top-p, min-p, typical-p (`foretoken.law.support`).
 
 One bad row never harms another: where a row holds NaN or +inf, or where nothing is possible, its choice is -1 and its
@@ -18,9 +18,9 @@ from torch import Tensor
 from foretoken.errors import NumericsError, ShapeError
 from foretoken.law import kernels, noise
 from foretoken.law.choice import argmax, largest, perturbed_best
-from foretoken.law.race import healthy_rows
+from foretoken.law.gumbel_topk import healthy_rows
+from foretoken.law.processors import Path, SamplingLaw, check_shapes, process, processed
 from foretoken.law.support import Warper
-from foretoken.law.target import Path, SamplingLaw, check_shapes, process, processed
 
 __all__ = [
     "SamplingLaw",
@@ -121,7 +121,7 @@ def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position:
         if law.is_greedy:
             found = kernels.argmax_at(logits, node)
         elif not law.warper.truncates:
-            found = kernels.race_at(logits, node, law.warper.temperature, noise.row_key(law.seed, position))
+            found = kernels.gumbel_argmax_at(logits, node, law.warper.temperature, noise.row_key(law.seed, position))
         if found is not None:
             return found
     return int(choose(logits[node : node + 1], [law], [path], [position]))

@@ -11,7 +11,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.folders import append_lines
 from foretoken.llm import LLM
-from foretoken.serving.prompts import chat_prompt
+from foretoken.sessions.prompts import chat_prompt
 from foretoken.train.examples import Asked, prompt_ids
 
 ROWS = 16

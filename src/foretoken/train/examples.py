@@ -15,7 +15,7 @@ from typing import Any
 
 from foretoken.config.keywords import check_unicode
 from foretoken.errors import PromptError
-from foretoken.serving.prompts import chat_prompt
+from foretoken.sessions.prompts import chat_prompt
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
 """Names of files of prompts that are read."""

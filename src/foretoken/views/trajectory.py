@@ -24,8 +24,8 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, PromptError
 from foretoken.folders import keep_text
 from foretoken.llm import LLM, ModelLike
-from foretoken.serving.outputs import FrozenList
-from foretoken.serving.prompts import PromptLike, is_single, read_prompt
+from foretoken.sessions.outputs import FrozenList
+from foretoken.sessions.prompts import PromptLike, is_single, read_prompt
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:

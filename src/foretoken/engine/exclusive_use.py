@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 
 
-class Turn:
+class ExclusiveUse:
     """A lock that is taken without waiting, and that Ctrl-C cannot leave taken.
 
     It belongs to the frame of whoever took it. A frame that nothing runs any more has lost it, wherever it was cut off:
@@ -25,7 +25,7 @@ class Turn:
         return frame is not None and is_running(frame)
 
     def take(self, frame: FrameType) -> bool:
-        """Take the turn for a frame that runs; False where another one has it."""
+        """Take it for a frame that runs; False where another one has it."""
         with self._lock:
             if self.is_taken:
                 return False

@@ -1,5 +1,5 @@
 // The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
-// once; what it returns is what the passes of numpy in choice.py, race.py and noise.py return.
+// once; what it returns is what the passes of numpy in choice.py, gumbel_topk.py and noise.py return.
 
 #include <immintrin.h>
 
@@ -124,8 +124,8 @@ static void widen(const void* values, int64_t kind, int64_t count, float* out) {
     for (int64_t i = 0; i < count; ++i) out[i] = widened(halves[i], FLOAT16);
 }
 
-static int64_t race(const void* values, int64_t kind, int64_t count, float temperature, uint64_t key, float* row,
-                    float* peaks) {
+static int64_t gumbel_argmax(const void* values, int64_t kind, int64_t count, float temperature, uint64_t key,
+                             float* row, float* peaks) {
   widen(values, kind, count, row);
   if (temperature != 1.0f)
     for (int64_t i = 0; i < count; ++i) row[i] /= temperature;
@@ -214,15 +214,16 @@ void foretoken_best(const void* values, int64_t kind, int64_t rows, int64_t stri
 }
 
 // The largest of score / temperature + noise of every row, whose key is keys[row]; -1 as above.
-int64_t foretoken_race_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
-                          float temperature, uint64_t key) {
+int64_t foretoken_gumbel_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
+                                   float temperature, uint64_t key) {
   room.resize(count + count / BLOCK + 1);
-  return race(row_of(values, kind, stride, row), kind, count, temperature, key, room.data(), room.data() + count);
+  const void* scores = row_of(values, kind, stride, row);
+  return gumbel_argmax(scores, kind, count, temperature, key, room.data(), room.data() + count);
 }
 
-void foretoken_race(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count, float temperature,
-                    const uint64_t* keys, int64_t* out) {
+void foretoken_gumbel_argmax(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
+                             float temperature, const uint64_t* keys, int64_t* out) {
   for (int64_t row = 0; row < rows; ++row)
-    out[row] = foretoken_race_at(values, kind, row, stride, count, temperature, keys[row]);
+    out[row] = foretoken_gumbel_argmax_at(values, kind, row, stride, count, temperature, keys[row]);
 }
 }

@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
+from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
-from foretoken.engine.turns import Turn
 from foretoken.errors import CopyError, EngineBusyError, PromptError
-from foretoken.serving.outputs import RequestOutput, StreamOutput
-from foretoken.serving.payoff import PayoffWatch
-from foretoken.serving.prompts import Prompt
-from foretoken.serving.session import Request, Sample, Session
-from foretoken.serving.textstream import TextStream
+from foretoken.sessions.outputs import RequestOutput, StreamOutput
+from foretoken.sessions.payoff import PayoffWatch
+from foretoken.sessions.prompts import Prompt
+from foretoken.sessions.session import Request, Sample, Session
+from foretoken.sessions.textstream import TextStream
 
 
 class Runner:
@@ -56,7 +56,7 @@ class Runner:
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
         self._payoff = payoff
-        self._turn = Turn()  # of the thread that has the lock
+        self._use = ExclusiveUse()  # of the thread that has the lock
         self._num_requests = 0
         self._session_of: dict[int, Session] = {}  # by row, while it is unfinished
         self._abandoned: deque[Session] = deque()
@@ -80,7 +80,7 @@ class Runner:
           it one that cannot be decoded exactly.
         """
         with self._lock:
-            if self._turn.is_taken:
+            if self._use.is_taken:
                 raise EngineBusyError("a logits processor called the LLM it runs in; give it another LLM")
             self._follow_target()
             requests: list[Request] = []
@@ -148,7 +148,7 @@ class Runner:
     def _step(self, session: Session) -> None:
         """Step on behalf of a session."""
         started = perf_counter()
-        self._turn.take(sys._getframe())
+        self._use.take(sys._getframe())
         try:
             outputs = self._engine.step()
             ended = perf_counter()
@@ -169,7 +169,7 @@ class Runner:
             if not is_of_others:
                 raise
         finally:
-            self._turn.give_back()
+            self._use.give_back()
 
     def _fail(self, error: BaseException) -> set[Session]:
         """End the sessions that had rows in what broke off; the engine has ended these rows already."""
@@ -198,7 +198,7 @@ class Runner:
     def end(self, session: Session) -> None:
         """Take what is unfinished of a session out of the engine."""
         with self._lock:
-            if self._turn.is_taken:
+            if self._use.is_taken:
                 self.abandon(session)
                 return
             session.is_closed = True

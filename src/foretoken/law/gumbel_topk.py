@@ -40,7 +40,7 @@ def healthy_rows(scores: Tensor, temperature: float = 1.0) -> Iterator[tuple[int
             yield index, row, peak
 
 
-class Race:
+class GumbelTopK:
     """The k best tokens of rows under keyed noise.
 
     Args:

@@ -14,7 +14,7 @@ from foretoken.engine.engine import RowOutput, TokenLogprobs
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.law.faults import is_fatal, told
-from foretoken.serving.outputs import (
+from foretoken.sessions.outputs import (
     CompletionOutput,
     FrozenList,
     Governed,
@@ -24,8 +24,8 @@ from foretoken.serving.outputs import (
     StreamOutput,
     speculative_metrics,
 )
-from foretoken.serving.prompts import Prompt
-from foretoken.serving.textstream import TextStream
+from foretoken.sessions.prompts import Prompt
+from foretoken.sessions.textstream import TextStream
 
 if TYPE_CHECKING:
     from foretoken.engine.governing import AnyGovernor
