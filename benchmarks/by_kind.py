@@ -28,7 +28,7 @@ from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import load_prompts, read_questions
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.model.lm import CausalLM
 
@@ -68,7 +68,7 @@ class Table:
         self.pair = scaled(pair, options.scale) if options.scale else pair
         self.target = CausalLM(self.pair.target, execution=options.execution)
         drafter = None if self.pair.drafter is None else CausalLM(self.pair.drafter, execution=options.execution)
-        self.materials = Materials(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
+        self.context = DrafterContext(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
         questions = read_questions(options.prompts_file)
         self.prompts = {
             kind: load_prompts(
@@ -89,7 +89,7 @@ class Table:
         for method in self.options.methods:
             parsed = SpeculativeConfig(method)
             try:
-                drafter = make_drafter(parsed, self.materials)
+                drafter = make_drafter(parsed, self.context)
             except Exception as error:
                 print(f"{method}: left out, {error}", file=sys.stderr)
                 continue

@@ -10,7 +10,7 @@ from foretoken.bench.suite import Suite
 from foretoken.bench.workload import Prompt, load_prompts, select
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.stats import SequenceStats
 
 
@@ -24,8 +24,8 @@ class GroupArm(Arm):
     def __init__(self, name: str, suite: Suite, speculation: dict[str, Any], config: EngineConfig) -> None:
         self.name = name
         parsed = SpeculativeConfig.parse(speculation)
-        materials = Materials(suite.target, suite.lineup.drafter, suite.pair.tokenizer, suite.pair.zoo_name)
-        drafter = drafter_factory(parsed, materials)()
+        context = DrafterContext(suite.target, suite.lineup.drafter, suite.pair.tokenizer, suite.pair.zoo_name)
+        drafter = drafter_factory(parsed, context)()
         self._arm = EngineArm(name, suite.target, drafter, suite.pair.eos_token_ids, config)
 
     @property

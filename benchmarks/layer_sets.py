@@ -24,7 +24,7 @@ from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.engine.drafter import Drafter
@@ -55,7 +55,7 @@ def drafter_of(target: CausalLM, length: int) -> Callable[[LayerSet], Drafter]:
             skipped_mlp=layer_set.mlp,
             **keys,
         )
-        return drafter_factory(config, Materials(target))()
+        return drafter_factory(config, DrafterContext(target))()
 
     return make
 

@@ -30,7 +30,7 @@ from foretoken.bench.provenance import provenance
 from foretoken.bench.workload import load_prompts, read_questions
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Budget, ContextDrafter, Drafter
 from foretoken.engine.sequence import Sequence as Row
@@ -86,8 +86,8 @@ class Cells:
             return Wrong(self.target.vocab_size), True
         model = self.target if method == "itself" else None
         config = SpeculativeConfig({"itself": "draft_model"}.get(method, method))
-        materials = Materials(self.target, model, self.pair.tokenizer, self.pair.zoo_name)
-        return make_drafter(config, materials), config.is_governed
+        context = DrafterContext(self.target, model, self.pair.tokenizer, self.pair.zoo_name)
+        return make_drafter(config, context), config.is_governed
 
     def arm(self, method: str, num_rows: int) -> EngineArm:
         drafter, is_governed = self.drafter(method)

@@ -12,7 +12,7 @@ from soaking import Fault, World
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.engine.arms import ArmsGovernor
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.governing import AnyGovernor
@@ -102,7 +102,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
             keys["model"] = head_of(target, method, folder / method)
         if method == "rest":
             keys["datastore"] = str(folder / "texts")
-        drafter = make_drafter(SpeculativeConfig(method, **keys), Materials(target, draft))
+        drafter = make_drafter(SpeculativeConfig(method, **keys), DrafterContext(target, draft))
         engines[title] = drafter, governor(drafter) if title in GOVERNED else None
     limits: dict[str, Any] = {"max_model_len": 192, "prefill_chunk_size": 24, "contains_faults": True}
     plan = EngineConfig(max_num_seqs=6, max_kv_bytes=5 * 128 * bytes_per_token(target), **limits)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.engine.budget import Budget
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
@@ -114,7 +114,7 @@ class Cell:
                     kv_budget=budget,
                     kv_refresh=REFRESH,
                 ),
-                Materials(target),
+                DrafterContext(target),
             )
             for budget in budgets
         }

@@ -28,7 +28,7 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine import stats
@@ -69,7 +69,7 @@ def prompts(llm: LLM, folder: Path, context: int, count: int) -> Iterator[list[i
 
 def sparse(llm: LLM, num_drafted: int, **keys: Any) -> Drafter:
     config = SpeculativeConfig(method="sparse_kv", num_speculative_tokens=num_drafted, **keys)
-    return make_drafter(config, Materials(llm.target, tokenizer=llm.tokenizer))
+    return make_drafter(config, DrafterContext(llm.target, tokenizer=llm.tokenizer))
 
 
 def run(

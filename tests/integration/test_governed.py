@@ -14,7 +14,7 @@ from foretoken import LLM, SamplingParams, speculate
 from foretoken.cli.writers import summary
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, make_drafter
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import cost_curves, governing
 from foretoken.engine.arms import ArmsGovernor
@@ -50,7 +50,7 @@ def engine(method: str, curve: Mapping[int, float], num_rows: int, exactness: st
         "layer_skip": {"exit_layer": 1},
     }
     config = SpeculativeConfig(method, **keys.get(method, {}))
-    drafter = make_drafter(config, Materials(target(), draft_model()))
+    drafter = make_drafter(config, DrafterContext(target(), draft_model()))
     costs = StepCosts(curve)
     governor = ArmsGovernor(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
     return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows, exactness=exactness), governor=governor)
@@ -107,7 +107,7 @@ def test_no_token_changes_in_strict_mode() -> None:
 
 
 def test_other_rules_are_not_governed() -> None:
-    drafter = make_drafter(SpeculativeConfig("ngram"), Materials(target()))
+    drafter = make_drafter(SpeculativeConfig("ngram"), DrafterContext(target()))
     one = Engine(target(), drafter, EngineConfig(acceptance="standard"), governor=Governor(StepCosts(FREE)))
     assert one.governor is None
 
@@ -173,7 +173,7 @@ def test_what_an_llm_has_learned_is_there_in_its_next_call() -> None:
     params = SamplingParams(temperature=0, max_tokens=16)
     for calls in (1, 2):
         llm.generate({"prompt_token_ids": [1, 2, 3] * 6}, params)
-        governor = llm.drafting.governor(llm.target, make_drafter(llm.speculative_config, Materials(llm.target)))
+        governor = llm.drafting.governor(llm.target, make_drafter(llm.speculative_config, DrafterContext(llm.target)))
         assert governor is not None
         assert governor.totals.num_tokens == 16 * calls
 
@@ -277,7 +277,7 @@ def test_a_curve_that_steps_disprove_is_dropped_from_the_disk(folder: Path) -> N
     one = CausalLM(toy_model(64), execution="eager")
     curve = cost_curves.cost_curve(one)
     (file,) = folder.iterdir()
-    governor = new_governor(one, make_drafter(SpeculativeConfig("ngram"), Materials(one)))
+    governor = new_governor(one, make_drafter(SpeculativeConfig("ngram"), DrafterContext(one)))
     assert isinstance(governor, Governor)
     for _ in range(8):
         governor.costs.verified(1, 1, curve.seconds[1])
@@ -396,7 +396,7 @@ def test_a_longer_context_is_measured_to_cost_more(monkeypatch: pytest.MonkeyPat
 def test_a_governor_begins_with_what_is_usual_for_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight outcomes are what that is worth: it takes more than a few misses to doubt it, and not many."""
     monkeypatch.setattr(governing, "cost_curve", lambda target: CostCurve({1: 0.02, 16: 0.03}))
-    drafter = make_drafter(SpeculativeConfig("sparse_kv", kv_budget=8, kv_sinks=1), Materials(target()))
+    drafter = make_drafter(SpeculativeConfig("sparse_kv", kv_budget=8, kv_sinks=1), DrafterContext(target()))
     governor = new_governor(target(), drafter)
     assert isinstance(governor, Governor)
     survival, usual = governor.survival, drafter.usual_acceptance

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 import eagle_heads
 import toy_heads
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.heads.eagle2 import Eagle2Drafter
 from foretoken.drafters.heads.hydra import HydraDrafter
 from foretoken.drafters.heads.medusa import MedusaDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.materials import Materials, make_drafter
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.head_states import PrefixStates
 from foretoken.drafters.parts.rank_tree import RankTree
@@ -54,7 +54,7 @@ def small() -> CausalLM:
 
 def made(method: str, **keys: Any) -> Callable[[], Drafter]:
     config = SpeculativeConfig(method, **({} if method == "none" else {"length_policy": "fixed"}), **keys)
-    return lambda: make_drafter(config, Materials(target(), draft_model=small()))
+    return lambda: make_drafter(config, DrafterContext(target(), draft_model=small()))
 
 
 def heads(kind: type[MedusaDrafter] | type[HydraDrafter]) -> Drafter:

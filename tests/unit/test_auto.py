@@ -9,8 +9,8 @@ import pytest
 
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import AutoDrafter
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.engine.arms import ArmsGovernor
 from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
 from foretoken.engine.governor import Governor
@@ -61,7 +61,7 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     """Its one part that drafts chains was once refused as one drafter where several are combined."""
     target = CausalLM(toy_model(), execution="eager")
     target.supports_trees = False
-    made = drafter_factory(SpeculativeConfig("auto"), Materials(target))()
+    made = drafter_factory(SpeculativeConfig("auto"), DrafterContext(target))()
     assert isinstance(made, SuffixDrafter)
 
 

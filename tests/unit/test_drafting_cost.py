@@ -12,7 +12,7 @@ import pytest
 
 from foretoken.bench.drafting import CONFIGS, Text, draft_cost, draft_costs, opened
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore
@@ -42,18 +42,18 @@ class Watched(list):  # type: ignore[type-arg]
 
 
 @pytest.fixture(scope="module")
-def materials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Materials, str]]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterContext, str]]:
     folder = tmp_path_factory.mktemp("store")
     with opened(folder, Text(VOCAB_SIZE), 5000, None) as store:
         target = CausalLM(toy_model(vocab_size=VOCAB_SIZE))
-        yield Materials(target, kept={("datastore", str(folder)): store}), str(folder)
+        yield DrafterContext(target, kept={("datastore", str(folder)): store}), str(folder)
 
 
-def made(name: str, materials: tuple[Materials, str]) -> Drafter:
+def made(name: str, context: tuple[DrafterContext, str]) -> Drafter:
     config = dict(CONFIGS[name])
     if config["method"] == "rest":
-        config["datastore"] = materials[1]
-    return drafter_factory(SpeculativeConfig.parse(config), materials[0])()
+        config["datastore"] = context[1]
+    return drafter_factory(SpeculativeConfig.parse(config), context[0])()
 
 
 def work(drafter: Drafter, context: int) -> tuple[int, int]:
@@ -88,16 +88,16 @@ def work(drafter: Drafter, context: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_reads_a_bounded_end_of_the_text(name: str, materials: tuple[Materials, str]) -> None:
+def test_a_step_reads_a_bounded_end_of_the_text(name: str, context: tuple[DrafterContext, str]) -> None:
     """At 400 and 12,800 tokens: the same tokens read within the drafts' own variation, and lines within a factor."""
-    short_reads, short_lines = work(made(name, materials), 400)
-    long_reads, long_lines = work(made(name, materials), 12_800)
+    short_reads, short_lines = work(made(name, context), 400)
+    long_reads, long_lines = work(made(name, context), 12_800)
     assert long_reads < 12_800 / 2, "a step that read the text once would read 12 times as many"
     assert long_reads <= 2 * short_reads + 500
     assert long_lines <= 2.5 * short_lines + 1000
 
 
-def test_work_that_grows_with_the_text_is_seen(materials: tuple[Materials, str]) -> None:
+def test_work_that_grows_with_the_text_is_seen(context: tuple[DrafterContext, str]) -> None:
     """The two counters notice a drafter that looks at everything, by slices, by iteration or in a loop of its own."""
     from foretoken.drafters.lookup.ngram import NGramDrafter
 
@@ -116,8 +116,8 @@ def test_work_that_grows_with_the_text_is_seen(materials: tuple[Materials, str])
     assert work(Looping(), 12_800)[1] > 12_800 * NUM_STEPS
 
 
-def test_every_arm_is_measured_at_every_context_and_size(materials: tuple[Materials, str]) -> None:
-    found = list(draft_costs(materials[0], (60, 120), (3000, 1000), 3))
+def test_every_arm_is_measured_at_every_context_and_size(context: tuple[DrafterContext, str]) -> None:
+    found = list(draft_costs(context[0], (60, 120), (3000, 1000), 3))
     assert [
         cost.drafter for cost in found if (cost.context, cost.datastore_tokens) in ((60, None), (60, 1000))
     ] == list(CONFIGS)
@@ -134,5 +134,5 @@ def test_the_row_copies_and_the_datastore_knows_it(tmp_path: Path) -> None:
         match = Datastore.query(store, text.tokens(1000)[-8:])
         assert match is not None
         assert match.length >= 3
-        made_ = lambda: drafter_factory(SpeculativeConfig.parse({"method": "ngram"}), Materials(None))()  # type: ignore[arg-type]  # noqa: E731
+        made_ = lambda: drafter_factory(SpeculativeConfig.parse({"method": "ngram"}), DrafterContext(None))()  # type: ignore[arg-type]  # noqa: E731
         assert draft_cost("ngram", made_, text, 1000, 20).nodes > 3

@@ -14,8 +14,8 @@ import torch
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window, most_cells
-from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.ngram_pool import NgramPool
@@ -299,4 +299,4 @@ def test_keys_out_of_range_are_refused(keys: dict[str, Any], message: str) -> No
 def test_targets_that_verify_chains_only_are_refused(method: str) -> None:
     chains_only: Any = SimpleNamespace(supports_trees=False, name="some model", vocab_size=9)
     with pytest.raises(ConfigError, match="drafts trees, and some model verifies chains only"):
-        drafter_factory(SpeculativeConfig(method=method), Materials(chains_only))
+        drafter_factory(SpeculativeConfig(method=method), DrafterContext(chains_only))

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, last_of_all
-from foretoken.drafters.materials import Materials, drafter_factory
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.treeshape import TreeShape, best_shape
 from foretoken.drafters.parts.vocabulary import vocabulary_matrix
@@ -298,7 +298,7 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str)
 @pytest.mark.parametrize(("keys", "expected"), [({}, 16), ({"max_draft_nodes": 40}, 40)])
 def test_the_tree_is_small_where_nodes_cost(keys: dict[str, int], expected: int) -> None:
     """80 nodes, as published, take three forwards of one in float32, and five at 4,096 tokens of context."""
-    made = drafter_factory(SpeculativeConfig(method="token_recycling", **keys), Materials(target()))()
+    made = drafter_factory(SpeculativeConfig(method="token_recycling", **keys), DrafterContext(target()))()
     assert isinstance(made, TokenRecyclingDrafter)
     assert len(made._shape.parents) == expected
 

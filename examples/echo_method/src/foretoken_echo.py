@@ -12,7 +12,7 @@ from foretoken.engine.drafter import ContextDrafter
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.sequence import Sequence
 
 
@@ -41,7 +41,7 @@ class EchoDrafter(ContextDrafter):
         return DraftTree.chain(row.pending, (copy * self.length)[: min(self.length, budget)], source=self.name)
 
 
-def build(options: EchoOptions, materials: Materials) -> EchoDrafter:
+def build(options: EchoOptions, context: DrafterContext) -> EchoDrafter:
     """An echo needs nothing but the text."""
     return EchoDrafter(options.echo_distance, options.num_speculative_tokens)
 

@@ -20,7 +20,7 @@ from foretoken.accept.rules import match
 from foretoken.bench.measure import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.law.sampling import SamplingLaw
@@ -72,7 +72,7 @@ class DraftCost:
 
 
 def draft_costs(
-    materials: Materials,
+    drafter_context: DrafterContext,
     contexts: Seq[int],
     datastore_sizes: Seq[int],
     num_steps: int,
@@ -81,21 +81,21 @@ def draft_costs(
     """Every arm at every context over the smallest datastore; then lookups alone at every size of the datastore.
 
     Args:
-      materials: of the target whose vocabulary is drafted from; no forward is made.
+      drafter_context: of the target whose vocabulary is drafted from; no forward is made.
       datastore_sizes: tokens of the datastores, built one after another in a temporary directory.
       progress: told how building progresses.
     """
-    text = Text(materials.target.vocab_size)
+    text = Text(drafter_context.target.vocab_size)
     for number, size in enumerate(sorted(datastore_sizes)):
         with TemporaryDirectory(prefix="foretoken-") as folder, opened(Path(folder), text, size, progress) as store:
-            kept = {**materials.kept, ("datastore", folder): store}
+            kept = {**drafter_context.kept, ("datastore", folder): store}
             arms = (
                 CONFIGS.items() if number == 0 else [(name, CONFIGS[name]) for name in CONFIGS if name.startswith(REST)]
             )
             for name, config in arms:
                 is_rest = config["method"] == REST
                 given = {**config, "datastore": folder} if is_rest else config
-                make = drafter_factory(SpeculativeConfig.parse(given), replace(materials, kept=kept))
+                make = drafter_factory(SpeculativeConfig.parse(given), replace(drafter_context, kept=kept))
                 for context in contexts if number == 0 else contexts[:1]:
                     yield draft_cost(name, make, text, context, num_steps, size if is_rest else None)
 

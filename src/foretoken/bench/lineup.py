@@ -13,7 +13,7 @@ from foretoken.bench.models import Pair
 from foretoken.bench.settings import Settings
 from foretoken.bench.workload import Prompt
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.materials import Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.engine import EngineConfig
 from foretoken.loading.defaults import default_keys
 from foretoken.model.lm import CausalLM
@@ -51,8 +51,8 @@ class Lineup:
         """An arm of this library under a speculative config."""
         parsed = SpeculativeConfig.parse(config)
         drafter = drafter or self.drafter
-        materials = Materials(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
-        make = drafter_factory(parsed, materials)
+        drafter_context = DrafterContext(self.target, drafter, self.pair.tokenizer, self.pair.zoo_name)
+        make = drafter_factory(parsed, drafter_context)
         engine = EngineConfig(
             max_num_seqs=num_rows, acceptance=parsed.rejection_sample_method, typical=parsed.typical_limits
         )

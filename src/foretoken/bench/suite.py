@@ -21,7 +21,7 @@ from foretoken.bench.profile import profile
 from foretoken.bench.settings import Settings
 from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, SpeedTable, row_of
 from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, select
-from foretoken.drafters.materials import Materials
+from foretoken.drafters.context import DrafterContext
 from foretoken.errors import ForetokenError
 from foretoken.model.lm import CausalLM
 from foretoken.retrieval.build import Progress
@@ -266,8 +266,10 @@ class Suite:
         """Host time of the drafters that need no forward, by context and size of the datastore."""
         settings = self.settings
         self._say(f"drafting at contexts {settings.draft_contexts}, datastores of {settings.datastore_sizes} tokens")
-        materials = Materials(self.target, None, self.pair.tokenizer, self.pair.zoo_name)
-        return draft_costs(materials, settings.draft_contexts, settings.datastore_sizes, settings.draft_steps, progress)
+        drafter_context = DrafterContext(self.target, None, self.pair.tokenizer, self.pair.zoo_name)
+        return draft_costs(
+            drafter_context, settings.draft_contexts, settings.datastore_sizes, settings.draft_steps, progress
+        )
 
     @contextmanager
     def _padded(self, vocab_size: int) -> Iterator[Suite]:

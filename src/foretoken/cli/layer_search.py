@@ -217,9 +217,9 @@ def _config(draft_keys: dict[str, Any], layer_set: LayerSet | None) -> Any:
 
 
 def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[LayerSet], Any]:
-    from foretoken.drafters.materials import Materials, drafter_factory
+    from foretoken.drafters.context import DrafterContext, drafter_factory
 
-    return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), Materials(target))()
+    return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), DrafterContext(target))()
 
 
 class PromptOptions(Protocol):

@@ -16,7 +16,7 @@ from foretoken.config.options import Key, Options
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.drafter import Drafter
 
 GROUP = "foretoken.drafters"
@@ -48,7 +48,7 @@ class Method:
     """
 
     options: type[Options]
-    build: Callable[[Any, Materials], Drafter]
+    build: Callable[[Any, DrafterContext], Drafter]
     summary: str
     aliases: tuple[str, ...] = ()
     sign: str = ""

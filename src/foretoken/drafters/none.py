@@ -13,7 +13,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class EmptyDrafter(Drafter):
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]
 
 
-def build(options: NoOptions, materials: Materials) -> EmptyDrafter:
+def build(options: NoOptions, context: DrafterContext) -> EmptyDrafter:
     """Plain decoding."""
     return EmptyDrafter()
 

@@ -15,7 +15,7 @@ def applicable(attempt: Callable[[SpeculativeConfig], object]) -> list[tuple[str
     A method applies when its drafter can be made with its defaults.
 
     Args:
-      attempt: makes the drafter of a config, such as ``partial(drafter_factory, materials=...)``.
+      attempt: makes the drafter of a config, such as ``partial(drafter_factory, context=...)``.
     """
     return [(name, _refusal(method, attempt)) for name, method in methods().items() if name != "none"]
 

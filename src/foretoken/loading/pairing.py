@@ -13,7 +13,7 @@ from foretoken import zoo
 from foretoken.config.method import recognized
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import FREE
-from foretoken.drafters.materials import DrafterFactory, Materials, drafter_factory
+from foretoken.drafters.context import DrafterContext, DrafterFactory, drafter_factory
 from foretoken.engine import governing
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.profiles import Profile
@@ -95,20 +95,20 @@ class Pairing:
         Raises: CheckpointError, TokenizerMismatchError, UnsupportedModelError, ConfigError.
         """
         config = self._with_what_is_on_board(config)
-        materials = Materials(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
+        context = DrafterContext(self.target, tokenizer=self.tokenizer, zoo_name=self.zoo_name)
         part = config.model_part
         name = None if part is None else part.model if part.model is not None else self._own_drafter
         heads = head_names(config, self.zoo_name)
         if part is None or name is None:
             return Drafting(
-                drafter_factory(config, materials), heads=heads, is_governed=config.is_governed, profile=self.profile
+                drafter_factory(config, context), heads=heads, is_governed=config.is_governed, profile=self.profile
             )
         check_no_head(name, part)
         draft = self._load(name, part)
         self._check(draft)
         lm = CausalLM(draft.model, execution=self.execution, release_originals=draft.is_owned)
         nameless = config.without_model()  # what is kept must not keep the user's model alive
-        make = drafter_factory(nameless, replace(materials, draft_model=lm))
+        make = drafter_factory(nameless, replace(context, draft_model=lm))
         return Drafting(make, lm, describe(draft, lm), heads, config.is_governed, self.profile)
 
     def _with_what_is_on_board(self, config: SpeculativeConfig) -> SpeculativeConfig:

@@ -17,12 +17,12 @@ from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
 from foretoken.train.curve import draw
+from foretoken.train.disk_full import writing
 from foretoken.train.evaluation import Acceptance, chain_config, measure
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
 from foretoken.train.gathering import Gathering
 from foretoken.train.plan import Plan
-from foretoken.train.room import writing
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
 

@@ -12,7 +12,7 @@ from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method, recognized
 from foretoken.config.options import anything, option
 from foretoken.drafters.compose.union import merged
-from foretoken.drafters.materials import make_drafter
+from foretoken.drafters.context import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.errors import ConfigError
@@ -21,7 +21,7 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.sequence import Sequence
 
@@ -145,18 +145,18 @@ class AutoDrafter(CompositeDrafter):
         return merged([tree for _, tree in found], scores, self._max_nodes, self.name)
 
 
-def build(options: AutoOptions, materials: Materials) -> Drafter:
+def build(options: AutoOptions, context: DrafterContext) -> Drafter:
     """Makes the parts; where only chains can be verified, those that draft trees are left out, and that is said.
 
     Where one part is left there is nothing to choose, and it drafts alone.
     """
-    chosen = [part for part in options.drafters if materials.target.supports_trees or not part.definition.drafts_trees]
+    chosen = [part for part in options.drafters if context.target.supports_trees or not part.definition.drafts_trees]
     for part in options.drafters:
         if part not in chosen:
-            logger.info("auto drafts without %s: %s verifies chains only.", part.title, materials.target.name)
+            logger.info("auto drafts without %s: %s verifies chains only.", part.title, context.target.name)
     if not chosen:
-        materials.check_trees("auto")
-    parts = [make_drafter(part, materials) for part in chosen]
+        context.check_trees("auto")
+    parts = [make_drafter(part, context) for part in chosen]
     if len(parts) == 1:
         return parts[0]
     return AutoDrafter(parts, [part.method in LOOKUP for part in chosen], options.max_draft_nodes)

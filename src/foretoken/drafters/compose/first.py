@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.composite import CompositeOptions
 from foretoken.config.method import Method
 from foretoken.config.options import number, option
-from foretoken.drafters.materials import make_drafter
+from foretoken.drafters.context import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
 from foretoken.engine.drafter import Budget
 from foretoken.tree import DraftTree
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.sequence import Sequence
 
@@ -70,9 +70,9 @@ class FirstDrafter(CompositeDrafter):
         return next((tree for tree in reversed(trees) if tree.num_draft_tokens), trees[-1])
 
 
-def build(options: FirstOptions, materials: Materials) -> FirstDrafter:
+def build(options: FirstOptions, context: DrafterContext) -> FirstDrafter:
     """Makes the parts."""
-    return FirstDrafter([make_drafter(part, materials) for part in options.drafters], options.min_expected_tokens)
+    return FirstDrafter([make_drafter(part, context) for part in options.drafters], options.min_expected_tokens)
 
 
 METHOD = Method(

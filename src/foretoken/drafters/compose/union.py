@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.composite import CompositeOptions
 from foretoken.config.drafting import node_limit
 from foretoken.config.method import Method
-from foretoken.drafters.materials import make_drafter
+from foretoken.drafters.context import make_drafter
 from foretoken.drafters.parts.composite import CompositeDrafter
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -17,7 +17,7 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.drafter import Budget, Drafter
     from foretoken.engine.sequence import Sequence
 
@@ -102,10 +102,10 @@ def merged(trees: Seq[DraftTree], scores: Seq[Seq[float]], max_nodes: int, sourc
     return DraftTree(tuple(tokens), tuple(parents), scores=kept_scores, source=source, sources=sources)
 
 
-def build(options: UnionOptions, materials: Materials) -> UnionDrafter:
+def build(options: UnionOptions, context: DrafterContext) -> UnionDrafter:
     """Makes the parts."""
-    materials.check_trees(options.method)
-    return UnionDrafter([make_drafter(part, materials) for part in options.drafters], options.max_draft_nodes)
+    context.check_trees(options.method)
+    return UnionDrafter([make_drafter(part, context) for part in options.drafters], options.max_draft_nodes)
 
 
 METHOD = Method(

@@ -21,7 +21,7 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
@@ -135,13 +135,13 @@ class EagleDrafter(StatesDrafter[EagleRows]):
         return self.states.logits(outputs[index, column])
 
 
-def build(options: EagleOptions, materials: Materials) -> EagleDrafter:
+def build(options: EagleOptions, context: DrafterContext) -> EagleDrafter:
     """Drafts with the head that the config names."""
-    target = materials.target
-    materials.check_trees(options.method)
-    head = eagle_head(options, materials, generation=1)
+    target = context.target
+    context.check_trees(options.method)
+    head = eagle_head(options, context, generation=1)
     tree = options.tree(target, USUAL_ACCURACIES, MAX_DEPTH)
-    vocabulary = chosen_vocabulary(options, materials)
+    vocabulary = chosen_vocabulary(options, context)
     return EagleDrafter(head, target, vocabulary=vocabulary, **options.growth(tree, target))
 
 

@@ -13,7 +13,7 @@ from foretoken.heads.recognition import eagle_generation
 
 if TYPE_CHECKING:
     from foretoken.config.contents import Contents
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ class Eagle2Drafter(GrownEagleDrafter):
     name = "eagle2"
 
 
-def build(options: Eagle2Options, materials: Materials) -> Eagle2Drafter:
+def build(options: Eagle2Options, context: DrafterContext) -> Eagle2Drafter:
     """Drafts with the head that the config names."""
-    head = eagle_head(options, materials, generation=1)
-    vocabulary = chosen_vocabulary(options, materials)
-    growth = options.growth(materials.target.vocab_size)
-    return Eagle2Drafter(head, materials.target, vocabulary=vocabulary, **growth)
+    head = eagle_head(options, context, generation=1)
+    vocabulary = chosen_vocabulary(options, context)
+    growth = options.growth(context.target.vocab_size)
+    return Eagle2Drafter(head, context.target, vocabulary=vocabulary, **growth)
 
 
 def recognizes(contents: Contents) -> bool:

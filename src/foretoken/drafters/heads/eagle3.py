@@ -13,7 +13,7 @@ from foretoken.heads.recognition import eagle_generation
 
 if TYPE_CHECKING:
     from foretoken.config.contents import Contents
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class Eagle3Drafter(GrownEagleDrafter):
     name = "eagle3"
 
 
-def build(options: Eagle3Options, materials: Materials) -> Eagle3Drafter:
+def build(options: Eagle3Options, context: DrafterContext) -> Eagle3Drafter:
     """Drafts with the head that the config names."""
-    head = eagle_head(options, materials, generation=3)
-    vocabulary = chosen_vocabulary(options, materials)
-    growth = options.growth(materials.target.vocab_size)
-    return Eagle3Drafter(head, materials.target, vocabulary=vocabulary, **growth)
+    head = eagle_head(options, context, generation=3)
+    vocabulary = chosen_vocabulary(options, context)
+    growth = options.growth(context.target.vocab_size)
+    return Eagle3Drafter(head, context.target, vocabulary=vocabulary, **growth)
 
 
 def recognizes(contents: Contents) -> bool:

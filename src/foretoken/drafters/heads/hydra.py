@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import foretoken.heads.hydra_layout as layout
     import foretoken.heads.layers as layers
     from foretoken.config.contents import Contents
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.hydra import HydraHeads
     from foretoken.heads.medusa import OutputLayer
@@ -150,30 +150,30 @@ def kind_of(heads: HydraHeads) -> str:
     return "hydra" if heads.prefix is None else "hydra++"
 
 
-def build(options: HydraOptions, materials: Materials) -> HydraDrafter:
+def build(options: HydraOptions, context: DrafterContext) -> HydraDrafter:
     """Drafts with the heads that the config names.
 
     Raises: ConfigError for heads with a prefix layer where the method is Hydra, and without one where it is Hydra++.
     """
-    target = materials.target
-    materials.check_trees(options.method)
+    target = context.target
+    context.check_trees(options.method)
     size, layer = int(target.config.hidden_size), layers.LayerShape.of(target.config)
 
     def read(found: Checkpoint) -> tuple[HydraHeads, Seq[str]]:
         return layout.read_hydra(found, size, target.vocab_size, layer)
 
     known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
-    heads = load_head(options, materials, hydra.HydraHeads, read, known if options.method == "hydra++" else ())
+    heads = load_head(options, context, hydra.HydraHeads, read, known if options.method == "hydra++" else ())
     if kind_of(heads) != options.method:
         raise ConfigError(f"these are heads of {kind_of(heads)!r}, not of {options.method!r}; name that as the method")
-    vocabulary = chosen_vocabulary(options, materials)
+    vocabulary = chosen_vocabulary(options, context)
     if vocabulary is not None:
-        heads = _reduced(heads, vocabulary, materials)
+        heads = _reduced(heads, vocabulary, context)
     tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
     return HydraDrafter(heads, target.num_layers, **options.growth(tree, target))
 
 
-def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, materials: Materials) -> HydraHeads:
+def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, context: DrafterContext) -> HydraHeads:
     """The heads with output layers for some tokens alone, made once.
 
     Raises: ConfigError for heads that have chosen their tokens already.
@@ -181,7 +181,7 @@ def _reduced(heads: HydraHeads, vocabulary: DraftVocabulary, materials: Material
     if heads.vocabulary is not None:
         raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
     key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
-    return materials.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
+    return context.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 
 
 def recognizes(contents: Contents) -> bool:

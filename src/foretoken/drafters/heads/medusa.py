@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import foretoken.heads.medusa as medusa
     import foretoken.heads.medusa_layout as layout
     from foretoken.config.contents import Contents
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.medusa import MedusaHeads, OutputLayer
     from foretoken.heads.vocabulary import DraftVocabulary
@@ -117,25 +117,25 @@ class MedusaDrafter(StatesDrafter[LastStates]):
         return [draft.tree(self.name) for draft in drafts]
 
 
-def build(options: MedusaOptions, materials: Materials) -> MedusaDrafter:
+def build(options: MedusaOptions, context: DrafterContext) -> MedusaDrafter:
     """Drafts with the heads that the config names."""
-    target = materials.target
-    materials.check_trees(options.method)
+    target = context.target
+    context.check_trees(options.method)
     size = int(target.config.hidden_size)
 
     def read(found: Checkpoint) -> tuple[MedusaHeads, Seq[str]]:
         return layout.read_medusa(found, size, target.vocab_size)
 
     known = PUBLISHED.get((size, target.num_layers, target.vocab_size), ())
-    heads = load_head(options, materials, medusa.MedusaHeads, read, known)
-    vocabulary = chosen_vocabulary(options, materials)
+    heads = load_head(options, context, medusa.MedusaHeads, read, known)
+    vocabulary = chosen_vocabulary(options, context)
     if vocabulary is not None:
-        heads = _reduced(heads, vocabulary, materials)
+        heads = _reduced(heads, vocabulary, context)
     tree = options.tree(target, USUAL_ACCURACIES, heads.num_heads)
     return MedusaDrafter(heads, **options.growth(tree, target))
 
 
-def _reduced(heads: MedusaHeads, vocabulary: DraftVocabulary, materials: Materials) -> MedusaHeads:
+def _reduced(heads: MedusaHeads, vocabulary: DraftVocabulary, context: DrafterContext) -> MedusaHeads:
     """The heads with output layers for some tokens alone, made once.
 
     Raises: ConfigError for heads that have chosen their tokens already.
@@ -143,7 +143,7 @@ def _reduced(heads: MedusaHeads, vocabulary: DraftVocabulary, materials: Materia
     if heads.vocabulary is not None:
         raise ConfigError(f"these heads know {len(heads.vocabulary)} tokens only; leave draft_vocabulary out")
     key = ("reduced", id(heads), tuple(vocabulary.target_ids.tolist()))
-    return materials.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
+    return context.keep(key, lambda: heads.reduced(vocabulary, lambda layer: rows_of_output(layer, vocabulary)))
 
 
 def recognizes(contents: Contents) -> bool:

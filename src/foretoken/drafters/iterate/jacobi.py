@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 INITIAL_GUESSES = ("repeat", "prompt", "random")
 
@@ -135,11 +135,11 @@ class Guesses:
         return self._tokens[-1] if self._tokens else self._row.pending
 
 
-def build(options: JacobiOptions, materials: Materials) -> JacobiDrafter:
+def build(options: JacobiOptions, context: DrafterContext) -> JacobiDrafter:
     """Guesses need nothing but the text."""
     return JacobiDrafter(
         initial_guess=options.initial_guess,
-        vocab_size=materials.target.vocab_size,
+        vocab_size=context.target.vocab_size,
         length_policy=policy_of(options, options.num_speculative_tokens),
     )
 

@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +211,9 @@ class Window:
         return self._initial() if token < 0 or token in self._ends else token
 
 
-def build(options: LookaheadOptions, materials: Materials) -> LookaheadDrafter:
+def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:
     """Window and pool begin with the prompt."""
-    materials.check_trees(options.method)
+    context.check_trees(options.method)
     return LookaheadDrafter(
         options.num_speculative_tokens,
         window_size=options.window_size,

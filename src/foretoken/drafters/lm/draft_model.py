@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import foretoken.engine.memory as memory_of
     import foretoken.model.lm as lm
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.drafters.parts.sparse_view import SparseView
     from foretoken.model.cache.ragged import KVCache, RowStates
@@ -276,19 +276,19 @@ class DraftModelDrafter(Drafter):
             self.growth.end(row, result)
 
 
-def build(options: DraftModelOptions, materials: Materials) -> DraftModelDrafter:
+def build(options: DraftModelOptions, context: DrafterContext) -> DraftModelDrafter:
     """Drafts with the model that was loaded for it."""
-    if materials.draft_model is None:
+    if context.draft_model is None:
         raise ConfigError(
-            f"method 'draft_model' needs a drafter{materials.brings_none}; add model (a directory, a hub id, zoo:NAME "
+            f"method 'draft_model' needs a drafter{context.brings_none}; add model (a directory, a hub id, zoo:NAME "
             "or a loaded model), or use zoo:tiny, which brings its own"
         )
-    model = materials.draft_model
-    vocabulary = chosen_vocabulary(options, materials, trained_as=model.config)
+    model = context.draft_model
+    vocabulary = chosen_vocabulary(options, context, trained_as=model.config)
     if vocabulary is not None:
         whole = model
-        model = materials.keep(("reduced output", whole.num_changes), lambda: reduced_model(whole, vocabulary))
-    return DraftModelDrafter(model, vocabulary=vocabulary, **options.growth(materials.target.vocab_size))
+        model = context.keep(("reduced output", whole.num_changes), lambda: reduced_model(whole, vocabulary))
+    return DraftModelDrafter(model, vocabulary=vocabulary, **options.growth(context.target.vocab_size))
 
 
 METHOD = Method(

@@ -25,7 +25,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 __all__ = ["METHOD", "RUNNER_UP_WEIGHT", "NGramStorage", "NasdDrafter", "NasdOptions", "Successors", "build"]
 
@@ -214,10 +214,10 @@ class NasdDrafter(PlannedDrafter):
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
-def build(options: NasdOptions, materials: Materials) -> NasdDrafter:
+def build(options: NasdOptions, context: DrafterContext) -> NasdDrafter:
     """An n-gram storage begins empty, unless requests share one."""
     depth = depth_within(options.num_speculative_tokens, options.max_draft_nodes, options.num_draft_branches)
-    vocab_size = materials.target.vocab_size
+    vocab_size = context.target.vocab_size
 
     def make(learned: NGramStorage | None = None) -> NasdDrafter:
         return NasdDrafter(
@@ -237,7 +237,7 @@ def build(options: NasdOptions, materials: Materials) -> NasdDrafter:
     if not options.shared:
         return make()
     sizes = (options.ngram_size, options.storage, options.filler_weight, options.num_draft_branches)
-    return make(materials.keep(("nasd", options.state_file, *sizes), lambda: make().learned))
+    return make(context.keep(("nasd", options.state_file, *sizes), lambda: make().learned))
 
 
 METHOD = Method(

@@ -20,7 +20,7 @@ from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 __all__ = ["METHOD", "NGramDrafter", "NGramOptions", "SuffixIndex", "continuation"]
@@ -134,7 +134,7 @@ class NGramDrafter(PlannedDrafter):
             self.length_policy.forget(row)
 
 
-def build(options: NGramOptions, materials: Materials) -> NGramDrafter:
+def build(options: NGramOptions, context: DrafterContext) -> NGramDrafter:
     """Prompt lookup needs nothing but the text."""
     return NGramDrafter(
         prompt_lookup_min=options.prompt_lookup_min,

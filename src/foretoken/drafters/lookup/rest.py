@@ -22,7 +22,7 @@ from foretoken.retrieval.trie import Children
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class RestDrafter(PlannedDrafter):
             self.length_policy.forget(row)
 
 
-def build(options: RestOptions, materials: Materials) -> RestDrafter:
+def build(options: RestOptions, context: DrafterContext) -> RestDrafter:
     """Opens the datastore, once for all drafters of a model."""
     lookup = Lookup(
         match_min=options.retrieval_match_min,
@@ -153,7 +153,7 @@ def build(options: RestOptions, materials: Materials) -> RestDrafter:
         depth=max(1, options.num_speculative_tokens),
     )
     return RestDrafter(
-        _datastore(options, materials),
+        _datastore(options, context),
         lookup=lookup,
         max_nodes=options.max_draft_nodes,
         num_branches=options.num_draft_branches,
@@ -162,17 +162,17 @@ def build(options: RestOptions, materials: Materials) -> RestDrafter:
     )
 
 
-def _datastore(options: RestOptions, materials: Materials) -> Datastore:
+def _datastore(options: RestOptions, context: DrafterContext) -> Datastore:
     """The datastore that is named, or the one that a target of the zoo brings along."""
-    folder = options.datastore or materials.asset("datastore")
+    folder = options.datastore or context.asset("datastore")
     if folder is None:
         raise ConfigError(
-            f"method 'rest' needs a datastore{materials.brings_none}; build one with foretoken datastore build "
+            f"method 'rest' needs a datastore{context.brings_none}; build one with foretoken datastore build "
             "CORPUS... --tokenizer MODEL --out DIR and add datastore=DIR"
         )
-    return materials.keep(
+    return context.keep(
         ("datastore", str(folder)),
-        lambda: Datastore.open(folder, tokenizer=materials.tokenizer, vocab_size=materials.target.vocab_size),
+        lambda: Datastore.open(folder, tokenizer=context.tokenizer, vocab_size=context.target.vocab_size),
     )
 
 

@@ -26,7 +26,7 @@ from foretoken.retrieval.suffix_tree import Spot
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class SuffixDrafter(PlannedDrafter):
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
 
-def build(options: SuffixOptions, materials: Materials) -> SuffixDrafter:
+def build(options: SuffixOptions, context: DrafterContext) -> SuffixDrafter:
     """Reads the history where requests share one."""
     return SuffixDrafter(
         max_tree_depth=options.suffix_decoding_max_tree_depth,
@@ -185,24 +185,24 @@ def build(options: SuffixOptions, materials: Materials) -> SuffixDrafter:
         min_token_prob=options.suffix_decoding_min_token_prob,
         max_nodes=options.max_draft_nodes,
         num_branches=options.num_draft_branches,
-        history=_history(options, materials) if options.shared else None,
+        history=_history(options, context) if options.shared else None,
         history_file=options.state_file,
         length_policy=policy_of(options, options.num_speculative_tokens),
     )
 
 
-def _history(options: SuffixOptions, materials: Materials) -> OutputHistory:
+def _history(options: SuffixOptions, context: DrafterContext) -> OutputHistory:
     """Past outputs, from the state file where there is one; the same for all drafters of one model."""
     depth, limit = options.suffix_decoding_max_tree_depth, options.suffix_decoding_max_cached_requests
 
     def load() -> OutputHistory:
-        fingerprint = "" if materials.tokenizer is None else fingerprint_of(materials.tokenizer)
+        fingerprint = "" if context.tokenizer is None else fingerprint_of(context.tokenizer)
         history = OutputHistory(depth, max_outputs=limit, fingerprint=fingerprint)
         if options.state_file is not None and Path(options.state_file).expanduser().exists():
-            history.load(options.state_file, materials.target.vocab_size)
+            history.load(options.state_file, context.target.vocab_size)
         return history
 
-    return materials.keep(("history", options.state_file, depth, limit), load)
+    return context.keep(("history", options.state_file, depth, limit), load)
 
 
 METHOD = Method(

@@ -20,7 +20,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
@@ -207,15 +207,15 @@ def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:
     return [*(node for node in range(num_nodes) if node not in accepted), *path]
 
 
-def build(options: TokenRecyclingOptions, materials: Materials) -> TokenRecyclingDrafter:
+def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyclingDrafter:
     """Begins with what a target of the zoo says after every token alone, where it brings that along."""
-    materials.check_trees(options.method)
-    matrix, initial_state, vocab_size = None, options.initial_state, materials.target.vocab_size
+    context.check_trees(options.method)
+    matrix, initial_state, vocab_size = None, options.initial_state, context.target.vocab_size
     if initial_state == "auto":
-        initial_state, candidates = "prompt", materials.asset("candidates")
+        initial_state, candidates = "prompt", context.asset("candidates")
         if candidates is not None and options.state_file is None and options.num_candidates <= 8:
             matrix = AdjacencyMatrix.load(candidates, vocab_size, options.num_candidates)
-    default_nodes = DEFAULT_NODES_ON_CPU if materials.target.device.type == "cpu" else DEFAULT_NODES
+    default_nodes = DEFAULT_NODES_ON_CPU if context.target.device.type == "cpu" else DEFAULT_NODES
     return TokenRecyclingDrafter(
         vocab_size,
         options.num_speculative_tokens,

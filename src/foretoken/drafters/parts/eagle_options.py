@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import foretoken.heads.eagle_layouts as layouts
     import foretoken.heads.eagle_structure as structure
     import foretoken.heads.published as published
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.eagle import EagleHead
 else:
@@ -65,28 +65,28 @@ class DynamicTreeOptions(GrowthOptions, EagleHeadOptions):
         return {**super().growth(target_vocab_size), "least_mass": LEAST_MASS}
 
 
-def eagle_head(options: EagleHeadOptions, materials: Materials, generation: int) -> EagleHead:
+def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: int) -> EagleHead:
     """The head of this generation that the config names, fitted to the target.
 
     Raises: ConfigError, CheckpointError; see `load_head`.
     """
-    target = materials.target
-    facts = _facts(materials)
+    target = context.target
+    facts = _facts(context)
 
     def read(found: Checkpoint) -> tuple[EagleHead, Seq[str]]:
         layout = layouts.read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
         return layout.head, layout.notes
 
     known = published.published_eagle(facts.hidden_size, target.num_layers, target.vocab_size, generation)
-    head = load_head(options, materials, eagle.EagleHead, read, known)
+    head = load_head(options, context, eagle.EagleHead, read, known)
     layouts.check_fits(head, facts, generation)
     return head
 
 
-def _facts(materials: Materials) -> structure.TargetFacts:
+def _facts(context: DrafterContext) -> structure.TargetFacts:
     """What a head must fit."""
-    target = materials.target
-    eos = getattr(materials.tokenizer, "eos_token_id", None)
+    target = context.target
+    eos = getattr(context.tokenizer, "eos_token_id", None)
     embedding = target.shadow.get_input_embeddings().weight
     return structure.TargetFacts(
         name=target.name,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import foretoken.heads.layers as layers
     import foretoken.model.execution.packing as packing
     from foretoken.config.drafting import ModelOptions
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.checkpoint import Checkpoint
     from foretoken.model.lm import CausalLM
 else:
@@ -34,7 +34,7 @@ logger = logging.getLogger("foretoken")
 
 def load_head(
     options: ModelOptions,
-    materials: Materials,
+    context: DrafterContext,
     kind: type[Head],
     read: Callable[[Checkpoint], tuple[Head, Seq[str]]],
     published: Seq[str] = (),
@@ -51,13 +51,13 @@ def load_head(
     Raises: ConfigError where none is named, or a loaded one does not fit the target's device or dtype; CheckpointError
       for a checkpoint that does not fit.
     """
-    target, given, method = materials.target, options.model, options.method
+    target, given, method = context.target, options.model, options.method
     if given is None:
-        given = materials.asset(methods()[method].head)
+        given = context.asset(methods()[method].head)
     if given is None:
         known = f"; published for targets of this size: {', '.join(published)}" if published else ""
         raise ConfigError(
-            f"method {method!r} needs a head that was trained for this target{materials.brings_none}; give model, a "
+            f"method {method!r} needs a head that was trained for this target{context.brings_none}; give model, a "
             f"folder or hub id{known}"
         )
     if options.dtype is not None and str(options.dtype).removeprefix("torch.") != name_of(target):
@@ -75,7 +75,7 @@ def load_head(
             f"model is {type(given).__name__}, and method {method!r} drafts with a head; give a folder, a hub id or a "
             f"{kind.__name__}"
         )
-    return materials.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
+    return context.keep((kind.__name__, str(given), options.revision), lambda: _loaded(given, options, target, read))
 
 
 def _loaded(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import foretoken.heads.vocabulary as vocabularies
     import foretoken.model.execution.linears as linears
     import foretoken.model.execution.packing as packing
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
@@ -40,7 +40,7 @@ class VocabularyOptions(Options):
 
 
 def chosen_vocabulary(
-    options: VocabularyOptions, materials: Materials, trained_as: Any = None
+    options: VocabularyOptions, context: DrafterContext, trained_as: Any = None
 ) -> DraftVocabulary | None:
     """The tokens that a config names; None for all.
 
@@ -54,14 +54,14 @@ def chosen_vocabulary(
         given = getattr(trained_as, "draft_vocabulary", None)
     if given is None:
         return None
-    size = materials.target.vocab_size
+    size = context.target.vocab_size
     if isinstance(given, (list, tuple)):
         found = vocabularies.DraftVocabulary.of(given, size)
     elif isinstance(given, str) or hasattr(given, "__fspath__"):
         found = vocabularies.DraftVocabulary.load(given, size)
     else:
         raise ConfigError(f"draft_vocabulary is {type(given).__name__}; give a file, or a list of token ids")
-    eos = getattr(materials.tokenizer, "eos_token_id", None)
+    eos = getattr(context.tokenizer, "eos_token_id", None)
     found.check_eos([] if eos is None else [int(eos)], "this config")
     return found
 

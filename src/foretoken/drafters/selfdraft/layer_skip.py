@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.model.lm as lm
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.engine.sequence import Sequence
     from foretoken.law import sampling
     from foretoken.model import sublayers
@@ -203,12 +203,12 @@ class SwiftDrafter(SelfDrafter):
         return num_right / len(true)
 
 
-def build(options: LayerSkipOptions, materials: Materials) -> SelfDrafter:
+def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
     """Leaves out what is given, what a target of the zoo brings along, or what a search finds."""
-    target = materials.target
+    target = context.target
     for layer in target.layers:
         sublayers.Sublayers.of(layer)  # refuse layers that are built differently now, not later
-    layer_set, brought = options.given_set(target.num_layers), materials.asset("layer_set")
+    layer_set, brought = options.given_set(target.num_layers), context.asset("layer_set")
     if layer_set is None and brought is not None and options.layer_search is None:
         layer_set = LayerSet.load(brought)
     if layer_set is not None:
@@ -218,7 +218,7 @@ def build(options: LayerSkipOptions, materials: Materials) -> SelfDrafter:
         return SwiftDrafter(layer_set, **options.growth(target.vocab_size))
     if layer_set is None:
         raise ConfigError(
-            f"method 'layer_skip' needs to know what to leave out{materials.brings_none}; give layer_set=FILE (from "
+            f"method 'layer_skip' needs to know what to leave out{context.brings_none}; give layer_set=FILE (from "
             "foretoken tune layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
         )
     return LayerSkipDrafter(layer_set, **options.growth(target.vocab_size))

@@ -16,7 +16,7 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.model import quantize, sublayers
     from foretoken.model.lm import CausalLM
 else:
@@ -86,9 +86,9 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
     return target.variant("4-bit", edit)
 
 
-def build(options: QuantizedSelfOptions, materials: Materials) -> QuantizedSelfDrafter:
+def build(options: QuantizedSelfOptions, context: DrafterContext) -> QuantizedSelfDrafter:
     """Refuses at once what cannot be quantised; the 4-bit weights are made when the engine binds the drafter."""
-    target = materials.target
+    target = context.target
     quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
     return QuantizedSelfDrafter(
         group_size=options.quantization_group_size,

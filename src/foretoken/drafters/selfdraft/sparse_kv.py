@@ -18,7 +18,7 @@ from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
-    from foretoken.drafters.materials import Materials
+    from foretoken.drafters.context import DrafterContext
     from foretoken.model import quantize, sublayers, votes
     from foretoken.model.lm import CausalLM
 else:
@@ -112,9 +112,9 @@ class SparseModelDrafter(DraftModelDrafter):
         super().__init__(model, view=view, **options)
 
 
-def build(options: SparseKVOptions, materials: Materials) -> SparseKVDrafter | SparseModelDrafter:
+def build(options: SparseKVOptions, context: DrafterContext) -> SparseKVDrafter | SparseModelDrafter:
     """Refuses at once what the model cannot do: votes, layers that are left out, 4-bit weights."""
-    target, model = materials.target, materials.draft_model
+    target, model = context.target, context.draft_model
     if options.model is not None and model is None:
         raise ConfigError(
             "method 'sparse_kv' was given a model that is not loaded; leave model out to draft with the target"

@@ -1,4 +1,4 @@
-"""From a `SpeculativeConfig` to a drafter: what drafters are made of."""
+"""From a `SpeculativeConfig` to a drafter, and what drafters are made from."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DrafterFactory = Callable[[], "Drafter"]
 
 
 @dataclass(frozen=True)
-class Materials:
-    """The materials that drafters are made of.
+class DrafterContext:
+    """What a drafter can be made from.
 
     Args:
       target: of the engine that they will run in.
@@ -70,18 +70,18 @@ class Materials:
             )
 
 
-def make_drafter(config: SpeculativeConfig, materials: Materials) -> Drafter:
+def make_drafter(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
     """A drafter without state.
 
-    Raises: ConfigError if the config asks for something that the materials do not have.
+    Raises: ConfigError if the config asks for something that the context does not have.
     """
-    return config.definition.build(config.options, materials)
+    return config.definition.build(config.options, context)
 
 
-def drafter_factory(config: SpeculativeConfig, materials: Materials) -> DrafterFactory:
+def drafter_factory(config: SpeculativeConfig, context: DrafterContext) -> DrafterFactory:
     """Return a function that makes a new drafter on every call.
 
-    Raises: ConfigError if the config asks for something that the materials do not have.
+    Raises: ConfigError if the config asks for something that the context does not have.
     """
-    make_drafter(config, materials)  # refuse now, not later
-    return lambda: make_drafter(config, materials)
+    make_drafter(config, context)  # refuse now, not later
+    return lambda: make_drafter(config, context)
