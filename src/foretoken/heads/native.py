@@ -23,14 +23,16 @@ MOST_LEVELS = 60
 """Of a draft: ``drafting.h`` has room for a few more."""
 MOST_HALF = 256
 MOST_NODES = 64
-"""Of a call. Beyond, the products of torch are faster: they compute more at a time, and read no faster."""
+"""Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class NativeHead:
     """A head of EAGLE as the kernels run it: weights in eight bits, all else in float32, keys and values in bfloat16.
 
     Args:
-      head: of one decoder layer, in bfloat16 on the CPU; see `why_not`.
+      head: of one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
       table: (V, H), the embeddings that it reads.
       output: (V_d, H), the output layer that it drafts with.
       kernels: of the library's own, which multiply bytes.
@@ -74,6 +76,7 @@ class NativeHead:
             sizes.intermediate_size,
             shape.norm_before_residual,
             shape.norm_output and head.norm is not None,
+            table.dtype == torch.float32,
             table.data_ptr(),
             frequencies.data_ptr(),
             *(self._weight_of(norm) for norm in (*norms, layer.post_attention_layernorm, head.norm)),
@@ -89,8 +92,8 @@ class NativeHead:
 
         Args:
           keys, values: (R, heads, T, head_dim) in bfloat16, from the first of these rows on.
-          given: (n, streams * H of the target) in bfloat16 where ``is_true``, else what this returned for their
-            parents.
+          given: (n, streams * H of the target) in the dtype of the head where ``is_true``, else what this returned
+            for their parents.
 
         Returns: (n, H) in float32: what children are fed, and what `logits` reads.
         """
@@ -211,14 +214,14 @@ def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> st
     inputs = (sizes.hidden_size, len(shape.streams) * shape.target_size, sizes.num_heads * sizes.head_dim)
     plain = type(head.layers[0]) in (DecoderLayer, FusedLayer)
     reasons = {
-        "the CPU does not multiply bytes, or no compiler is found": kernels is None or not kernels.drafting,
-        "it is not in bfloat16 on a CPU": (head.dtype, head.fc.weight.device.type) != (torch.bfloat16, "cpu"),
+        "no kernels are found": kernels is None,
+        "it is not in bfloat16 or float32 on a CPU": head.dtype not in DTYPES or head.fc.weight.device.type != "cpu",
         "it has several layers": shape.num_layers != 1 or not plain,
         "it has another activation than silu": sizes.activation != "silu",
         "it has norms by head or by stream": sizes.has_head_norms or shape.fc_norm,
         "its sizes are no multiples of 64": any(size % 64 for size in (*inputs, sizes.intermediate_size)),
         "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * MOST_HALF,
-        "its embeddings are in another dtype": table.dtype != torch.bfloat16 or not table.is_contiguous(),
+        "its embeddings are in another dtype": table.dtype != head.dtype or not table.is_contiguous(),
         "other norms than its own": any(type(module) is not RMSNorm for module in _norms(head)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -15,7 +15,7 @@ class Head(ctypes.Structure):
 
     _fields_ = (
         *((name, Integer) for name in ["generation", "size", "width", "heads", "kv_heads", "head_dim", "inner"]),
-        *((name, Integer) for name in ("is_residual_normed", "norms_output")),
+        *((name, Integer) for name in ("is_residual_normed", "norms_output", "is_float")),
         *((name, Address) for name in ("table", "frequencies")),
         *((name, Address) for name in ("embed", "streams", "input", "hidden", "post", "norm")),
         *((name, Bytes) for name in ("fuse", "heads_in", "heads_out", "gate_up", "down", "output")),

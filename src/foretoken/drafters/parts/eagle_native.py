@@ -51,34 +51,53 @@ class NativeRows:
       head: see `NativeHead`.
       cache: of the head, of one layer.
       vocabulary: of its output layer; None for all tokens.
+      is_alone: whether no module runs beside it, however many nodes there are.
     """
 
-    def __init__(self, head: native.NativeHead, cache: KVCache, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(
+        self, head: native.NativeHead, cache: KVCache, vocabulary: DraftVocabulary | None, *, is_alone: bool = False
+    ) -> None:
         self.head = head
         self._cache = cache
+        self._is_alone = is_alone
         is_full = vocabulary is None or vocabulary.is_full
         self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
 
     def takes(self, num_nodes: int) -> bool:
         """Whether a call of so many nodes is for the kernels."""
-        return 0 < num_nodes <= native.MOST_NODES
+        return num_nodes > 0 and (self._is_alone or num_nodes <= native.MOST_NODES)
 
-    def take_in(self, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor]) -> list[torch.Tensor]:
-        """Make entries of the next tokens of neighbouring rows, behind those that are committed.
+    def take_in(self, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Make and commit entries of the next tokens of neighbouring rows.
 
         Args:
           chains: by row, tokens; none of rows that lie between.
           streams: (n, streams * H of the target), of the rows that have tokens.
 
-        Returns: by row the output (H,) of its last entry; of rows without tokens nothing that counts.
+        Returns: by row the output (H,) of its last entry; None of rows without tokens.
         """
+        width = max(1, native.MOST_NODES // len(slots)) if self._is_alone else max(map(len, chains))
+        given = iter(streams)
+        of_rows = [next(given) if chain else None for chain in chains]
+        last: dict[int, torch.Tensor] = {}
+        for start in range(0, max(map(len, chains)), width):
+            parts = [chain[start : start + width] for chain in chains]
+            wide = [stream[start : start + width] for stream in of_rows if stream is not None]
+            outputs = self._entries(slots, parts, wide[0] if len(wide) == 1 else torch.cat(wide))
+            end = 0
+            for row, part in enumerate(parts):
+                end += len(part)
+                if part:
+                    last[row] = outputs[end - 1]
+        return [last.get(row) for row in range(len(chains))]
+
+    def _entries(self, slots: range, chains: Seq[Seq[int]], streams: torch.Tensor) -> torch.Tensor:
+        """Make entries in one call; their outputs (n, H)."""
         keys, values = self._buffers(slots.start, len(slots), max(map(len, chains)))
-        starts = self._cache.row_lengths(slots.start, len(slots))
-        nodes = node_lists.NodeList.chains(chains, starts)
-        given = streams[0] if len(streams) == 1 else torch.cat(list(streams))
-        outputs = self.head.feed(nodes, keys, values, given, is_true=True)
-        ends = [sum(nodes.counts[: i + 1]) for i in range(len(chains))]
-        return [outputs[max(end, 1) - 1] for end in ends]
+        nodes = node_lists.NodeList.chains(chains, self._cache.row_lengths(slots.start, len(slots)))
+        outputs = self.head.feed(nodes, keys, values, streams, is_true=True)
+        self._cache.commit([range(len(chain)) for chain in chains], slots.start)
+        return outputs
 
     def feed(self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor) -> torch.Tensor:
         """Run the frontiers of drafts behind what was fed before, draft i in row i: outputs (B, F, H) in float32."""

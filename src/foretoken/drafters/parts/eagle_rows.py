@@ -79,7 +79,8 @@ class EagleRows:
         self._last: dict[int, torch.Tensor] = {}  # (H,) by row: the output of its last entry
         self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
         own = native_head(head, target, self._output_layer)
-        self.native = None if own is None else NativeRows(own, self.cache, vocabulary)
+        is_alone = head.dtype == torch.float32  # its modules would keep keys in another dtype than the kernels
+        self.native = None if own is None else NativeRows(own, self.cache, vocabulary, is_alone=is_alone)
 
     @property
     def requires(self) -> Requirements:
@@ -94,7 +95,8 @@ class EagleRows:
     def own_caches(self) -> list[OwnCache]:
         """Its cache, which grows with the text."""
         shape = self.head.shape
-        return [OwnCache(self.cache, shape.num_layers * shape.layer.kv_numbers * self.head.dtype.itemsize)]
+        dtype = self.head.dtype if self.native is None else torch.bfloat16
+        return [OwnCache(self.cache, shape.num_layers * shape.layer.kv_numbers * dtype.itemsize)]
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -185,8 +187,9 @@ class EagleRows:
             chains = [given[slot][1] if slot in given else [] for slot in slots]
             if self.native is not None and self.native.takes(sum(map(len, chains))):
                 outputs = self.native.take_in(slots, chains, [given[slot][2] for slot in slots if slot in given])
-                self.cache.commit([range(len(chain)) for chain in chains], slots.start)
-                self._last.update((given[slot][0].id, outputs[i]) for i, slot in enumerate(slots) if slot in given)
+                for slot, output in zip(slots, outputs, strict=True):
+                    if output is not None:
+                        self._last[given[slot][0].id] = output
                 continue
             nodes = nodes_of.Nodes.from_chains(chains)
             width = len(self.head.shape.streams) * self.head.shape.target_size

@@ -7,15 +7,14 @@
 #include "drafting.h"
 #include "threads.h"
 
-#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
-
 #include <algorithm>
 #include <math.h>
 #include <vector>
 
 extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
 
-enum { SPAN = 64, MOST_ROWS = 6 };  // inputs that share a scale; rows that are multiplied at a time
+enum { SPAN = 64, PARTS = BYTES_BLOCK / LANES };  // inputs that share a scale; vectors of a block
+enum { MOST_ROWS = LANES == 8 ? 2 : 6 };          // rows that are multiplied at a time, as registers allow
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
@@ -28,22 +27,104 @@ struct Rounded {  // rows (n, K) as bytes, with a scale by SPAN and what a sum b
     values.resize(rows * inputs), scales.resize(rows * inputs / SPAN), starts.resize(rows * inputs / SPAN);
     for (int64_t span = 0; span < rows * inputs / SPAN; ++span) {
       const float* from = x + span * SPAN;
-      __m512 most = _mm512_setzero_ps();
-      for (int i = 0; i < SPAN; i += 16) most = _mm512_max_ps(_mm512_abs_ps(_mm512_loadu_ps(from + i)), most);
-      const float largest = _mm512_reduce_max_ps(most);
-      const bool is_usable = largest > 1e-30f && largest < 1e30f;
-      const __m512 factor = all(is_usable ? 127.0f / largest : 0.0f);
-      __m512i sum = _mm512_setzero_si512();
-      for (int i = 0; i < SPAN; i += 16) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i), factor));
-        sum = _mm512_add_epi32(sum, whole);
-        _mm_storeu_si128((__m128i*)(values.data() + span * SPAN + i), _mm512_cvtsepi32_epi8(whole));
+      Vector most = zero();
+      for (int i = 0; i < SPAN; i += LANES) most = larger(most, larger(read(from + i), zero() - read(from + i)));
+      const float peak = largest(most);
+      const bool is_usable = peak > 1e-30f && peak < 1e30f;
+      const float factor = is_usable ? 127.0f / peak : 0.0f;
+      int8_t* to = values.data() + span * SPAN;
+      int32_t sum = 0;
+      for (int i = 0; i < SPAN; ++i) {
+        const int32_t whole = is_usable ? (int32_t)rintf(from[i] * factor) : 0;
+        to[i] = (int8_t)whole;
+        sum += whole;
       }
-      scales[span] = is_usable ? largest / 127.0f : 0.0f;
-      starts[span] = -128 * _mm512_reduce_add_epi32(sum);
+      scales[span] = is_usable ? peak / 127.0f : 0.0f;
+      starts[span] = -128 * sum;
     }
   }
 };
+
+#if defined(FORETOKEN_AVX2)
+typedef __m256i Whole;
+static inline Whole all_whole(int32_t value) { return _mm256_set1_epi32(value); }
+static inline Whole read_bytes(const void* from) { return _mm256_loadu_si256((const Whole*)from); }
+static inline Vector as_floats(Whole values) { return _mm256_cvtepi32_ps(values); }
+static inline Whole even(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(255)); }
+static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
+static inline Whole signed_even(Whole bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
+static inline Whole signed_odd(Whole bytes) { return _mm256_srai_epi16(bytes, 8); }
+static inline Whole add_pairs(Whole sums, Whole a, Whole b) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+}
+#else
+typedef __m512i Whole;
+static inline Whole all_whole(int32_t value) { return _mm512_set1_epi32(value); }
+static inline Whole read_bytes(const void* from) { return _mm512_loadu_si512(from); }
+static inline Vector as_floats(Whole values) { return _mm512_cvtepi32_ps(values); }
+static inline Whole even(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi16(255)); }
+static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
+static inline Whole signed_even(Whole bytes) { return _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8); }
+static inline Whole signed_odd(Whole bytes) { return _mm512_srai_epi16(bytes, 8); }
+static inline Whole add_pairs(Whole sums, Whole a, Whole b) {
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+}
+#endif
+
+static inline Whole four_of(const int8_t* values) {
+  int32_t four;
+  memcpy(&four, values, 4);
+  return all_whole(four);
+}
+
+// Adds a span of a block to sums, by bytes that are widened: for any CPU, with the very sums of the other way.
+template <int ROWS>
+static inline void add_wide(const uint8_t* weight, const int8_t* values, int64_t inputs, Whole (&sums)[ROWS][PARTS]) {
+  for (int input = 0; input < SPAN; input += 4, weight += 4 * BYTES_BLOCK) {
+    Whole first[ROWS], second[ROWS];
+    for (int i = 0; i < ROWS; ++i) {
+      const Whole four = four_of(values + i * inputs + input);
+      first[i] = signed_even(four), second[i] = signed_odd(four);
+    }
+    for (int j = 0; j < PARTS; ++j) {
+      const Whole bytes = read_bytes(weight + 4 * LANES * j), low = even(bytes), high = odd(bytes);
+      for (int i = 0; i < ROWS; ++i) sums[i][j] = add_pairs(add_pairs(sums[i][j], low, first[i]), high, second[i]);
+    }
+  }
+}
+
+#if defined(FORETOKEN_AVX2)
+static const bool multiplies_bytes = false;
+template <int ROWS>
+static inline void add_bytes(const uint8_t*, const int8_t*, int64_t, Whole (&)[ROWS][PARTS]) {}
+#else
+#if defined(__AVX512VNNI__)
+#define WITH_VNNI inline
+static const bool multiplies_bytes = true;
+#else
+#define WITH_VNNI __attribute__((target("avx512vnni")))
+static const bool multiplies_bytes = __builtin_cpu_supports("avx512vnni");
+#endif
+template <int ROWS>
+static WITH_VNNI void add_bytes(const uint8_t* weight, const int8_t* values, int64_t inputs,
+                                Whole (&sums)[ROWS][PARTS]) {
+  Whole kept[ROWS][PARTS];
+  memcpy(kept, sums, sizeof kept);
+  for (int input = 0; input < SPAN; input += 4, weight += 4 * BYTES_BLOCK) {
+    const __m512i low = _mm512_loadu_si512(weight), high = _mm512_loadu_si512(weight + 64);
+    _mm_prefetch((const char*)(weight + 4096), _MM_HINT_T0);
+    _mm_prefetch((const char*)(weight + 4160), _MM_HINT_T0);
+#pragma GCC unroll 6
+    for (int i = 0; i < ROWS; ++i) {
+      int32_t four;
+      memcpy(&four, values + i * inputs + input, 4);
+      kept[i][0] = _mm512_dpbusd_epi32(kept[i][0], low, _mm512_set1_epi32(four));
+      kept[i][1] = _mm512_dpbusd_epi32(kept[i][1], high, _mm512_set1_epi32(four));
+    }
+  }
+  memcpy(sums, kept, sizeof kept);
+}
+#endif
 
 template <int ROWS>
 static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
@@ -51,36 +132,29 @@ static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64
   const uint8_t* weight = matrix.weight + first * inputs;
   const int8_t* values = x.values.data() + row * inputs;
   const int64_t at = row * spans;
-  __m512 sums[ROWS][2];
-  for (int i = 0; i < ROWS; ++i) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
-  for (int64_t span = 0; span < spans; ++span) {
-    __m512i whole[ROWS][2];
-    for (int i = 0; i < ROWS; ++i) whole[i][0] = whole[i][1] = _mm512_set1_epi32(x.starts[at + i * spans + span]);
-    for (int64_t input = span * SPAN; input < (span + 1) * SPAN; input += 4, weight += 128) {
-      const __m512i low = _mm512_loadu_si512(weight), high = _mm512_loadu_si512(weight + 64);
-      _mm_prefetch((const char*)(weight + 4096), _MM_HINT_T0);
-      _mm_prefetch((const char*)(weight + 4160), _MM_HINT_T0);
-#pragma GCC unroll 6
-      for (int i = 0; i < ROWS; ++i) {
-        int32_t four;
-        memcpy(&four, values + i * inputs + input, 4);
-        whole[i][0] = _mm512_dpbusd_epi32(whole[i][0], low, _mm512_set1_epi32(four));
-        whole[i][1] = _mm512_dpbusd_epi32(whole[i][1], high, _mm512_set1_epi32(four));
-      }
-    }
+  Vector sums[ROWS][PARTS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) sums[i][j] = zero();
+  for (int64_t span = 0; span < spans; ++span, weight += SPAN * BYTES_BLOCK) {
+    Whole whole[ROWS][PARTS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < PARTS; ++j) whole[i][j] = all_whole(x.starts[at + i * spans + span]);
+    if (multiplies_bytes)
+      add_bytes<ROWS>(weight, values + span * SPAN, inputs, whole);
+    else
+      add_wide<ROWS>(weight, values + span * SPAN, inputs, whole);
     for (int i = 0; i < ROWS; ++i) {
-      const __m512 scale = all(x.scales[at + i * spans + span]);
-      for (int j = 0; j < 2; ++j) sums[i][j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[i][j]), scale, sums[i][j]);
+      const Vector scale = all(x.scales[at + i * spans + span]);
+      for (int j = 0; j < PARTS; ++j) sums[i][j] = add_product(as_floats(whole[i][j]), scale, sums[i][j]);
     }
   }
   for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < 2; ++j) {
-      const int64_t place = first + 16 * j, count = least(16, matrix.outputs - place);
+    for (int j = 0; j < PARTS; ++j) {
+      const int64_t place = first + LANES * j, count = least(LANES, matrix.outputs - place);
       if (count <= 0) continue;
-      const __mmask16 some = (__mmask16)((1u << count) - 1);
-      const __m512 bias = matrix.bias ? _mm512_maskz_loadu_ps(some, matrix.bias + place) : _mm512_setzero_ps();
-      const __m512 result = _mm512_fmadd_ps(sums[i][j], _mm512_maskz_loadu_ps(some, matrix.scales + place), bias);
-      _mm512_mask_storeu_ps(out + (row + i) * matrix.outputs + place, some, result);
+      const Vector bias = matrix.bias ? read_first(matrix.bias + place, count) : zero();
+      const Vector result = add_product(sums[i][j], read_first(matrix.scales + place, count), bias);
+      write_first(out + (row + i) * matrix.outputs + place, result, count);
     }
 }
 
@@ -91,10 +165,12 @@ static void multiply(const Bytes& matrix, const Rounded& x, int64_t rows, float*
       for (int64_t row = 0; row < rows; row += MOST_ROWS) switch (least(MOST_ROWS, rows - row)) {
           case 1: block_rows<1>(matrix, x, row, block, out); break;
           case 2: block_rows<2>(matrix, x, row, block, out); break;
+#if !defined(FORETOKEN_AVX2)
           case 3: block_rows<3>(matrix, x, row, block, out); break;
           case 4: block_rows<4>(matrix, x, row, block, out); break;
           case 5: block_rows<5>(matrix, x, row, block, out); break;
           default: block_rows<6>(matrix, x, row, block, out);
+#endif
         }
   });
 }
@@ -116,6 +192,14 @@ static void widen(const uint16_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) write(to + i, read((const Bfloat16*)from + i));
 }
 
+// What lies in the dtype of the target, from a place on.
+static void take_in(const Head& head, const void* from, int64_t place, float* to, int64_t count) {
+  if (head.is_float)
+    memcpy(to, (const float*)from + place, count * sizeof(float));
+  else
+    widen((const uint16_t*)from + place, to, count);
+}
+
 static void narrow(const float* from, uint16_t* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store((Bfloat16*)to + i, from[i]);
 }
@@ -124,17 +208,16 @@ static void narrow(const float* from, uint16_t* to, int64_t count) {
 static void norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
   Vector squares = zero();
   for (int64_t i = 0; i < size; i += LANES) squares = add_product(read(x + i), read(x + i), squares);
-  const Vector scale = all(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)size + eps));
-  for (int64_t i = 0; i < size; i += LANES)
-    write(out + i, _mm512_mul_ps(_mm512_mul_ps(read(x + i), scale), read(weight + i)));
+  const Vector scale = all(1.0f / sqrtf(sum_of(squares) / (float)size + eps));
+  for (int64_t i = 0; i < size; i += LANES) write(out + i, read(x + i) * scale * read(weight + i));
 }
 
 // Of (gate, up) side by side: silu(gate) * up.
 static void gated(const float* both, int64_t size, float* out) {
   for (int64_t i = 0; i < size; i += LANES) {
-    const Vector gate = read(both + i);
-    const Vector share = _mm512_div_ps(gate, _mm512_add_ps(all(1.0f), exponential(_mm512_sub_ps(zero(), gate))));
-    write(out + i, _mm512_mul_ps(share, read(both + size + i)));
+    const Vector gate = read(both + i), above = larger(gate, zero()), below = above - gate;
+    const Vector power = exponential(zero() - above - below);  // of minus the size: it cannot be too large
+    write(out + i, (above - below * power) / (all(1.0f) + power) * read(both + size + i));
   }
 }
 
@@ -144,8 +227,8 @@ static void rotate(float* x, int64_t heads, int64_t head_dim, const float* cosin
   for (int64_t head = 0; head < heads; ++head, x += head_dim)
     for (int64_t i = 0; i < half; i += LANES) {
       const Vector first = read(x + i), second = read(x + half + i), cosine = read(cosines + i), sine = read(sines + i);
-      write(x + i, _mm512_fnmadd_ps(second, sine, _mm512_mul_ps(first, cosine)));
-      write(x + half + i, _mm512_fmadd_ps(first, sine, _mm512_mul_ps(second, cosine)));
+      write(x + i, first * cosine - second * sine);
+      write(x + half + i, first * sine + second * cosine);
     }
 }
 
@@ -189,13 +272,13 @@ static void mix(const Head& head, const Level& level, Room& room, int threads) {
   room.inputs.resize(2 * n * size);
   for (int64_t node = 0; node < n; ++node) {
     float* embedded = room.embedded.data() + node * size;
-    widen(head.table + level.tokens[node] * size, embedded, size);
+    take_in(head, head.table, level.tokens[node] * size, embedded, size);
     if (head.embed_norm) norm(embedded, head.embed_norm, size, head.eps, embedded);
   }
   const float* features = level.features;
   if (level.streams) {
     room.wide.resize(n * head.width);
-    widen(level.streams, room.wide.data(), n * head.width);
+    take_in(head, level.streams, 0, room.wide.data(), n * head.width);
     for (float& value : room.wide) value = value - value == 0.0f ? value : 0.0f;  // what is not finite would stay
     if (head.generation == 3) {
       for (int64_t node = 0; head.streams_norm && node < n; ++node) {
@@ -282,5 +365,3 @@ extern "C" void foretoken_head_logits(const Head* head, const float* outputs, in
     norm(outputs + node * size, head->norm, size, head->eps, normed.data() + node * size);
   product(head->output, normed.data(), n, logits, threads);
 }
-
-#endif

@@ -3,26 +3,18 @@
 #pragma once
 
 #include "calls.h"
-#include "vectors.h"
+#include "softmax.h"
 
-#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
-// e^x within 2e-5 of it.
-static inline Vector exponential(Vector x) {
-  const Vector scaled = _mm512_mul_ps(_mm512_max_ps(x, all(-87.0f)), all(1.44269504f));
-  const Vector whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const Vector rest = _mm512_sub_ps(scaled, whole);
-  Vector power = all(0.00961812911f);
-  power = add_product(power, rest, all(0.0555041087f));
-  power = add_product(power, rest, all(0.240226507f));
-  power = add_product(power, rest, all(0.693147181f));
-  power = add_product(power, rest, all(1.0f));
-  return _mm512_scalef_ps(power, whole);
+static inline float sum_of(Vector values) {
+  float parts[LANES], sum = 0;
+  write(parts, values);
+  for (int lane = 0; lane < LANES; ++lane) sum += parts[lane];
+  return sum;
 }
-#endif
 
 enum { BYTES_BLOCK = 32, MOST_LEVELS = 64, MOST_HALF = 256 };
 
-struct Bytes {  // a matrix (N, K): by 32 outputs and 4 inputs, two vectors of 16 outputs x 4 inputs, 128 too large
+struct Bytes {  // a matrix (N, K): by 32 outputs and 4 inputs, vectors of as many outputs as lanes x 4 inputs, 128 too large
   int64_t inputs, outputs;  // inputs: a multiple of 64
   const uint8_t* weight;
   const float* scales;  // (N,)
@@ -31,7 +23,8 @@ struct Bytes {  // a matrix (N, K): by 32 outputs and 4 inputs, two vectors of 1
 
 struct Head {
   int64_t generation, size, width, heads, kv_heads, head_dim, inner, is_residual_normed, norms_output;
-  const uint16_t* table;     // (V, size), of embeddings
+  int64_t is_float;          // whether embeddings and streams are float32, else bfloat16
+  const void* table;         // (V, size), of embeddings
   const float* frequencies;  // (head_dim / 2,)
   const float *embed_norm, *streams_norm, *input_norm, *hidden_norm, *post_norm, *norm;  // null where there is none
   Bytes fuse, heads_in, heads_out, gate_up, down, output;
@@ -46,7 +39,7 @@ struct Level {
   uint16_t *keys, *values;                               // of the first row
   int64_t row, head;                                     // strides of both, in numbers
   const float* features;                                 // (nodes, size) that the head predicted, or null
-  const uint16_t* streams;                               // (nodes, width) of the target where there are no features
+  const void* streams;                                   // (nodes, width) of the target where there are no features
   float* outputs;                                        // (nodes, size)
 };
 
@@ -56,7 +49,7 @@ struct Growing {
   int64_t row, head;
   int64_t owed;             // entries at the end of the trunk that are still to be made, of
   const int64_t* tokens_of;  // their tokens, (owed,), and
-  const uint16_t* streams;  // (owed, width) of the target
+  const void* streams;       // (owed, width) of the target
   float* last;              // (size,), the output of the last entry; written where it was owed
   const int64_t* names;  // (V_d,), the tokens that columns of logits stand for; null for their own numbers
   int64_t *tokens, *parents;

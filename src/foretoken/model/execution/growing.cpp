@@ -3,8 +3,6 @@
 
 #include "drafting.h"
 
-#if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
-
 #include <algorithm>
 #include <functional>
 #include <math.h>
@@ -18,17 +16,16 @@ struct Child {
   double score;  // of the path: the sum of logarithms
 };
 
-enum { CHUNK = 64 };
+enum { CHUNK_OF_LOGITS = 64 };
 
 // e^(distance to the peak * power) of a row, added up.
 static double mass_of(const float* row, int64_t count, float peak, float power) {
   Vector sum = zero();
-  for (int64_t i = 0; i < count; i += LANES) {
-    const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
-    const Vector distance = _mm512_sub_ps(_mm512_maskz_loadu_ps(some, row + i), all(peak));
-    sum = _mm512_mask_add_ps(sum, some, sum, exponential(_mm512_mul_ps(distance, all(power))));
-  }
-  return _mm512_reduce_add_ps(sum);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sum = sum + exponential((read(row + i) - all(peak)) * all(power));
+  double rest = 0;
+  for (; i < count; ++i) rest += expf((row[i] - peak) * power);
+  return sum_of(sum) + rest;
 }
 
 // The k largest of (count,), the first of equal ones first, as children with the logarithms of their shares of the
@@ -36,28 +33,30 @@ static double mass_of(const float* row, int64_t count, float peak, float power) 
 static void best_of(float* row, int64_t count, int64_t k, float power, const int64_t* names, const Child& above,
                     int64_t parent, std::vector<Child>& found) {
   static thread_local std::vector<float> peaks;
-  const int64_t chunks = (count + CHUNK - 1) / CHUNK;
+  const int64_t chunks = (count + CHUNK_OF_LOGITS - 1) / CHUNK_OF_LOGITS;
   peaks.resize(chunks);
   Vector test = zero();
-  for (int64_t i = 0; i < count; i += LANES) {
-    const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
-    test = add_product(_mm512_maskz_loadu_ps(some, row + i), zero(), test);  // NaN stays, infinity becomes one
-  }
-  if (_mm512_cmp_ps_mask(test, test, _CMP_UNORD_Q)) return;
+  int64_t tested = 0;
+  for (; tested + LANES <= count; tested += LANES)
+    test = add_product(read(row + tested), zero(), test);  // NaN stays, infinity becomes one
+  if (differ(test, zero())) return;
+  for (; tested < count; ++tested)
+    if (row[tested] - row[tested] != 0.0f) return;
   const auto peak_of = [&](int64_t chunk) {
+    const int64_t end = least(count, (chunk + 1) * CHUNK_OF_LOGITS);
+    int64_t i = chunk * CHUNK_OF_LOGITS;
     Vector most = all(-__builtin_inff());
-    for (int64_t i = chunk * CHUNK; i < least(count, (chunk + 1) * CHUNK); i += LANES) {
-      const __mmask16 some = (__mmask16)((1u << least(LANES, count - i)) - 1);
-      most = _mm512_mask_max_ps(most, some, most, _mm512_maskz_loadu_ps(some, row + i));
-    }
-    return _mm512_reduce_max_ps(most);
+    for (; i + LANES <= end; i += LANES) most = larger(most, read(row + i));
+    float peak = largest(most);
+    for (; i < end; ++i) peak = std::max(peak, row[i]);
+    return peak;
   };
   for (int64_t chunk = 0; chunk < chunks; ++chunk) peaks[chunk] = peak_of(chunk);
   const float peak = *std::max_element(peaks.begin(), peaks.end());
   const double mass = log(mass_of(row, count, peak, power));
   for (int64_t rank = 0; rank < least(k, count); ++rank) {
     const int64_t chunk = std::max_element(peaks.begin(), peaks.end()) - peaks.begin();
-    int64_t place = chunk * CHUNK;
+    int64_t place = chunk * CHUNK_OF_LOGITS;
     while (row[place] != peaks[chunk]) ++place;
     const double share = ((double)row[place] - peak) * power - mass;
     found.push_back({parent, names ? names[place] : place, above.score + share});
@@ -167,4 +166,3 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
   return keep_best(pool, *growing);
 }
 
-#endif

@@ -96,7 +96,7 @@ class Library:
       forward: of addresses, and threads; see `direct_calls`.
       norm: of the address of a norm, that of the input, its rows, and that of the output; see `tail`.
       decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
-      drafting: of heads in eight bits, by name; nothing where the CPU does not multiply bytes. See ``drafting.h``.
+      drafting: of heads in eight bits, by name; see ``drafting.h``.
       chains: attention of prompts by dtype; see `many_nodes`.
       helpers: how many threads they run on.
     """
@@ -148,10 +148,8 @@ class Library:
         logits.restype = grown.restype = ctypes.c_int64
         block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
         found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, norm, logits, grown)
-        if found.has_pairs:
-            found = replace(found, drafting=_drafting(shared))
-        helpers = Helpers(shared.foretoken_limit_threads)
-        return replace(found, chains=dict.fromkeys(KINDS, Chains.of(shared)), helpers=helpers)
+        chains, helpers = dict.fromkeys(KINDS, Chains.of(shared)), Helpers(shared.foretoken_limit_threads)
+        return replace(found, drafting=_drafting(shared), chains=chains, helpers=helpers)
 
 
 def _drafting(shared: ctypes.CDLL) -> dict[str, Callable[..., int]]:
