@@ -130,7 +130,7 @@ class Soak:
         for title, (drafter, governor) in self.world.engines.items():
             with_faults(drafter, self.rng, self.fault_rate, self.faults)
             engine = self._engine(drafter, self.world.config, prefixes=self.prefixes, governor=governor)
-            engine._requests._ids = iter(range(FIRST_ID, 2 * FIRST_ID))  # type: ignore[assignment]
+            engine._ids = iter(range(FIRST_ID, 2 * FIRST_ID))  # type: ignore[assignment]
             self.engines[title], self.open[title] = engine, []
         self._alone = self._engine(EmptyDrafter(), self.world.alone)
 
@@ -163,7 +163,7 @@ class Soak:
     def _step(self, title: str) -> None:
         engine = self.engines[title]
         is_cut_off = self.rng.random() < self.interrupt_rate
-        running = {member.row.id for member in engine._batch.running}
+        running = {row.id for row in engine.running_rows}
         try:
             if is_cut_off:
                 with cut_off(engine.target, self.rng):

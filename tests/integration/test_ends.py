@@ -16,8 +16,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.forwards import Forwards
-from foretoken.engine.prefill import Prefill
-from foretoken.engine.proposing import Proposing
+from foretoken.engine.guarding import GuardedDrafter
 from foretoken.errors import ContextLengthError, PromptError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import check_cache_lengths, toy_model
@@ -59,10 +58,8 @@ def is_waiting(engine: Engine, name: str) -> bool:
 
 
 def is_reading(engine: Engine, name: str) -> bool:
-    return any(
-        member.row.request_id == name and 0 < member.num_prefilled < member.num_to_prefill
-        for member in engine._batch.prefilling
-    )
+    reading = engine.running_rows[len(engine.decoding_rows) :]
+    return any(row.request_id == name and 0 < row.num_prefilled < row.num_to_prefill for row in reading)
 
 
 def is_decoding(engine: Engine, name: str) -> bool:
@@ -128,11 +125,11 @@ def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_pa
 
 
 PLACES: dict[str, tuple[type, str]] = {
-    "reading": (Prefill, "step"),
-    "drafting": (Proposing, "step"),
+    "reading": (Forwards, "read"),
+    "drafting": (GuardedDrafter, "propose"),
     "verifying": (Forwards, "verify"),
     "committing": (KVCache, "commit"),
-    "observing": (Engine, "_observe"),
+    "observing": (GuardedDrafter, "observe"),
 }
 
 

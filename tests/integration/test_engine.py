@@ -20,10 +20,10 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine import decoding
 from foretoken.engine import engine as engine_module
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.outputs import Emitted
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, NumericsError, TreeError
 from foretoken.model.lm import CausalLM
@@ -100,16 +100,18 @@ def breaking(function: Callable[..., Any], countdown: list[int], *, after: bool)
 def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
-        (engine._proposing, "step"),
+        (engine_module, "propose"),
         (engine_module, "accept_rows"),
         (engine_module, "emit"),
-        (Emitted, "logprobs"),
-        (engine, "_observe"),
-        (engine._scheduler, "enter"),
+        (decoding, "logprobs_of"),
+        (engine, "_read"),
+        (engine_module, "observe"),
+        (engine._scheduler, "start"),
+        (engine._scheduler, "_enter"),
         (engine._scheduler, "retire"),
-        (engine._reuse, "recall"),
-        (engine._reuse, "keep"),
-        (engine._prefill, "step"),
+        (engine._scheduler, "_recall"),
+        (engine._scheduler, "_keep"),
+        (engine._scheduler, "_remove"),
         (engine._forwards, "read"),
         (engine._forwards, "verify"),
         (engine.cache, "commit"),
@@ -119,8 +121,6 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
         (engine.cache, "fork"),
         (engine.cache, "remove"),
         (engine.cache, "add_rows"),
-        (engine._batch, "enter"),
-        (engine._batch, "remove"),
         (engine.drafter, "start"),
         (engine.drafter, "fork"),
         (engine.drafter, "propose"),

@@ -32,8 +32,7 @@ ROOT = DraftTree.root(9)
 def counted(tree: DraftTree, budget: Budget, error: str = "") -> Cuts:
     """What is counted of one draft within a budget whose depth is that of the text's."""
     row: Any = SimpleNamespace(stats=SequenceStats(drafter_error=error))
-    within = budget.cut(tree)
-    count_cuts([row], [Limits(budget, "budget")], [budget], [tree], [within])
+    count_cuts(row, Limits(budget, "budget"), budget, tree, budget.cut(tree))
     return row.stats.cuts
 
 

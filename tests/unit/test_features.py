@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foretoken.engine.features import ForwardFeatures, largest_ids
+from foretoken.engine.features import RowFeatures, largest_ids
 from foretoken.errors import ConfigError
 from foretoken.model.capture import Output
 
@@ -29,9 +29,9 @@ def test_features_are_those_of_the_nodes_that_are_asked_for() -> None:
     generator = torch.Generator().manual_seed(1)
     logits, hidden = torch.randn(2, 5, 5000, generator=generator), torch.randn(2, 5, 8, generator=generator)
     choices = [(1, 2, 3, 4, 5), (6, 7, 8, 9, 10)]
-    forward = ForwardFeatures(Output(logits, hidden, {3: hidden + 1}), choices)
+    output = Output(logits, hidden, {3: hidden + 1})
     for row in (0, 1):
-        features, expected = forward.of(row), logits[row].topk(4).indices
+        features, expected = RowFeatures(output, row, choices), logits[row].topk(4).indices
         for nodes in ([0, 1, 2, 3, 4], [0, 2], [4, 1, 0, 2, 3], [3], [0, 1]):
             assert torch.equal(features.top_ids(4, nodes), expected[nodes])
             assert torch.equal(features.last_hidden(nodes), hidden[row, nodes])
@@ -44,7 +44,7 @@ def test_features_are_those_of_the_nodes_that_are_asked_for() -> None:
 
 
 def test_what_was_not_wanted_is_refused_by_its_name() -> None:
-    of_prompt = ForwardFeatures(Output(torch.zeros(1, 0, 9))).of(0)
+    of_prompt = RowFeatures(Output(torch.zeros(1, 0, 9)), 0)
     for ask, name in (
         (lambda: of_prompt.last_hidden([0]), "last_hidden"),
         (lambda: of_prompt.layer_input(1, [0]), "layer_inputs"),

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.accepting import accept_rows, choose_all
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
 from foretoken.law.sampling import SamplingLaw
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM
@@ -123,7 +124,8 @@ def test_choices_and_verdicts_do_not_depend_on_the_form_of_logits(rule: str, tem
         params = SamplingParams(temperature=temperature, top_p=0.9)
         law = SamplingLaw(params, vocab_size=64, prompt_ids=prefix)
         law.seed = i
-        rows.append(Sequence(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99))
+        checker = StopChecker(params, (), len(prefix), 99)
+        rows.append(Sequence(i, str(i), 0, [*prefix, TREES[i].tokens[0]], len(prefix), params, i, law, 99, checker))
     counts, width = list(map(len, TREES)), max(map(len, TREES))
     values = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     flat = FlatNodes(counts, width, values.device)

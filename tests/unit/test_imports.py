@@ -38,6 +38,7 @@ are found by name (`foretoken.config.method`), so that config knows none of them
 
 MAX_LINES = 300
 LONGER = {
+    "engine/engine.py": "the engine is one class: its requests, and the loop as a sequence of verbs",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
 }

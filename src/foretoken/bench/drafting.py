@@ -23,6 +23,7 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.drafter import Budget, Drafter, Features, StepResult
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
 from foretoken.law.sampling import SamplingLaw
 from foretoken.retrieval.build import Progress
 from foretoken.retrieval.datastore import Datastore
@@ -163,7 +164,7 @@ class Text:
     def row(self, context: int, num_steps: int) -> Sequence:
         """A row whose prompt is ``context`` tokens of the text."""
         params = SamplingParams(max_tokens=num_steps * _LONGEST)
-        ids = self.tokens(context)
+        ids, max_length = self.tokens(context), context + num_steps * _LONGEST
         return Sequence(
             id=0,
             request_id="0",
@@ -173,7 +174,8 @@ class Text:
             params=params,
             seed=1,
             law=SamplingLaw(params, vocab_size=self.vocab_size, prompt_ids=ids[:1]),
-            max_length=context + num_steps * _LONGEST,
+            max_length=max_length,
+            checker=StopChecker(params, (), context, max_length),
         )
 
     def verified(self, row: Sequence, tree: DraftTree, ahead: Seq[int]) -> StepResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 
 import torch
 
@@ -32,7 +31,7 @@ def accept_rows(
 
     Args:
       rule: a name of `foretoken.config.acceptance.RULES`.
-      logits: (B or more, N, V), or a list.
+      logits: of the nodes of these rows, or of more.
       choices: from `choose_all`, where it was called already.
       limits: of the rule "typical".
 
@@ -40,14 +39,16 @@ def accept_rows(
     """
     if RULES[rule].keeps_tokens:
         return match_rows(rows, trees, logits, choices)
+    listed = as_list(logits)
     greedy = [i for i, row in enumerate(rows) if row.law.is_greedy]
     verdicts = {}
     if greedy:
-        walked = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], _of(logits, greedy))
+        of_greedy = listed if len(greedy) == len(listed) else listed.of(greedy)
+        walked = match_rows([rows[i] for i in greedy], [trees[i] for i in greedy], of_greedy)
         verdicts = dict(zip(greedy, walked, strict=True))
     for i, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         if i not in verdicts:
-            verdicts[i] = _accept_sampled(rule, row, tree, logits[i], limits)
+            verdicts[i] = _accept_sampled(rule, row, tree, listed[i], limits)
     return [verdicts[i] for i in range(len(rows))]
 
 
@@ -64,16 +65,13 @@ def _accept_sampled(
 
 
 def choose_all(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> Choices:
-    """The token that decoding would emit after every node, accepted or not: one call for all nodes of all rows.
-
-    Args:
-      logits: (B or more, N, V), N at least the size of the largest tree; or a list.
-    """
-    choices = _argmaxes(rows, trees, logits)
+    """The token that decoding would emit after every node, accepted or not: one call for all nodes of all rows."""
+    listed = as_list(logits)
+    choices = _argmaxes(rows, trees, listed)
     sampled = [i for i in range(len(rows)) if i not in choices]
     paths = [trees[i].path_tokens(node) for i in sampled for node in range(len(trees[i]))]
     nodes = [(i, node) for i in sampled for node in range(len(trees[i]))]
-    chosen = iter(_choose(rows, logits, nodes, paths) if nodes else ())
+    chosen = iter(_choose(rows, listed, nodes, paths) if nodes else ())
     choices |= {i: tuple(next(chosen) for _ in trees[i].tokens) for i in sampled}
     return [choices[i] for i in range(len(rows))]
 
@@ -91,19 +89,19 @@ def match_rows(
 
     Returns: one verdict per row; its ``next_token`` is -1 for a row without a usable distribution.
     """
+    listed = as_list(logits)
     if choices is None:
-        if logits.device.type != "cpu":
-            choices = choose_all(rows, trees, logits)
+        if listed.device.type != "cpu":
+            choices = choose_all(rows, trees, listed)
         elif len(rows) == 1:
-            of_row = logits.values if isinstance(logits, NodeLogits) else logits[0]
-            return [_match_one(rows[0], trees[0], of_row)]
-    known = _argmaxes(rows, trees, logits) if choices is None else dict(enumerate(choices))
+            return [_match_one(rows[0], trees[0], listed[0])]
+    known = _argmaxes(rows, trees, listed) if choices is None else dict(enumerate(choices))
     verdicts = {i: match(trees[i], tokens.__getitem__) for i, tokens in known.items()}
     walks = {i: walk(tree) for i, tree in enumerate(trees) if i not in verdicts}
     nodes = {i: next(steps) for i, steps in walks.items()}
     paths: dict[int, tuple[int, ...]] = dict.fromkeys(walks, ())
     while nodes:
-        tokens = _choose(rows, logits, list(nodes.items()), [paths[i] for i in nodes])
+        tokens = _choose(rows, listed, list(nodes.items()), [paths[i] for i in nodes])
         for i, token in zip(list(nodes), tokens, strict=True):
             try:
                 nodes[i] = walks[i].send(token)
@@ -126,44 +124,34 @@ def _match_one(row: Sequence, tree: DraftTree, logits: torch.Tensor) -> Verdict:
     return match(tree, chosen)
 
 
-def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: Logits) -> dict[int, tuple[int, ...]]:
+def as_list(logits: Logits) -> NodeLogits:
+    """Logits of rows one after another; a table (B, N, V) without a copy, its padding included."""
+    if isinstance(logits, NodeLogits):
+        return logits
+    return NodeLogits(logits.flatten(0, 1), [logits.shape[1]] * logits.shape[0])
+
+
+def _argmaxes(rows: Seq[Sequence], trees: Seq[DraftTree], logits: NodeLogits) -> dict[int, tuple[int, ...]]:
     """The tokens after all nodes of the rows whose choice is the argmax, by row."""
     plain = [i for i, row in enumerate(rows) if row.law.is_argmax]
     if not plain:
         return {}
-    if len(plain) < len(rows) and logits.device.type == "cpu":
-        best = [argmax(logits[i]).tolist() for i in plain]  # without a copy
-    else:
-        best = _argmax_of_each(logits if len(plain) == len(logits) else _of(logits, plain))
-    return {i: tuple(tokens[: len(trees[i])]) for i, tokens in zip(plain, best, strict=True)}
+    starts = logits.starts
+    if len(plain) == len(rows) or logits.device.type != "cpu":
+        tokens: list[int] = argmax(logits.values[: starts[len(rows)]]).tolist()
+        return {i: tuple(tokens[starts[i] : starts[i] + len(trees[i])]) for i in plain}
+    return {i: tuple(argmax(logits[i]).tolist()[: len(trees[i])]) for i in plain}  # without a copy
 
 
-def _argmax_of_each(logits: Logits) -> list[list[int]]:
-    """Of all nodes of all rows, in one operation."""
-    if not isinstance(logits, NodeLogits):
-        tokens: list[list[int]] = argmax(logits).tolist()
-        return tokens
-    best: list[int] = argmax(logits.values).tolist()
-    return [best[start:end] for start, end in pairwise(logits.starts)]
-
-
-def _of(logits: Logits, rows: Seq[int]) -> Logits:
-    """The logits of some rows; of the first ones without a copy."""
-    if isinstance(logits, NodeLogits):
-        return logits.of(rows)
-    return logits[: len(rows)] if list(rows) == list(range(len(rows))) else logits[list(rows)]
-
-
-def _choose(rows: Seq[Sequence], logits: Logits, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]) -> list[int]:
+def _choose(
+    rows: Seq[Sequence], logits: NodeLogits, nodes: Seq[tuple[int, int]], paths: Seq[tuple[int, ...]]
+) -> list[int]:
     """The target's tokens at (row, node) pairs, the draft tokens that lead to each given."""
-    if not isinstance(logits, NodeLogits) and nodes == [(i, 0) for i in range(len(nodes))]:
-        picked = logits[: len(nodes), 0]
-    elif logits.device.type == "cpu":
-        picked = torch.stack([logits[i][node] for i, node in nodes])  # faster than an index
-    elif isinstance(logits, NodeLogits):
-        picked = logits.values[[logits.starts[i] + node for i, node in nodes]]
+    places = [logits.starts[i] + node for i, node in nodes]
+    if logits.device.type == "cpu":
+        picked = torch.stack([logits.values[place] for place in places])  # faster than an index
     else:
-        picked = logits[[i for i, _ in nodes], [node for _, node in nodes]]
+        picked = logits.values[places]
     positions = [len(rows[i].token_ids) + len(path) for (i, _), path in zip(nodes, paths, strict=True)]
     chosen: list[int] = choose(picked, [rows[i].law for i, _ in nodes], paths, positions).tolist()
     return chosen

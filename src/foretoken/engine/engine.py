@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,24 +14,22 @@ import torch
 
 from foretoken.config.engine import EngineConfig
 from foretoken.engine.accepting import accept_rows, choose_all
-from foretoken.engine.batch import Batch, Member
-from foretoken.engine.drafter import Drafter, StepResult
-from foretoken.engine.emitting import emit
+from foretoken.engine.decoding import emit, observe, propose
+from foretoken.engine.drafter import Drafter, PromptChunk
 from foretoken.engine.exclusive_use import ExclusiveUse
-from foretoken.engine.features import ForwardFeatures
+from foretoken.engine.features import RowFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
 from foretoken.engine.guarding import GuardedDrafter
 from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput, TokenLogprobs
-from foretoken.engine.prefill import Prefill
-from foretoken.engine.proposing import Proposing
-from foretoken.engine.requests import Requests
-from foretoken.engine.reuse import Reuse
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence, as_ids, check_prompt
 from foretoken.engine.stats import Clock, StepProfile
+from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError, EngineBusyError
+from foretoken.law.noise import fresh_seed, mix
+from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.execution.native import loaded_helpers
 from foretoken.model.lm import CausalLM
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from foretoken.config.sampling import SamplingParams
-    from foretoken.tree import DraftTree
 
 __all__ = ["Engine", "EngineConfig", "RowOutput", "TokenLogprobs"]
 
@@ -87,27 +85,23 @@ class Engine:
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         self.cache = target.new_cache()
-        drafter = self._guarded = GuardedDrafter(drafter) if self.config.contains_faults else drafter
-        self._reuse = Reuse(prefixes, target, self.cache, drafter, self.config)
-        drafter.bind(target, self.cache)
         self.profile = StepProfile()
-        self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
-        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, drafter)
-        self._batch = Batch(self.cache, self.config.max_num_seqs, self._plan)
-        self._scheduler = Scheduler(self._batch, drafter, self._reuse)
-        self._prefill = Prefill(self._batch, self._forwards, drafter, self.config.prefill_chunk_size)
         self.governor = governor if self.config.rule.keeps_tokens else None
-        self._governing = Governing(self.governor, self._forwards, self._batch)
-        self._proposing = Proposing(drafter, target, self._forwards, self._governing)
-        self._requests = Requests(target, self.max_model_len, self.eos_token_ids, tokenizer, self.config)
+        self._guarded = GuardedDrafter(drafter, contains_faults=self.config.contains_faults)
+        self._guarded.bind(target, self.cache)
+        self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
+        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._guarded)
+        self._scheduler = Scheduler(target, self.cache, self._guarded, self.config, plan=self._plan, prefixes=prefixes)
+        self._governing = Governing(self.governor, self._forwards, self._scheduler)
         self._helpers = loaded_helpers() if target.device.type == "cpu" else None
-        self._is_broken = False
+        self._ids = count()  # unique also when requests are added from several threads
         self._use = ExclusiveUse()
+        self._is_broken = False
 
     def __repr__(self) -> str:
         return (
             f"Engine({self.target.name}, drafter={self.drafter.name}, acceptance={self.config.acceptance}, "
-            f"{self.num_running} rows running, {len(self._batch.waiting)} requests waiting)"
+            f"{self.num_running} rows running, {len(self._scheduler.waiting)} requests waiting)"
         )
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -131,58 +125,93 @@ class Engine:
         """
         prompt = as_ids(prompt_ids)
         check_prompt(prompt, self.target.vocab_size, self.max_model_len)
-        request_id = self._requests.new_id() if request_id is None else request_id
-        if self._batch.holds(request_id):
+        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        if self._scheduler.holds(request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
-        first = self._requests.first_member(prompt, params, request_id, history_ids)
+        seed = fresh_seed() if params.seed is None else params.seed
+        rows = [
+            self._new_row(prompt, self._new_law(params, prompt, history_ids, mix(seed, index)), request_id, index)
+            for index in range(params.n)
+        ]
         if self._plan is not None:
-            self._plan.check(len(prompt), first.row.max_length)
-        rows = [first.row, *(fork.row for fork in first.forks)]
-        self._batch.waiting.append(first)
+            self._plan.check(len(prompt), rows[0].max_length)
+        rows[0].forks = rows[1:]
+        self._scheduler.waiting.append(rows[0])
         return rows
+
+    def _new_law(
+        self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int
+    ) -> SamplingLaw:
+        law = SamplingLaw(
+            params,
+            vocab_size=self.target.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            prompt_ids=prompt,
+            history_ids=history_ids,
+            device=self.target.device,
+        )
+        law.seed, law.contains_faults = seed, self.config.contains_faults
+        return law
+
+    def _new_row(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Sequence:
+        params, length = law.params, len(prompt)
+        wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
+        max_length = min(wanted, self.max_model_len)
+        return Sequence(
+            id=next(self._ids),
+            request_id=request_id,
+            index=index,
+            token_ids=list(prompt),
+            num_prompt_tokens=length,
+            params=params,
+            seed=law.seed,
+            law=law,
+            max_length=max_length,
+            checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
+        )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End every row of a request, queued or running; returns those that were ended."""
         with self._exclusive():
-            ended = self._batch.withdraw(request_id)
-            for member in [*self._batch.decoding, *self._batch.prefilling]:
-                if member.row.request_id == request_id:
-                    ended += [member, *member.forks]
-                    self._scheduler.retire(member)
-            for member in ended:
-                member.row.finish_reason = "abort"
-            return [member.row for member in ended]
+            ended = self._scheduler.withdraw(request_id)
+            for row in ended:
+                row.finish_reason = "abort"
+            return ended
 
     def abort_row(self, row: Sequence, reason: str = "abort") -> None:
         """End one row that decodes; the other samples of its request go on."""
         with self._exclusive():
-            for member in self._batch.decoding:
-                if member.row is row:
-                    row.finish_reason = reason
-                    self._scheduler.retire(member)
+            if row in self._scheduler.decoding:
+                row.finish_reason = reason
+                self._scheduler.retire(row)
 
     def forget_prefixes(self) -> None:
         """Drop what earlier rows left, for instance because the weights have changed."""
-        self._reuse.clear()
+        self._scheduler.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._batch.waiting or len(self._batch))
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
     def num_running(self) -> int:
         """Rows in the cache, decoding or still prefilling."""
-        return len(self._batch)
+        return len(self._scheduler.running)
+
+    @property
+    def running_rows(self) -> list[Sequence]:
+        """Rows in the cache, in its order: those that decode come first."""
+        return self._scheduler.running
 
     @property
     def decoding_rows(self) -> list[Sequence]:
         """Rows whose prompt is in the cache, in cache order."""
-        return [member.row for member in self._batch.decoding]
+        return self._scheduler.decoding
 
     @property
     def waiting_rows(self) -> list[Sequence]:
         """Rows that no step has touched yet."""
-        return [each.row for member in self._batch.waiting for each in (member, *member.forks)]
+        return [each for row in self._scheduler.waiting for each in (row, *row.forks)]
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -197,18 +226,77 @@ class Engine:
         with self._exclusive():
             self._forwards.begin_step()
             self._scheduler.admit(self.profile)
-            if self._prefill.is_due:
-                start = perf_counter()
-                self._scheduler.enter(self._prefill.step(self.profile))
-                self.profile.prefill_seconds += perf_counter() - start
+            if reading := self._scheduler.to_read(one_by_one=self._forwards.has_one_shape):
+                self._read(reading)
                 return []
-            decoding = self._scheduler.decoding()
+            decoding = self._scheduler.to_decode()
             return self._decode(decoding) if decoding else []
 
     def run(self) -> Iterator[list[RowOutput]]:
         """Step until every request has finished."""
         while self.has_unfinished:
             yield self.step()
+
+    def _read(self, rows: list[Sequence]) -> None:
+        """Read the next chunks of the prompts of neighbouring rows."""
+        start = perf_counter()
+        chunks = [self._scheduler.next_chunk(row) for row in rows]
+        first_slot = self._scheduler.slot_of(rows[0])
+        output = self._forwards.read(chunks, first_slot)
+        self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
+        if self.drafter.requires.reads_prompts:
+            shown = [
+                PromptChunk(row.num_prefilled, len(chunk), RowFeatures(output, i))
+                for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
+            ]
+            self._guarded.read(rows, shown)
+        for row, chunk in zip(rows, chunks, strict=True):
+            row.num_prefilled += len(chunk)
+        self.profile.num_prefill_tokens += sum(map(len, chunks))
+        self._scheduler.start([row for row in rows if row.is_prefilled])
+        self.profile.prefill_seconds += perf_counter() - start
+
+    def _decode(self, rows: list[Sequence]) -> list[RowOutput]:
+        """One round over the rows that decode."""
+        clock = Clock(self.profile)
+        trees = propose(rows, self._guarded, self._forwards, self._governing, self._scheduler.max_nodes)
+        self._erase_doubtful(rows)
+        clock.lap("propose_seconds")
+        with self._helpers.watched() if self._helpers is not None else nullcontext():
+            output = self._forwards.verify(trees)
+        logits = output.logits
+        clock.lap("verify_seconds")
+        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
+        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
+        clock.lap("accept_seconds")
+        outputs = [
+            emit(row, tree, verdict, logits, i, self.config)
+            for i, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True))
+        ]
+        clock.lap("emit_seconds")
+        paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
+        self.cache.commit(paths)
+        self._erase_doubtful(rows)
+        clock.lap("commit_seconds")
+        if self.drafter.observes:
+            features = [RowFeatures(output, i, choices) for i in range(len(rows))]
+            observe(self._guarded, trees, paths, outputs, features)
+        for row in rows:
+            if row.is_finished:
+                self.profile.ended.add(row.stats)
+                self._scheduler.retire(row)
+        clock.lap("observe_seconds")
+        self.profile.num_steps += 1
+        self._governing.learn(trees, outputs, clock)
+        return outputs
+
+    def _erase_doubtful(self, rows: list[Sequence]) -> None:
+        """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
+        for slot, row in enumerate(rows):
+            if row.is_in_doubt:
+                self.cache.erase(slot, self.cache.lengths[slot])
+
+    # -- steps that break off ----------------------------------------------------------------------------------
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -230,57 +318,3 @@ class Engine:
     def _end_all(self) -> None:
         self._scheduler.end_all()
         self._is_broken = False
-
-    # -- decode ------------------------------------------------------------------------------------------------
-
-    def _decode(self, members: list[Member]) -> list[RowOutput]:
-        """One round over all rows that decode."""
-        clock = Clock(self.profile)
-        rows = [member.row for member in members]
-        trees = self._proposing.step(members, self._batch.max_nodes)
-        self._erase_doubtful(members)
-        clock.lap("propose_seconds")
-        with self._helpers.watched() if self._helpers is not None else nullcontext():
-            output = self._forwards.verify(trees)
-        logits = output.logits
-        clock.lap("verify_seconds")
-        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
-        verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
-        clock.lap("accept_seconds")
-        outputs = [
-            emit(member, tree, verdict, logits, i, self.config)
-            for i, (member, tree, verdict) in enumerate(zip(members, trees, verdicts, strict=True))
-        ]
-        clock.lap("emit_seconds")
-        paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
-        self.cache.commit(paths)
-        self._erase_doubtful(members)
-        clock.lap("commit_seconds")
-        if self.drafter.observes:
-            self._observe(trees, paths, outputs, ForwardFeatures(output, choices))
-        for member in members:
-            if member.row.is_finished:
-                self.profile.ended.add(member.row.stats)
-                self._scheduler.retire(member)
-        clock.lap("observe_seconds")
-        self.profile.num_steps += 1
-        self._governing.learn(trees, outputs, clock)
-        return outputs
-
-    def _erase_doubtful(self, members: list[Member]) -> None:
-        """Zero what lies behind the committed columns of rows in doubt, which may not be finite."""
-        for slot, member in enumerate(members):
-            if member.is_in_doubt:
-                self.cache.erase(slot, self.cache.lengths[slot])
-
-    def _observe(
-        self,
-        trees: list[DraftTree],
-        paths: list[tuple[int, ...]],
-        outputs: list[RowOutput],
-        features: ForwardFeatures,
-    ) -> None:
-        """Tell the drafter of the rows that go on."""
-        going_on = [i for i, output in enumerate(outputs) if output.token_ids and not output.row.is_finished]
-        results = [StepResult(trees[i], paths[i], outputs[i].token_ids, features.of(i)) for i in going_on]
-        self._guarded.observe([outputs[i].row for i in going_on], results)

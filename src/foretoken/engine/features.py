@@ -84,40 +84,31 @@ def _not_required(name: str) -> ConfigError:
     return ConfigError(f"a drafter asked for features that were not computed; let its `requires` name {name}")
 
 
-class ForwardFeatures:
-    """Features of all rows of one forward.
+class RowFeatures(Features):
+    """Features of the nodes of one row of a forward.
 
     Args:
       output: of the forward.
-      choices: of all nodes, where the drafter wants them: made before anything is emitted, for they depend on the text.
+      row: number of the row.
+      choices: of all nodes of all rows, where the drafter wants them: made before anything is emitted, for they depend
+        on the text.
     """
 
-    def __init__(self, output: Output, choices: Choices | None = None) -> None:
-        self.output = output
-        self.choices = choices
-
-    def of(self, row: int) -> Features:
-        """Those of one row."""
-        return RowFeatures(self, row)
-
-
-class RowFeatures(Features):
-    """Features of the nodes of one row."""
-
-    def __init__(self, forward: ForwardFeatures, row: int) -> None:
-        self._forward = forward
+    def __init__(self, output: Output, row: int, choices: Choices | None = None) -> None:
+        self._output = output
         self._row = row
+        self._choices = choices
 
     def last_hidden(self, nodes: Seq[int]) -> torch.Tensor:
-        states = self._forward.output.last_hidden
+        states = self._output.last_hidden
         return super().last_hidden(nodes) if states is None else _selected(states[self._row], nodes)
 
     def layer_input(self, layer: int, nodes: Seq[int]) -> torch.Tensor:
-        states = self._forward.output.layer_inputs.get(layer)
+        states = self._output.layer_inputs.get(layer)
         return super().layer_input(layer, nodes) if states is None else _selected(states[self._row], nodes)
 
     def top_ids(self, k: int, nodes: Seq[int]) -> torch.Tensor:
-        logits = self._forward.output.logits[self._row]
+        logits = self._output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
         found = kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
@@ -125,8 +116,7 @@ class RowFeatures(Features):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        choices = self._forward.choices
-        return super().choices if choices is None else choices[self._row]
+        return super().choices if self._choices is None else self._choices[self._row]
 
 
 def _selected(values: torch.Tensor, nodes: Seq[int]) -> torch.Tensor:

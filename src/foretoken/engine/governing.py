@@ -18,12 +18,12 @@ from foretoken.engine.survival import DEEPEST
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from foretoken.engine.batch import Batch
     from foretoken.engine.budget import Budget
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.forwards import Forwards
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.profiles import Profile
+    from foretoken.engine.scheduler import Scheduler
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.stats import Clock
     from foretoken.model.lm import CausalLM
@@ -45,12 +45,12 @@ class Governing:
 
     Args:
       forwards: of the engine; they know how many nodes a step runs.
-      batch: of the engine; it knows whether requests wait.
+      scheduler: of the engine; it knows whether requests wait.
     """
 
-    def __init__(self, governor: AnyGovernor | None, forwards: Forwards, batch: Batch) -> None:
+    def __init__(self, governor: AnyGovernor | None, forwards: Forwards, scheduler: Scheduler) -> None:
         self._governor = governor
-        self._batch = batch
+        self._scheduler = scheduler
         self._forwards = forwards
         self._attention = Attention()
         self._allowed: list[Budget] = []
@@ -73,7 +73,7 @@ class Governing:
                 rows,
                 budgets,
                 self._forwards.num_nodes,
-                is_closed=not self._batch.waiting and not self._batch.prefilling,
+                is_closed=not self._scheduler.waiting and not self._scheduler.prefilling,
                 context=sum(len(row.token_ids) for row in rows) / max(len(rows), 1),
             )
         else:

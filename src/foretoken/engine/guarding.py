@@ -1,14 +1,15 @@
-"""Faults of a drafter stay with the rows that it was working on: these go on without drafts, all others with theirs."""
+"""Drafters around drafters. The guard keeps faults with the rows of a call: only these go on without drafts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.engine.budget import Budget
-from foretoken.engine.drafter import Drafter, OwnCache, PromptChunk, StepResult
+from foretoken.engine.drafter import Drafter, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.errors import ConfigError, TreeError
 from foretoken.law.faults import described, is_fatal
 from foretoken.tree import DraftTree
@@ -23,68 +24,95 @@ logger = logging.getLogger("foretoken")
 T = TypeVar("T")
 
 
-class GuardedDrafter(Drafter):
-    """A drafter whose exceptions end its drafting for the rows of the call, and nothing else.
+class WrappingDrafter(Drafter):
+    """Drafts with other drafters: what the engine tells it of rows it tells all of them, in order.
+
+    Args:
+      parts: the other drafters.
+    """
+
+    def __init__(self, parts: Seq[Drafter]) -> None:
+        self.parts = tuple(parts)
+        self.requires = Requirements.all_of(part.requires for part in parts)
+        self.is_divisible = all(part.is_divisible for part in parts)
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        for part in self.parts:
+            part.bind(target, cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [own for part in self.parts for own in part.own_caches()]
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        for part in self.parts:
+            if part.requires.reads_prompts:
+                part.read(rows, chunks)
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.start(rows)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.fork(row, copies)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.forget(rows)
+
+
+class GuardedDrafter(WrappingDrafter):
+    """A drafter whose drafts fit their rows, and whose exceptions end its drafting for the rows of the call alone.
 
     These rows are forgotten by the drafter, the lengths of the target's cache are put back, and the rows go on
     decoding plainly. A draft that does not fit its row counts as an exception. The first fault is told in a warning;
     `SequenceStats.drafter_error` has that of each row.
 
     A drafter that drafts in the target's cache must be shown its rows from the first one on, so the engine keeps rows
-    without drafts behind the others (`Batch.put_last`).
+    without drafts behind the others (`Scheduler.to_decode`).
 
     Args:
-      drafter: to be contained. What it raises when it is bound is raised: that is a matter of set-up.
+      drafter: to be guarded. What it raises when it is bound is raised: that is a matter of set-up.
+      contains_faults: whether exceptions stay here; else they are raised.
 
     Exactness: as of the drafter; a draft that never comes is the empty draft.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, *, contains_faults: bool) -> None:
+        super().__init__([drafter])
         self.name = drafter.name
-        self.requires = drafter.requires
         self._drafter = drafter
+        self._contains_faults = contains_faults
         self._has_warned = False
         self._drafts_in_cache = type(drafter).bind is not Drafter.bind
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache
         self._vocab_size = target.vocab_size
-        self._drafter.bind(target, cache)
-
-    def own_caches(self) -> Seq[OwnCache]:
-        return self._drafter.own_caches()
+        super().bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         if row.stats.drafter_error:
             return num_tokens
-        return self._try([row], lambda: self._recalled(row, memory, num_tokens), num_tokens)
+        return self._try([row], partial(self._recalled, row, memory, num_tokens), num_tokens)
 
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        with_drafts = self._with_drafts(rows)
-        if with_drafts:
-            shown = [chunks[i] for i in with_drafts]
-            of_rows = [rows[i] for i in with_drafts]
-            self._try(of_rows, lambda: self._drafter.read(of_rows, shown), None)
+        self._tell(super().read, rows, chunks)
 
     def start(self, rows: Seq[Sequence]) -> None:
-        of_rows = [rows[i] for i in self._with_drafts(rows)]
-        if of_rows:
-            self._try(of_rows, lambda: self._drafter.start(of_rows), None)
+        self._tell(super().start, rows)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         if row.stats.drafter_error:
             self._give_up(copies, row.stats.drafter_error)
         else:
-            self._try([row, *copies], lambda: self._drafter.fork(row, copies), None)
+            self._try([row, *copies], partial(self._drafter.fork, row, copies), None)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         asked = self._with_drafts(rows)
         none: list[DraftTree] = []
-        if len(asked) == len(rows):
-            of_rows, of_budgets = rows, budgets
-        else:
-            of_rows, of_budgets = [rows[i] for i in asked], [budgets[i] for i in asked]
-        trees = self._try(of_rows, lambda: self._checked(of_rows, of_budgets), none) if asked else none
+        of_rows, of_budgets = _at(asked, rows, budgets)
+        trees = self._try(of_rows, partial(self._checked, of_rows, of_budgets), none) if asked else none
         if len(trees) == len(rows):
             return trees
         if asked and not trees and self._drafts_in_cache:  # what it has written may not be finite
@@ -96,20 +124,13 @@ class GuardedDrafter(Drafter):
         return found
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        with_drafts = self._with_drafts(rows)
-        if with_drafts:
-            of_rows, outcomes = rows, results
-            if len(with_drafts) < len(rows):
-                of_rows, outcomes = [rows[i] for i in with_drafts], [results[i] for i in with_drafts]
-            self._try(of_rows, lambda: self._drafter.observe(of_rows, outcomes), None)
+        self._tell(self._drafter.observe, rows, results)
 
     def keep(self, row: Sequence) -> object:
-        return None if row.stats.drafter_error else self._try([row], lambda: self._drafter.keep(row), None)
+        return None if row.stats.drafter_error else self._try([row], partial(self._drafter.keep, row), None)
 
     def forget(self, rows: Seq[Sequence]) -> None:
-        of_rows = [rows[i] for i in self._with_drafts(rows)]
-        if of_rows:
-            self._try(of_rows, lambda: self._drafter.forget(of_rows), None)
+        self._tell(super().forget, rows)
 
     # -- faults ------------------------------------------------------------------------------------------------
 
@@ -117,7 +138,16 @@ class GuardedDrafter(Drafter):
         """Places of the rows for which no fault has ended drafting, which it does for good."""
         return [i for i, row in enumerate(rows) if not row.stats.drafter_error]
 
+    def _tell(self, verb: Callable[..., None], rows: Seq[Sequence], *others: Seq[Any]) -> None:
+        """Call a verb for the rows that have drafts, with their entries of other lists."""
+        with_drafts = self._with_drafts(rows)
+        if with_drafts:
+            of_rows, *of_others = _at(with_drafts, rows, *others)
+            self._try(of_rows, partial(verb, of_rows, *of_others), None)
+
     def _try(self, rows: Seq[Sequence], call: Callable[[], T], otherwise: T) -> T:
+        if not self._contains_faults:
+            return call()
         lengths = list(self._cache.lengths)
         try:
             return call()
@@ -162,16 +192,16 @@ class GuardedDrafter(Drafter):
         if len(trees) != len(rows):
             raise TreeError(f"{len(trees)} drafts for {len(rows)} rows")
         for row, tree in zip(rows, trees, strict=True):
-            check_draft(tree, row, self._vocab_size)
+            tokens = tree.tokens
+            if tokens[0] != row.pending:
+                raise TreeError(f"the draft starts with token {tokens[0]}, but {row.pending} is pending")
+            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+                raise TreeError(f"the draft {tokens} leaves the vocabulary, 0..{self._vocab_size - 1}")
         return trees
 
 
-def check_draft(tree: DraftTree, row: Sequence, vocab_size: int) -> None:
-    """Refuse a draft that does not fit its row.
-
-    Raises: TreeError for one that does not start with the pending token, or leaves the vocabulary.
-    """
-    if tree.tokens[0] != row.pending:
-        raise TreeError(f"the draft starts with token {tree.tokens[0]}, but {row.pending} is pending")
-    if min(tree.tokens) < 0 or max(tree.tokens) >= vocab_size:
-        raise TreeError(f"the draft {tree.tokens} leaves the vocabulary, 0..{vocab_size - 1}")
+def _at(places: Seq[int], *lists: Seq[Any]) -> tuple[Seq[Any], ...]:
+    """The entries of lists at some places, without a copy where these are all."""
+    if len(places) == len(lists[0]):
+        return lists
+    return tuple([entries[i] for i in places] for entries in lists)

@@ -11,9 +11,9 @@ from foretoken.model.nodes import Nodes
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
-    from foretoken.engine.batch import Member
     from foretoken.engine.drafter import Drafter, OwnCache
     from foretoken.engine.forwards import Forwards
+    from foretoken.engine.sequence import Sequence
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
@@ -80,14 +80,13 @@ class MemoryPlan:
             each.max_cells, each.capacity = plan.max_cells, min(each.capacity, plan.max_cells)
         return plan
 
-    def fits(self, members: Seq[Member], room: int = 0) -> bool:
+    def fits(self, rows: Seq[Sequence], room: int = 0) -> bool:
         """Whether these may be in the cache together, each with ``room`` further tokens, as far as it can grow.
 
         Three rows of 100, 30 and 190 tokens count as three of 256: 190 and a step of drafts, by steps of 64.
         """
-        rows = [member.row for member in members]
         longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
-        return len(members) * self._columns(longest) <= self.max_cells
+        return len(rows) * self._columns(longest) <= self.max_cells
 
     def max_nodes(self, lengths: Seq[int]) -> int:
         """How many nodes a draft may have so that the cache need not grow beyond the plan.

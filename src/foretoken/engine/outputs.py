@@ -9,7 +9,6 @@ import torch
 
 from foretoken.engine.sequence import Sequence
 from foretoken.law import sampling
-from foretoken.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -48,40 +47,12 @@ class RowOutput:
     logits: torch.Tensor | None = None
 
 
-class Emitted:
-    """Where the tokens that a step adds to a row were chosen.
-
-    Args:
-      nodes: of the tree, one per token: the one after which it comes.
-      node_logits: (N, V), of all nodes of the tree.
-    """
-
-    def __init__(self, row: Sequence, tree: DraftTree, nodes: Seq[int], node_logits: torch.Tensor) -> None:
-        self._row = row
-        self._tree = tree
-        self._nodes = list(nodes)
-        self._node_logits = node_logits
-
-    def logprobs(self, tokens: Seq[int]) -> tuple[TokenLogprobs, ...]:
-        """As many as the row's parameters ask for; empty when they ask for none."""
-        k = self._row.params.logprobs
-        if k is None:
-            return ()
-        table = sampling.log_probs(self._node_logits[self._nodes], self._laws, self._paths)
-        return tuple(TokenLogprobs.of(token, table[i], k) for i, token in enumerate(tokens))
-
-    def scores(self) -> torch.Tensor:
-        """Processed scores, float32 (tokens, V)."""
-        return sampling.scores(self._node_logits[self._nodes], self._laws, self._paths)
-
-    def logits(self) -> torch.Tensor:
-        """The model's own, float32 (tokens, V)."""
-        return self._node_logits[self._nodes].float()
-
-    @property
-    def _laws(self) -> list[sampling.SamplingLaw]:
-        return [self._row.law] * len(self._nodes)
-
-    @property
-    def _paths(self) -> list[tuple[int, ...]]:
-        return [self._tree.path_tokens(node) for node in self._nodes]
+def logprobs_of(
+    row: Sequence, tokens: Seq[int], logits: torch.Tensor, paths: Seq[tuple[int, ...]]
+) -> tuple[TokenLogprobs, ...]:
+    """As many log-probabilities of tokens as the row's parameters ask for; empty when they ask for none."""
+    k = row.params.logprobs
+    if k is None:
+        return ()
+    table = sampling.log_probs(logits, [row.law] * len(tokens), paths)
+    return tuple(TokenLogprobs.of(token, table[i], k) for i, token in enumerate(tokens))

@@ -13,7 +13,7 @@ from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
-    from foretoken.engine.stopping import Detokenizer
+    from foretoken.engine.stopping import Detokenizer, StopChecker
     from foretoken.law.sampling import SamplingLaw
     from foretoken.tree import DraftTree
 
@@ -34,9 +34,14 @@ class Sequence:
       seed: of this row; sample i of n has ``mix(seed of the request, i)``.
       law: turns logits of this row into its target distribution; holds the incremental history.
       max_length: prompt and output together never exceed it.
-      text: of the output, taken in no further than somebody has needed it; None where no text is wanted.
+      checker: decides after every token whether the row ends with it.
       num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
       trace: one entry per step.
+      forks: the other samples of its request, which copy its cache once its prompt is in.
+      num_prefilled: tokens in the cache, until the row decodes.
+      num_replayed: length of its output when it last had to leave the cache, to be read again.
+      is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
+      num_changes: of the target, when the row came into the cache.
     """
 
     id: int
@@ -48,13 +53,23 @@ class Sequence:
     seed: int
     law: SamplingLaw
     max_length: int
+    checker: StopChecker
     stats: SequenceStats = field(default_factory=SequenceStats)
     num_steps: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    text: Detokenizer | None = None
     num_cached_tokens: int = 0
     trace: list[StepTrace] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+    num_prefilled: int = 0
+    num_replayed: int = 0
+    is_in_doubt: bool = False
+    num_changes: int = 0
+
+    @property
+    def text(self) -> Detokenizer | None:
+        """Text of the output, taken in no further than somebody has needed it; None where no text is wanted."""
+        return self.checker.text
 
     @property
     def pending(self) -> int:
@@ -76,6 +91,20 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def num_prompt_to_read(self) -> int:
+        """All tokens of the prompt but the last one, which a step verifies."""
+        return self.num_prompt_tokens - 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens that are read of the prompt, and replayed of the output."""
+        return self.num_prompt_to_read + self.num_replayed
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_prefilled == self.num_to_prefill
 
     def record(self, tree: DraftTree, accepted: Seq[int], num_emitted: int) -> None:
         """Count one verify step, before its tokens are appended; ``accepted`` are drafted nodes."""

@@ -9,8 +9,8 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
 from foretoken.engine.engine import Engine
+from foretoken.engine.guarding import WrappingDrafter
 from foretoken.engine.sequence import Sequence
-from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
 from foretoken.tree import DraftTree
 
@@ -25,19 +25,16 @@ class Trace:
     num_accepted: int = 0
 
 
-class _Watched(Drafter):
+class _Watched(WrappingDrafter):
     """Passes everything on, and checks the contract between engine and drafter on the way."""
 
     def __init__(self, drafter: Drafter) -> None:
+        super().__init__([drafter])
         self.drafter = drafter
         self.name = drafter.name
-        self.requires = drafter.requires
         self._started: set[int] = set()
         self._num_read: dict[int, int] = {}
         self._proposed: dict[int, DraftTree] = {}
-
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        self.drafter.bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         num_recalled = self.drafter.recall(row, memory, num_tokens)
@@ -51,7 +48,7 @@ class _Watched(Drafter):
             known = self._num_read.get(row.id, 0)
             require(chunk.start == known, f"read: row {row.id} goes on at {chunk.start}, but {known} tokens are read")
             self._num_read[row.id] = known + chunk.num_tokens
-        self.drafter.read(rows, chunks)
+        super().read(rows, chunks)
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
@@ -61,13 +58,13 @@ class _Watched(Drafter):
                 f"start: {known} tokens of the prompt of row {row.id} were read, not {wanted}",
             )
         self._started |= {row.id for row in rows}
-        self.drafter.start(rows)
+        super().start(rows)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         require(row.id in self._started, f"fork of row {row.id}, which never started")
         require(all(copy.token_ids == row.token_ids for copy in copies), "fork: the copies have other tokens")
         self._started |= {copy.id for copy in copies}
-        self.drafter.fork(row, copies)
+        super().fork(row, copies)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         before = [list(row.token_ids) for row in rows]
@@ -101,7 +98,7 @@ class _Watched(Drafter):
         for row in rows:
             self._num_read.pop(row.id, None)
         self._started -= {row.id for row in rows}
-        self.drafter.forget(rows)
+        super().forget(rows)
 
     def check_empty(self) -> None:
         left = sorted(self._started | self._num_read.keys())

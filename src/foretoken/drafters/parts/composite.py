@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.calibration import Calibration
-from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
+from foretoken.engine.drafter import Budget, Drafter, StepResult
+from foretoken.engine.guarding import WrappingDrafter
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftPlan, DraftTree
 
-if TYPE_CHECKING:
-    from foretoken.model.cache.ragged import KVCache
-    from foretoken.model.lm import CausalLM
 
-
-class CompositeDrafter(Drafter):
+class CompositeDrafter(WrappingDrafter):
     """Asks several drafters, and tells each the outcome of its own proposals.
 
     A part sees a step as if it had proposed those of its nodes that were verified: its tree is cut to them, the
@@ -33,18 +29,9 @@ class CompositeDrafter(Drafter):
     def __init__(self, parts: Seq[Drafter]) -> None:
         if len(parts) < 2:
             raise ConfigError(f"{self.name} combines drafters but got {len(parts)}; give two or more")
-        self.parts = tuple(parts)
-        self.requires = Requirements.all_of(part.requires for part in parts)
-        self.is_divisible = all(part.is_divisible for part in parts)
+        super().__init__(parts)
         self._calibrations = [Calibration() for _ in parts]
         self._proposed: dict[int, list[DraftTree]] = {}
-
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        for part in self.parts:
-            part.bind(target, cache)
-
-    def own_caches(self) -> list[OwnCache]:
-        return [own for part in self.parts for own in part.own_caches()]
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """As many tokens as every part recalls."""
@@ -58,19 +45,6 @@ class CompositeDrafter(Drafter):
                 if known[place] > fewest:
                     known[place] = _recalled(part, row, own, fewest)
         return known[0]
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        for part in self.parts:
-            if part.requires.reads_prompts:
-                part.read(rows, chunks)
-
-    def start(self, rows: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.start(rows)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.fork(row, copies)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         proposed = self._ask(rows, budgets)
@@ -106,8 +80,7 @@ class CompositeDrafter(Drafter):
         return None if all(memory is None for memory in memories) else memories
 
     def forget(self, rows: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.forget(rows)
+        super().forget(rows)
         for row in rows:
             self._proposed.pop(row.id, None)
 
