@@ -33,7 +33,6 @@ from foretoken.engine.governor import Governor
 from foretoken.engine.step_costs import StepCosts
 from foretoken.law.history import TokenArray
 from foretoken.model.lm import CausalLM
-from foretoken.sessions.session import Sample
 from foretoken.sessions.textstream import TextStream
 from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
 
@@ -242,7 +241,7 @@ def work_per_step(
     counter = Counter()
     engine = Engine(target(), drafter, tokenizer=Words(), governor=governor)  # type: ignore[arg-type]
     (row,) = engine.add_request(longest_text()[-length:], replace(params, max_tokens=2000, ignore_eos=True))
-    sample = Sample(row, TextStream(row.text, stops=params.stop_strings))
+    text = TextStream(row)
     while not engine.decoding_rows:
         engine.step()
     monkeypatch.setattr(CausalLM, "forward", counter.paused(CausalLM.forward))
@@ -255,9 +254,8 @@ def work_per_step(
         for number in range(3 + 5):
             with counter.counting() as work:
                 (output,) = engine.step()
-                sample.token_ids += output.token_ids
-                sample.text.read(sample.token_ids, ["target"] * len(output.token_ids))
-                sample.text.release()
+                text.take(output, drafter.name, 0.0, 0.0)
+                text.release()
             if number >= 3:  # the first ones make what later ones use
                 found.append(work)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,12 +53,17 @@ def expected(ids: Sequence[int], params: SamplingParams) -> tuple[int, str | Non
     return len(ids), None, decode(ids, params)
 
 
+def stream_of(params: SamplingParams, checker: StopChecker, *, reads: bool = True) -> TextStream:
+    row: Any = SimpleNamespace(params=params, text=checker.text if reads else None)
+    return TextStream(row)
+
+
 def decoded(
     ids: Sequence[int], params: SamplingParams, steps: random.Random, tokenizer: Any
 ) -> tuple[int, str | None, list[str]]:
     """Number of tokens, stop string and released pieces, in steps of several tokens."""
     checker = StopChecker(params, [], 1, 1 + len(ids), tokenizer)
-    stream = TextStream(checker.text, stops=params.stop_strings, keep_stop=params.include_stop_str_in_output)
+    stream = stream_of(params, checker)
     output: list[int] = []
     pieces: list[str] = []
     while True:
@@ -67,9 +73,9 @@ def decoded(
             finish = checker.check(token)
             if finish is not None:
                 break
-        stream.read(output, ["drafter"] * (len(output) - num_before - 1) + ["target"])
-        segments = stream.release() if finish is None else stream.finish()
-        pieces.append("".join(text for text, _ in segments))
+        stream.read(output[num_before:], ["drafter"] * (len(output) - num_before - 1) + ["target"])
+        stream.finish_reason = None if finish is None else finish.reason
+        pieces.append("".join(text for text, _ in stream.release()))
         if finish is not None:
             assert "".join(pieces) == stream.released
             return len(output), finish.cause if finish.reason == "stop" else None, pieces  # type: ignore[return-value]
@@ -101,13 +107,12 @@ def test_random_outputs_are_cut_and_released_as_by_decoding_them_anew(keep_stop:
 
 def num_decodings(stops: Sequence[str], *, reads: bool = True) -> int:
     tokenizer: Any = Bytes()
-    checker = StopChecker(SamplingParams(max_tokens=99, stop=stops), [], 1, 99, tokenizer)
-    stream = TextStream(checker.text if reads else None, stops=stops)
-    output: list[int] = []
+    params = SamplingParams(max_tokens=99, stop=stops)
+    checker = StopChecker(params, [], 1, 99, tokenizer)
+    stream = stream_of(params, checker, reads=reads)
     for token in b"some text " * 4:
-        output.append(token)
         checker.check(token)
-        stream.read(output, ["target"])
+        stream.read([token], ["target"])
         stream.release()
     return int(tokenizer.num_calls)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
 
 from foretoken.engine.stats import SequenceStats, StepTrace
 
 if TYPE_CHECKING:
-    from foretoken.engine.governing import AnyGovernor
     from foretoken.model.promise import Promise
 
 T = TypeVar("T")
@@ -222,22 +221,6 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
         "lossless": is_lossless,
         **drafters,
     }
-
-
-class Governed:
-    """What a governor has decided since this was made."""
-
-    def __init__(self, governor: AnyGovernor) -> None:
-        self._governor = governor
-        self._before = replace(governor.totals)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Estimated speed by that of plain decoding, None where no step verified a draft, and the decision of late."""
-        totals, before = self._governor.totals, self._before
-        seconds = totals.seconds - before.seconds
-        has_drafts = totals.num_drafted > before.num_drafted
-        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
-        return {"estimated_speedup": speed, "decision": self._governor.describe()}
 
 
 def _by_drafter(stats: SequenceStats) -> dict[str, dict[str, int]]:

@@ -16,13 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.exclusive_use import ExclusiveUse
-from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import StepProfile
 from foretoken.errors import CopyError, EngineBusyError, PromptError
 from foretoken.sessions.outputs import RequestOutput, StreamOutput
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompt
-from foretoken.sessions.session import Request, Sample, Session
+from foretoken.sessions.session import Request, Session
 from foretoken.sessions.textstream import TextStream
 
 
@@ -123,12 +122,7 @@ class Runner:
             rows = self._engine.add_request(prompt.token_ids, params, request_id)
         except PromptError as error:
             raise type(error)(f"prompt {place}: {error}") from None
-        return Request(request_id, prompt, params, perf_counter(), [self._sample(row) for row in rows])
-
-    def _sample(self, row: Sequence) -> Sample:
-        params = row.params
-        text = TextStream(row.text, stops=params.stop_strings, keep_stop=params.include_stop_str_in_output)
-        return Sample(row, text)
+        return Request(request_id, prompt, params, perf_counter(), [TextStream(row) for row in rows])
 
     def advance(self, session: Session) -> None:
         """Step until this session has news or has ended.

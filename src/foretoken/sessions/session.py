@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import RowOutput, TokenLogprobs
-from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
-from foretoken.law.faults import is_fatal, told
+from foretoken.law.faults import is_fatal
 from foretoken.sessions.outputs import (
     CompletionOutput,
     FrozenList,
-    Governed,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -31,37 +29,20 @@ if TYPE_CHECKING:
     from foretoken.engine.governing import AnyGovernor
     from foretoken.model.promise import Promise
 
-TARGET = "target"
-
-
-@dataclass(eq=False)
-class Sample:
-    """One row of the engine, as the faces see it: the i-th of n texts of a request."""
-
-    row: Sequence
-    text: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    started: float | None = None
-    ended: float = 0.0
-    error: Exception | None = None
-
 
 @dataclass(eq=False)
 class Request:
-    """One prompt of a call, with its samples."""
+    """One prompt of a call, with its n texts."""
 
     id: str
     prompt: Prompt
     params: SamplingParams
     arrived: float
-    samples: list[Sample]
+    texts: list[TextStream]
 
     @property
     def is_finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
+        return all(text.finish_reason is not None for text in self.texts)
 
 
 class Session:
@@ -96,11 +77,10 @@ class Session:
         self._num_spec_tokens = num_spec_tokens
         self._is_lossless = is_lossless
         self._promise = promise
-        self._governed = None if governor is None else Governed(governor)
+        self._governor = governor
+        self._before = None if governor is None else replace(governor.totals)
         self._place_of = {
-            sample.row.id: (place, request, sample)
-            for place, request in enumerate(self.requests)
-            for sample in request.samples
+            text.row.id: (place, request, text) for place, request in enumerate(self.requests) for text in request.texts
         }
 
     @property
@@ -117,69 +97,49 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sample.token_ids) for request in self.requests for sample in request.samples)
+        return sum(len(text.token_ids) for request in self.requests for text in request.texts)
 
     @property
     def error(self) -> Exception | None:
-        """The error of the first sample, when every sample ended in one."""
-        errors = [sample.error for request in self.requests for sample in request.samples]
+        """The error of the first text, when every one ended in an error."""
+        errors = [text.error for request in self.requests for text in request.texts]
         return errors[0] if errors and all(error is not None for error in errors) else None
 
     def take(self, output: RowOutput, started: float, ended: float) -> bool:
         """Take in what a step, between these times, added to one of the rows.
 
-        Returns: whether all of it could be read; a sample ends with the reason "error" before a token that cannot.
+        Returns: whether all of it could be read, see `TextStream.take`.
         """
-        place, request, sample = self._place_of[output.row.id]
-        if sample.started is None:
-            sample.started = started
-        sample.ended = ended
-        sample.error = output.error
-        num_known = len(sample.token_ids)
-        sample.token_ids += output.token_ids
-        sample.logprobs += output.logprobs
-        num_others = len(output.token_ids) - output.num_accepted
-        sample.finish_reason, sample.stop_reason = output.row.finish_reason, output.row.stop_reason
-        fault = self._read(sample, [self._drafter_name] * output.num_accepted + [TARGET] * num_others)
-        segments = sample.text.release() if sample.finish_reason is None else sample.text.finish()
-        tokens = sample.token_ids[num_known:]
+        place, request, text = self._place_of[output.row.id]
+        num_known = len(text.token_ids)
+        is_read = text.take(output, self._drafter_name, started, ended)
+        segments = text.release()
+        tokens = text.token_ids[num_known:]
         self.news.append(
             StreamOutput(
                 request_id=request.id,
                 prompt_index=place,
-                index=sample.row.index,
-                text="".join(text for text, _ in segments),
+                index=text.row.index,
+                text="".join(piece for piece, _ in segments),
                 segments=segments,
                 token_ids=FrozenList(tokens),
                 num_accepted=min(output.num_accepted, len(tokens)),
-                finish_reason=sample.finish_reason,
-                stop_reason=sample.stop_reason,
+                finish_reason=text.finish_reason,
+                stop_reason=text.stop_reason,
             )
         )
-        return fault is None
-
-    def _read(self, sample: Sample, sources: list[str]) -> Exception | None:
-        """Read the new tokens of a sample; what its tokenizer has raised, which ends it before that token."""
-        try:
-            sample.text.read(sample.token_ids, sources)
-        except Exception as fault:
-            if is_fatal(fault):
-                raise
-            del sample.token_ids[sample.text.num_read :], sample.logprobs[sample.text.num_read :]
-            sample.error, sample.finish_reason, sample.stop_reason = fault, "error", told(fault)
-            return fault
-        return None
+        return is_read
 
     def abort(self) -> None:
         """Mark what has not ended as aborted."""
         for request in self.requests:
-            for sample in request.samples:
-                sample.finish_reason = sample.finish_reason or "abort"
+            for text in request.texts:
+                text.finish_reason = text.finish_reason or "abort"
 
     # -- results -----------------------------------------------------------------------------------------------
 
     def outputs(self) -> list[RequestOutput]:
-        """Results in the order of the prompts; samples that still run count as aborted."""
+        """Results in the order of the prompts; texts that still run count as aborted."""
         return [self._output(request) for request in self.requests]
 
     def output(self, place: int) -> RequestOutput:
@@ -191,34 +151,35 @@ class Session:
             request_id=request.id,
             prompt=request.prompt.text,
             prompt_token_ids=FrozenList(request.prompt.token_ids),
-            outputs=FrozenList(self._completion(request, sample) for sample in request.samples),
-            finished=all(sample.finish_reason not in (None, "abort") for sample in request.samples),
+            outputs=FrozenList(self._completion(request, text) for text in request.texts),
+            finished=all(text.finish_reason not in (None, "abort") for text in request.texts),
             metrics=self._metrics(request),
-            num_cached_tokens=request.samples[0].row.num_cached_tokens,
+            num_cached_tokens=request.texts[0].row.num_cached_tokens,
             lossless=self._is_lossless,
         )
 
-    def _completion(self, request: Request, sample: Sample) -> CompletionOutput:
+    def _completion(self, request: Request, text: TextStream) -> CompletionOutput:
         wants_logprobs = request.params.logprobs is not None
         return CompletionOutput(
-            index=sample.row.index,
-            text=self._text(request.params, sample),
-            token_ids=FrozenList(sample.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in sample.logprobs) if wants_logprobs else None,
-            logprobs=[self._logprobs(entry) for entry in sample.logprobs] if wants_logprobs else None,
-            finish_reason=sample.finish_reason or "abort",
-            stop_reason=sample.stop_reason,
+            index=text.row.index,
+            text=self._decoded_text(text),
+            token_ids=FrozenList(text.token_ids),
+            cumulative_logprob=sum(entry.logprob for entry in text.logprobs) if wants_logprobs else None,
+            logprobs=[self._logprobs(entry) for entry in text.logprobs] if wants_logprobs else None,
+            finish_reason=text.finish_reason or "abort",
+            stop_reason=text.stop_reason,
             seed=int(request.params.seed or 0),
         )
 
-    def _text(self, params: SamplingParams, sample: Sample) -> str:
+    def _decoded_text(self, text: TextStream) -> str:
         """The tokenizer's own decoding, unless a stop string cuts it."""
-        text = sample.row.text
-        if self._tokenizer is None or text is None:
+        detokenizer = text.row.text
+        if self._tokenizer is None or detokenizer is None:
             return ""
-        if sample.error is not None or (text.stop is not None and sample.finish_reason == "stop"):
-            return sample.text.released
-        return str(self._tokenizer.decode(sample.token_ids, skip_special_tokens=params.skip_special_tokens))
+        if text.error is not None or (detokenizer.stop is not None and text.finish_reason == "stop"):
+            return text.released
+        skips = text.row.params.skip_special_tokens
+        return str(self._tokenizer.decode(text.token_ids, skip_special_tokens=skips))
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """Log-probabilities at one token: its own first, then the most likely ones."""
@@ -238,21 +199,30 @@ class Session:
 
     def _metrics(self, request: Request) -> RequestMetrics:
         stats = SequenceStats()
-        for sample in request.samples:
-            stats.add(sample.row.stats)
-        starts = [sample.started for sample in request.samples if sample.started is not None]
+        for text in request.texts:
+            stats.add(text.row.stats)
+        counts = speculative_metrics(stats, self._num_spec_tokens, self._is_lossless)
+        starts = [text.started for text in request.texts if text.started is not None]
         if not starts:
-            return RequestMetrics(
-                speculative_metrics(stats, self._num_spec_tokens, self._is_lossless), promise=self._promise
-            )
-        decode_seconds = max(sample.ended for sample in request.samples) - min(starts)
-        num_tokens = sum(len(sample.token_ids) for sample in request.samples)
+            return RequestMetrics(counts, promise=self._promise)
+        decode_seconds = max(text.ended for text in request.texts) - min(starts)
+        num_tokens = sum(len(text.token_ids) for text in request.texts)
         return RequestMetrics(
-            speculative_metrics(stats, self._num_spec_tokens, self._is_lossless),
+            counts,
             prefill_seconds=min(starts) - request.arrived,
             decode_seconds=decode_seconds,
             tokens_per_second=num_tokens / decode_seconds if decode_seconds > 0 else 0.0,
-            governor=None if self._governed is None else self._governed.as_dict(),
+            governor=self._governed(),
             promise=self._promise,
-            trace=tuple(step for sample in request.samples for step in sample.row.trace),
+            trace=tuple(step for text in request.texts for step in text.row.trace),
         )
+
+    def _governed(self) -> dict[str, Any] | None:
+        """Estimated speed by that of plain decoding, None where no step verified a draft, and the decision of late."""
+        if self._governor is None or self._before is None:
+            return None
+        totals, before = self._governor.totals, self._before
+        seconds = totals.seconds - before.seconds
+        has_drafts = totals.num_drafted > before.num_drafted
+        speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
+        return {"estimated_speedup": speed, "decision": self._governor.describe()}

@@ -1,78 +1,117 @@
-"""The text of one sample as it grows, with who proposed it, and without a stop string."""
+"""The tokens and the text of one row as they grow, with who proposed them, and without a stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from foretoken.law.faults import is_fatal, told
+
 if TYPE_CHECKING:
-    from foretoken.engine.stopping import Detokenizer
+    from foretoken.engine.outputs import RowOutput, TokenLogprobs
+    from foretoken.engine.sequence import Sequence
 
 Segments = tuple[tuple[str, str], ...]
+"""Pieces of text, each with the name of what proposed it."""
+
+TARGET = "target"
 
 
 class TextStream:
-    """Releases text once it is certain: characters are complete, and no stop string has begun.
+    """What a row has said, as whoever waits for it sees it: the i-th of the n texts of a request.
+
+    Text is released once it is certain: characters are complete, and no stop string has begun.
 
     Args:
-      text: of the row, in which the engine has looked for stop strings; None gives empty text.
-      stops: stop strings that may have to be cut off.
-      keep_stop: leave the stop string in.
+      row: of the engine, whose text this is; no text where the row has none.
+
+    Attributes:
+      token_ids, logprobs: so far; fewer than the row has where the tokenizer could not read one.
+      finish_reason, stop_reason: why it has ended; None while it has not.
+      error: that ended it.
+      started, ended: when its first decode step began and its newest one ended.
     """
 
-    def __init__(self, text: Detokenizer | None, *, stops: Sequence[str] = (), keep_stop: bool = False) -> None:
-        self._text = text
-        self._held_back = () if keep_stop else tuple(stops)
-        self._keep_stop = keep_stop
+    def __init__(self, row: Sequence) -> None:
+        self.row = row
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+        self.started: float | None = None
+        self.ended = 0.0
+        self._text = row.text
+        self._keeps_stop = row.params.include_stop_str_in_output
+        self._held_back = () if self._keeps_stop else tuple(row.params.stop_strings)
         self._ends: list[tuple[int, str]] = []  # where the text of a source ends
         self._source = ""
         self._released = 0
 
-    def read(self, output_ids: Sequence[int], sources: Sequence[str]) -> None:
-        """Take in what is new of the whole output: the last tokens, one for each of those who proposed them.
+    def take(self, output: RowOutput, drafter_name: str, started: float, ended: float) -> bool:
+        """Take in what a step, between these times, has added to the row.
 
-        Raises: what the tokenizer raises; the tokens before the one that it cannot read have been taken in then.
+        Returns: whether all of it could be read; the text ends with the reason "error" before a token that cannot.
         """
+        self.started = started if self.started is None else self.started
+        self.ended = ended
+        self.error = output.error
+        self.logprobs += output.logprobs
+        self.finish_reason, self.stop_reason = output.row.finish_reason, output.row.stop_reason
+        num_others = len(output.token_ids) - output.num_accepted
+        try:
+            self.read(output.token_ids, [drafter_name] * output.num_accepted + [TARGET] * num_others)
+        except Exception as fault:
+            if is_fatal(fault):
+                raise
+            num_read = 0 if self._text is None else len(self._text.ends)
+            del self.token_ids[num_read:], self.logprobs[num_read:]
+            self.error, self.finish_reason, self.stop_reason = fault, "error", told(fault)
+            return False
+        return True
+
+    def read(self, tokens: Seq[int], sources: Seq[str]) -> None:
+        """Append tokens and take in their text, of each that which its source has proposed.
+
+        Raises: what the tokenizer raises; the text of the tokens before the one that it cannot read is taken in then.
+        """
+        self.token_ids += tokens
         if self._text is None or not sources:
             return
         try:
-            self._text.read(output_ids)
+            self._text.read(self.token_ids)
         finally:
-            new = self._text.ends[len(output_ids) - len(sources) : len(output_ids)]
+            new = self._text.ends[len(self.token_ids) - len(sources) : len(self.token_ids)]
             self._ends += zip(new, sources, strict=False)
             self._source = sources[len(new) - 1] if new else self._source
 
-    @property
-    def num_read(self) -> int:
-        """How many tokens have been taken in."""
-        return 0 if self._text is None else len(self._text.ends)
-
     def release(self) -> Segments:
-        """The new text that no later token can take back."""
-        if self._text is None:
-            return ()
-        return self._release(self._text.text, len(self._text.text) - _overlap(self._text.text, self._held_back))
+        """The new text that no later token can take back, all of it once the row has ended.
 
-    def finish(self) -> Segments:
-        """The rest, without the stop string that ended the row unless it is to be kept."""
+        A stop string that ended the row is left out unless it is to be kept.
+        """
         if self._text is None:
             return ()
-        if self._text.stop is not None:
-            start, end = self._text.stop
-            return self._release(self._text.text, end if self._keep_stop else start)
-        if self._text.finish():
-            self._ends.append((len(self._text.text), self._source))
-        return self._release(self._text.text, len(self._text.text))
+        text = self._text
+        if self.finish_reason is None:
+            return self._release(len(text.text) - _overlap(text.text, self._held_back))
+        if text.stop is not None:
+            start, end = text.stop
+            return self._release(end if self._keeps_stop else start)
+        if text.finish():
+            self._ends.append((len(text.text), self._source))
+        return self._release(len(text.text))
 
     @property
     def released(self) -> str:
         """All text that was released."""
         return "" if self._text is None else self._text.text[: self._released]
 
-    def _release(self, text: str, end: int) -> Segments:
+    def _release(self, end: int) -> Segments:
+        assert self._text is not None
         segments: list[tuple[str, str]] = []
         for stop, source in self._ends:
-            piece = text[self._released : min(stop, end)]
+            piece = self._text.text[self._released : min(stop, end)]
             if piece:
                 segments.append((piece, source))
                 self._released += len(piece)
@@ -80,7 +119,7 @@ class TextStream:
         return tuple(segments)
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
+def _overlap(text: str, stops: Seq[str]) -> int:
     """Length of the longest end of ``text`` that begins a stop string: "ab" overlaps "bc" by 1."""
     longest = 0
     for stop in stops:
