@@ -1,4 +1,4 @@
-"""What a step adds to the rows that decode: drafts are proposed within limits, and what is accepted of them emitted."""
+"""Verbs of a step over rows that decode: propose drafts within limits, emit what was accepted, tell the drafter."""
 
 from __future__ import annotations
 

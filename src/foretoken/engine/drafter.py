@@ -142,7 +142,7 @@ class Drafter(ABC):
     """Whether parts of a draft may be left out before it is verified without harm to later ones."""
 
     usual_acceptance: float | None = None
-    """How often a token is right after those before it, where all texts are alike: what a governor goes by at first."""
+    """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
 
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""
@@ -197,7 +197,7 @@ class Drafter(ABC):
         return getattr(self.observe, "__func__", None) is not Drafter.observe
 
     def keep(self, row: Sequence) -> object:
-        """What is known of a row that is about to be forgotten, for prompts that begin like it; None for nothing.
+        """Memory of a row that is about to be forgotten, for prompts that begin like it; None for nothing.
 
         Called by engines that keep the cache of such rows, too, and hand both out together.
         """

@@ -1,4 +1,4 @@
-"""Who is inside: at most one call at a time, and none that has been cut off."""
+"""Exclusive use of an object: at most one call is inside, and none that has been cut off."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Forwards:
 
     @property
     def max_nodes(self) -> int:
-        """How many nodes a draft may have so that the promise covers it, root included."""
+        """Largest number of nodes of a draft so that the promise covers it, root included."""
         if self._config.exactness == "relaxed":
             return NO_LIMIT
         return self._config.strict_width if self.has_one_shape else min(self.promise.max_nodes, NO_LIMIT)
@@ -85,7 +85,7 @@ class Forwards:
         )
 
     def num_nodes(self, sizes: Seq[int], are_chains: bool) -> int:
-        """How many nodes a forward over drafts of these sizes runs, padding included."""
+        """Number of nodes that a forward over drafts of these sizes runs, padding included."""
         return self._config.max_num_seqs * self._config.strict_width if self.has_one_shape else sum(sizes)
 
     def verify(self, trees: Seq[DraftTree]) -> Output:

@@ -178,7 +178,7 @@ class GuardedDrafter(WrappingDrafter):
             logger.debug("drafter %r could not forget rows after a fault: %s", self.name, described(fault))
 
     def _recalled(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        """How many tokens of a prompt need not be read, of those that there are."""
+        """Number of tokens of a prompt that need not be read, of those that there are."""
         known = self._drafter.recall(row, memory, num_tokens)
         if not isinstance(known, int) or not 0 <= known <= num_tokens:
             raise ConfigError(

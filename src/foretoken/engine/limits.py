@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """What may be drafted for a row, and the causes (`foretoken.engine.cuts.CAUSES`) of that.
+    """Budget of a row, and the causes (`foretoken.engine.cuts.CAUSES`) of its bounds.
 
     Args:
       budget: as much as all of them allow.
@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(rows: Seq[Sequence], forwards: Forwards, max_nodes: int) -> list[Limits]:
-    """What may be drafted for every row: accepted tokens and the bonus together fit what is left of it.
+    """Limits of every row: accepted tokens and the bonus together fit what is left of it.
 
     A row in doubt runs without a draft.
     """
@@ -69,7 +69,7 @@ def count_cuts(row: Sequence, limits: Limits, budget: Budget, draft: DraftTree, 
 
 
 def _stages(limits: Limits, budget: Budget, draft: DraftTree) -> Iterator[tuple[str, int]]:
-    """What is left of a draft, limit by limit."""
+    """Tokens that are left of a draft, limit by limit."""
     if budget.chains_only:
         draft = draft.main_chain()
         yield limits.shape, len(draft) - 1

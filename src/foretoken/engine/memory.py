@@ -1,4 +1,4 @@
-"""How much of the cache may be used: who comes in, and who has to leave for a while when texts have grown."""
+"""Plan of the memory for keys and values: which rows fit, and how large their drafts may be."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class MemoryPlan:
         return len(rows) * self._columns(longest) <= self.max_cells
 
     def max_nodes(self, lengths: Seq[int]) -> int:
-        """How many nodes a draft may have so that the cache need not grow beyond the plan.
+        """Largest number of nodes of a draft so that the cache need not grow beyond the plan.
 
         Args:
           lengths: columns of all rows of the cache, at least one.

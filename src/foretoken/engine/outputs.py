@@ -50,7 +50,7 @@ class RowOutput:
 def logprobs_of(
     row: Sequence, tokens: Seq[int], logits: torch.Tensor, paths: Seq[tuple[int, ...]]
 ) -> tuple[TokenLogprobs, ...]:
-    """As many log-probabilities of tokens as the row's parameters ask for; empty when they ask for none."""
+    """Log-probabilities of tokens, as many as the row's parameters ask for; empty when they ask for none."""
     k = row.params.logprobs
     if k is None:
         return ()

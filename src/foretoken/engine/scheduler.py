@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """All that are in the cache."""
+        """Rows that are in the cache."""
         return list(self._rows)
 
     @property
@@ -98,7 +98,7 @@ class Scheduler:
 
     @property
     def max_nodes(self) -> int:
-        """How many nodes a draft may have: what the plan leaves behind the longest row, a step of it at least."""
+        """Largest number of nodes of a draft: what the plan leaves behind the longest row, a step of it at least."""
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
 
     # -- coming in ---------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Scheduler:
         return entered
 
     def to_decode(self) -> list[Sequence]:
-        """All that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
+        """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
         last = [row for row in self.decoding if row.stats.drafter_error]
         if len(last) < self.num_decoding:
             for place, row in enumerate(reversed(last), 1):

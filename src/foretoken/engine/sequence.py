@@ -85,7 +85,7 @@ class Sequence:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many more tokens the budget and the context allow."""
+        """Number of tokens that the budget and the context still allow."""
         return self.max_length - len(self.token_ids)
 
     @property

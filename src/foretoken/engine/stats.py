@@ -117,7 +117,7 @@ class SequenceStats:
 
 @dataclass
 class StepProfile:
-    """Where the time of an engine goes, in seconds, by the verbs of the loop.
+    """Times of an engine, in seconds, by the verbs of the loop.
 
     Args:
       ended: counters of the rows that have come to an end of their own.

@@ -1,4 +1,4 @@
-"""When a row ends: budget, context, EOS, stop tokens and stop strings, token by token."""
+"""Ends of rows: budget, context, EOS, stop tokens and stop strings, token by token."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ class StopChecker:
         return Finish("length") if self._length >= self._max_length else None
 
     def _find_stop(self, text: Detokenizer, token: int) -> tuple[int, str] | None:
-        """Where the text that this token completes is to be cut, and by which stop string."""
+        """Place where the text that this token completes is to be cut, and the stop string that cuts it."""
         known = len(text.text)
         return find_stop(text.text, self._stops, known) if text.append(token) else None
 
 
 def find_stop(text: str, stops: Iterable[str], known: int = 0) -> tuple[int, str] | None:
-    """Where the text is to be cut and by which stop string, as if it had arrived character by character.
+    """Place where the text is to be cut and the stop string that cuts it, as if it had arrived character by character.
 
     The match that ends first wins; among those that end together, the longest. ``known`` characters are known to
     hold no match: only matches that end after them count.

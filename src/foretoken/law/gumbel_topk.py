@@ -1,4 +1,4 @@
-"""Which tokens have the largest scores plus keyed noise, on the CPU: the tokens of all rows get theirs at once."""
+"""Gumbel-top-k on the CPU: the tokens with the largest scores plus keyed noise, which all rows get at once."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class GumbelTopK:
         return support, self._perturbed({index: support})[1]
 
     def _perturbed(self, supports: dict[int, Support]) -> tuple[list[int], np.ndarray]:
-        """Where each row begins among the tokens of all, and the scores with noise of those, float64 (S,)."""
+        """Starts of the rows among the tokens of all, and the scores with noise of those, float64 (S,)."""
         keys = np.array([self._keys[index] for index in supports], dtype=np.uint64)
         parts = list(supports.values())
         if len(parts) == 1:

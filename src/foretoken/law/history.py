@@ -9,7 +9,7 @@ import numpy as np
 
 
 class TokenCounts:
-    """How often each token occurred, as arrays; O(1) per added token, nothing per vocabulary entry."""
+    """Counts of tokens, as arrays; O(1) per added token, nothing per vocabulary entry."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._slot_of: dict[int, int] = {}
@@ -74,7 +74,7 @@ class TokenArray:
 
 
 class NgramIndex:
-    """Which tokens followed each run of n - 1 tokens.
+    """Tokens that followed each run of n - 1 tokens.
 
     Args:
       size: n, 1 or more.

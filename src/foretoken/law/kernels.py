@@ -31,7 +31,7 @@ MOST_BEST = 64
 
 @dataclass(frozen=True)
 class Kernels:
-    """Of the address of scores, their kind, the number of rows, the distance between two, and their length.
+    """Functions of the address of scores, their kind, the number of rows, the distance between two, and their length.
 
     Args:
       argmax: and where the choices go.
@@ -72,7 +72,7 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """Those of this CPU, compiled at the first call on a machine; None where that is not possible."""
+    """Kernels of this CPU, compiled at the first call on a machine; None where that is not possible."""
     chosen = instruction_set()
     if chosen is None:
         return None
@@ -152,7 +152,7 @@ class _Table:
 
 
 def _table(scores: Tensor) -> _Table | None:
-    """What functions are told of scores (M, V); None where they are not for these."""
+    """Arguments of kernels for scores (M, V); None where they are not for these."""
     kind = KINDS.get(scores.dtype)
     if kind is None or not scores.is_cpu or scores.ndim != 2:
         return None

@@ -214,7 +214,7 @@ def token_gumbel(keys: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 def noisiest(key: int, least: float, scratch: Scratch) -> np.ndarray:
-    """Which tokens of the vocabulary may have match noise of ``least`` or more: bool (V,), a part of the scratch.
+    """Tokens of the vocabulary that may have match noise of ``least`` or more: bool (V,), a part of the scratch.
 
     All that have it are among them, and few others: it compares the top 31 bits, which the last step of the hash leaves
     alone. Used to find the few tokens that can win; the winner among them is decided by `token_gumbel`.

@@ -90,5 +90,5 @@ def smallest_in_nucleus(row: np.ndarray, top_p: float) -> float | None:
 
 
 def slack_of(total: float, top_p: float, num_tokens: int) -> float:
-    """How far transformers' float32 sums over tokens, taken in four lanes or more, and ours may lie apart."""
+    """Largest distance of transformers' float32 sums over tokens, taken in four lanes or more, from ours."""
     return total * ((1.0 - top_p) * (1e-5 + num_tokens / 4 * 2.0**-24) + 4e-6)

@@ -1,4 +1,4 @@
-"""Which tokens remain possible after temperature, top-k, top-p, min-p and typical-p.
+"""Tokens that remain possible after temperature, top-k, top-p, min-p and typical-p.
 
 The meaning is transformers', token by token. Its own classes sort the whole vocabulary for every row; on the CPU the
 kept set is found here from the few tokens that can be in it. Where the outcome hangs on the rounding of transformers'
@@ -165,7 +165,7 @@ class Warper:
         return peak + math.log(floor) - 1e-3 - 1e-6 * abs(peak)
 
     def _kept_of(self, found: Support, lowest: float) -> Support:
-        """What min-p leaves of the tokens down to the weight ``lowest``."""
+        """Tokens that min-p leaves, down to the weight ``lowest``."""
         unsure = found.unsure_weight
         lowest = max(lowest, SMALLEST_WEIGHT)
         if self.min_p > 0.0:

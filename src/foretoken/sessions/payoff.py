@@ -80,7 +80,7 @@ class Undrafted:
         self.cuts.tokens.update(step.latest_tokens)
 
     def describe(self, method: str) -> str | None:
-        """What kept a method from drafting for so many steps; None where nothing did, or not for so long."""
+        """Sentence on what keeps a method from drafting; None where nothing did, or not for so long."""
         if self.cuts.num_held_steps < MOST_UNDRAFTED:
             return None
         num_steps = self.cuts.steps.total()

@@ -18,7 +18,7 @@ TARGET = "target"
 
 
 class TextStream:
-    """What a row has said, as whoever waits for it sees it: the i-th of the n texts of a request.
+    """Output of a row as whoever waits for it sees it: the i-th of the n texts of a request.
 
     Text is released once it is certain: characters are complete, and no stop string has begun.
 
