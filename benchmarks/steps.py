@@ -3,10 +3,14 @@
     python benchmarks/steps.py [--model zoo:smollm2] [--dtype bfloat16] [--executions eager packed compiled]
         [--nodes 1 5 16 32] [--context 256] [--batch-sizes 8 32] [--prompts 512 2048] [--repeats 20] [--out steps.json]
 
+    python benchmarks/steps.py --executions compiled --nodes --batch-sizes --prompts 2048 --chunks 128 512 --pauses 4000
+
 Everything runs in turns. Times are milliseconds, minimum and median; ratios are medians of pairs with 95 % intervals.
 "linears" are the products of a forward with as many rows, one after another, so that weights are as cold as in one;
 "bandwidth" reads as many bytes as all weights have, once. Compile times are those of this run: "cold" from an empty
 folder, "warm" from the same folder and in a process that has not seen the graphs.
+"chunks" reads a prompt as the engine does, in pieces of so many tokens, up to its first token. A pause is the longest
+time between two tokens of a row that runs while a prompt of that length comes.
 Ragged rows have texts of 60 to 400 tokens. "sum of nodes" is the time of one row with as many nodes as all rows have.
 """
 
@@ -18,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foretoken import zoo
+from foretoken import SamplingParams, zoo
 from foretoken.bench.provenance import provenance
+from foretoken.config.engine import EngineConfig
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.engine import Engine
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import regions
 from foretoken.model.execution.linears import linears, replacement
@@ -53,7 +61,7 @@ def filled(lm: CausalLM, lengths: list[int]) -> KVCache:
 
 
 def text(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 5000, length).tolist()
+    return np.random.default_rng(seed).integers(5, 4000, length).tolist()
 
 
 def products(lm: CausalLM) -> list[tuple[Any, int]]:
@@ -116,6 +124,34 @@ def compile_times(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
+def read(lm: CausalLM, prompt: list[int], chunk: int) -> None:
+    """Read a prompt in chunks, up to its first token."""
+    engine = Engine(lm, EmptyDrafter(), EngineConfig(prefill_chunk_size=chunk))
+    engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+
+
+def pause(lm: CausalLM, length: int, chunk: int) -> dict[str, float]:
+    """The longest pause of a row while a prompt is read, and the time until that has its first token, milliseconds."""
+    engine = Engine(lm, EmptyDrafter(), EngineConfig(prefill_chunk_size=chunk))
+    (running,) = engine.add_request(text(40, 0), SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True))
+    while running.num_output_tokens < 5:
+        engine.step()
+    arrived = last = time.perf_counter()
+    (row,) = engine.add_request(text(length, 1), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+    gaps, said = [], running.num_output_tokens
+    while not row.is_finished:
+        engine.step()
+        if running.num_output_tokens > said:
+            now = time.perf_counter()
+            gaps.append(1e3 * (now - last))
+            last, said = now, running.num_output_tokens
+    found = {"longest": max(gaps), "first_token": 1e3 * (time.perf_counter() - arrived), "tokens_meanwhile": len(gaps)}
+    print(f"\na prompt of {length} tokens in chunks of {chunk}: {', '.join(f'{k} {v:.0f}' for k, v in found.items())}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="zoo:smollm2")
@@ -125,6 +161,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8, 32])
     parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048])
+    parser.add_argument("--chunks", nargs="*", type=int, default=[], help="of the engine, by the last execution")
+    parser.add_argument("--pauses", nargs="*", type=int, default=[], help="prompts of so many tokens beside a row")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--skip-compile-times", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -171,8 +209,12 @@ def main() -> None:
             tasks[kind] = lambda lm=lm, nodes=nodes, length=length: lm.forward(
                 nodes, lm.new_cache(1, capacity=length), keep=slice(0, 0)
             )
+        for chunk in options.chunks:
+            tasks[f"chunks of {chunk}"] = lambda length=length, chunk=chunk: read(last, text(length, 1), chunk)
         repeats = max(3, options.repeats // 4)
         result[f"prompt {length}"] = show(f"a prompt of {length} tokens", in_turns(tasks, repeats), "transformers")
+    for length, chunk in product(options.pauses, options.chunks or [EngineConfig.prefill_chunk_size]):
+        result[f"pause {length} {chunk}"] = pause(last, length, chunk)
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1))
 

@@ -26,31 +26,195 @@ import json
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from found import Found, kept, of_record
-from successors import CHAIN_LENGTH, Argmax, Bigrams, SuccessorDrafter
+import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.arms import Sampling
 from foretoken.bench.equality import first_difference, preference_gap
 from foretoken.bench.provenance import provenance
+from foretoken.bench.trial import Sampling, bootstrap
 from foretoken.bench.workload import read_questions
 from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.drafter import Budget, Drafter
+from foretoken.engine.drafter import Budget, ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stats import SequenceStats
+from foretoken.model.lm import CausalLM, Nodes
+from foretoken.train.examples import read_prompts
 from foretoken.tree import DraftTree
 
 ARGMAX, BIGRAM, CHAIN = "argmax", "bigram", "chain"
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NUM_BRANCHES, WIDTH_OF_MANY, MANY = 4, 10, 32
+CHAIN_LENGTH, NUM_POSITIONS = 5, 5
 UNSEEN = ("setting", "by_prompt", "conditions")
+
+
+# -- what was found --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """Counters of one method, by prompt, and the processor time of its drafts and steps.
+
+    Args:
+      kinds: of the prompts.
+      counts: emitted tokens and steps, by prompt.
+      accepted: number of accepted tokens -> number of steps, over all prompts.
+      num_drafted: drafted tokens of all steps.
+      outputs: token ids, by prompt; none where a record was read.
+      draft_seconds, step_seconds: of one step each.
+    """
+
+    kinds: Seq[str]
+    counts: list[tuple[int, int]] = field(default_factory=list)
+    accepted: Counter[int] = field(default_factory=Counter)
+    num_drafted: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+    def add(self, stats: Iterable[SequenceStats]) -> None:
+        for one in stats:
+            self.counts.append((one.num_emitted_tokens, one.num_steps))
+            self.accepted.update(one.acceptance_histogram)
+            self.num_drafted += one.num_draft_tokens
+
+    def tau(self, places: Iterable[int] | None = None) -> float:
+        several = self.counts if places is None else [self.counts[place] for place in places]
+        return sum(emitted for emitted, _ in several) / max(1, sum(steps for _, steps in several))
+
+    def interval(self) -> tuple[float, float]:
+        """Of tau over all prompts, 95 %, by bootstrap over them."""
+        return bootstrap(range(len(self.counts)), self.tau)
+
+    def gain_over(self, other: Found) -> tuple[float, float, float]:
+        """Difference of tau, with its interval by bootstrap over prompts, the same ones on both sides."""
+        gains = bootstrap(range(len(self.counts)), lambda places: self.tau(places) - other.tau(places))
+        return (self.tau() - other.tau(), *gains)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(length * count for length, count in self.accepted.items())
+
+    def by_position(self) -> list[float]:
+        """Share of steps in which at least 1, 2, .. drafted tokens were accepted."""
+        steps = max(1, sum(steps for _, steps in self.counts))
+        deeper = (
+            sum(count for length, count in self.accepted.items() if length >= k) for k in range(1, NUM_POSITIONS + 1)
+        )
+        return [round(count / steps, 3) for count in deeper]
+
+    def record(self) -> dict[str, Any]:
+        """What is printed and kept; times in milliseconds of one step, the least and the median."""
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, kind in enumerate(self.kinds):
+            places[kind].append(place)
+        low, high = self.interval()
+        steps = max(1, sum(steps for _, steps in self.counts))
+        record: dict[str, Any] = {
+            "tau": round(self.tau(), 3), "low": round(low, 3), "high": round(high, 3),
+            "by_position": self.by_position(),
+            "by_kind": {kind: round(self.tau(several), 2) for kind, several in places.items()},
+            "nodes_per_step": round(1 + self.num_drafted / steps, 1),
+            "acceptance_rate": round(self.num_accepted / max(1, self.num_drafted), 3),
+        }  # fmt: skip
+        for name, seconds in (("draft_ms", self.draft_seconds), ("step_ms", self.step_seconds)):
+            if seconds:
+                record[name] = [round(1000 * min(seconds), 2), round(1000 * median(seconds), 2)]
+        return record
+
+
+def kept(file: Path | None, cell: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of a cell that was measured before under the same settings, the newest one; None where none was."""
+    if file is None or not file.exists():
+        return None
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return next((record for record in reversed(records) if cell.items() <= record.items()), None)
+
+
+def of_record(kinds: Seq[str], record: dict[str, Any]) -> Found:
+    """Enough of a measurement to compare others with."""
+    return Found(kinds, [(emitted, steps) for emitted, steps in record["by_prompt"]])
+
+
+# -- baselines -------------------------------------------------------------------------------------------------------
+
+
+class Argmax:
+    """The target's argmax behind every token alone, asked for once per token that occurs."""
+
+    def __init__(self, target: CausalLM) -> None:
+        self._target = target
+        self._known: dict[int, list[tuple[int, float]]] = {}
+
+    @torch.inference_mode()
+    def after(self, token: int) -> list[tuple[int, float]]:
+        if token not in self._known:
+            logits = self._target.forward(Nodes.from_chains([[token]]), self._target.new_cache(1, capacity=1))
+            self._known[token] = [(int(logits[0, 0].argmax()), 1.0)]
+        return self._known[token]
+
+
+class Bigrams:
+    """What has followed a token in answers, likeliest first, with its share."""
+
+    def __init__(self, llm: LLM, answers: Path) -> None:
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
+        for asked in read_prompts(answers):
+            ids = [*llm.tokenizer(asked.answer or "", add_special_tokens=False)["input_ids"]]
+            ids += [llm.tokenizer.eos_token_id] if asked.ended else []
+            for first, second in pairwise(ids):
+                counts[first][second] += 1
+        self._ranked = {
+            token: [(successor, count / found.total()) for successor, count in found.most_common(10)]
+            for token, found in counts.items()
+        }
+
+    def after(self, token: int) -> list[tuple[int, float]]:
+        return self._ranked.get(token, [])
+
+
+class SuccessorDrafter(ContextDrafter):
+    """The likeliest nodes of the tree that successors of single tokens span."""
+
+    def __init__(self, name: str, successors: Argmax | Bigrams, num_nodes: int | None) -> None:
+        self.name = name
+        self._successors, self._num_nodes = successors, num_nodes
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        tokens, parents, depths = [row.pending], [-1], [0]
+        is_chain = self._num_nodes is None
+        size, depth = (CHAIN_LENGTH + 1 if self._num_nodes is None else self._num_nodes), int(budget)
+        heap: list[tuple[float, int, int, int]] = []  # minus the chance of the path, order, parent, token
+
+        def open_(node: int, chance: float) -> None:
+            for token, share in self._successors.after(tokens[node])[: 1 if is_chain else None]:
+                heappush(heap, (-chance * share, len(heap) + len(tokens), node, token))
+
+        open_(0, 1.0)
+        while heap and len(tokens) < min(size, budget.max_nodes()):
+            negative, _, parent, token = heappop(heap)
+            if depths[parent] + 1 > depth:
+                continue
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            open_(len(tokens) - 1, -negative)
+        return DraftTree(tuple(tokens), tuple(parents), source=self.name)
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-import soak_world
-from soaking import Soak, growth, leftovers
+from soak import METHODS, Soak, growth, leftovers, toy_world
 
 FEW = ("ngram", "draft_model", "eagle3", "union/self")
 
@@ -19,7 +18,7 @@ FEW = ("ngram", "draft_model", "eagle3", "union/self")
 def soaked(num_requests: int, folder: Path, methods: tuple[str, ...], fault_rate: float, seed: int) -> Soak:
     logging.getLogger("foretoken").setLevel(logging.ERROR)
     rng = random.Random(seed)
-    soak = Soak(soak_world.toy_world(rng, folder, methods), rng, fault_rate=fault_rate)
+    soak = Soak(toy_world(rng, folder, methods), rng, fault_rate=fault_rate)
     try:
         soak.run(lambda count: count >= num_requests, drain_every=25)
     finally:
@@ -31,9 +30,9 @@ def soaked(num_requests: int, folder: Path, methods: tuple[str, ...], fault_rate
     ("num_requests", "methods", "fault_rate", "seed"),
     [
         pytest.param(12, FEW, 0.03, 5),
-        pytest.param(150, tuple(soak_world.METHODS), 0.01, 1, marks=pytest.mark.slow),
-        pytest.param(100, tuple(soak_world.METHODS), 0.1, 2, marks=pytest.mark.full),
-        pytest.param(800, tuple(soak_world.METHODS), 0.01, 3, marks=pytest.mark.full),
+        pytest.param(150, tuple(METHODS), 0.01, 1, marks=pytest.mark.slow),
+        pytest.param(100, tuple(METHODS), 0.1, 2, marks=pytest.mark.full),
+        pytest.param(800, tuple(METHODS), 0.01, 3, marks=pytest.mark.full),
     ],
 )
 def test_every_text_is_that_of_its_request_alone_and_nothing_stays_behind(

@@ -10,9 +10,10 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from foretoken.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length
-from foretoken.bench.accepted_report import show_accepted
-from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length, shown
+from foretoken.bench.arms import EngineArm
+from foretoken.bench.report import show
+from foretoken.bench.trial import Sampling
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, toy_model
@@ -91,7 +92,7 @@ def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:
 
 def test_the_tables_show_both_and_take_no_steps_at_all() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    show_accepted(console, [lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of()])
+    show(console, shown([lengths_of((9, 9, 3), (9, 0, 1), (2, 1, 2)), lengths_of()]))
     text = console.export_text()
     assert "0.500" in text  # of the steps, nine accepted: 7 and more
     assert text.count("seen") == 2

@@ -16,14 +16,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foretoken import zoo
-from foretoken.bench import costs, equality, measure, models, profile, report, workload
-from foretoken.bench.arms import Arm, EngineArm, Run, Sampling, TransformersArm
+from foretoken.bench import equality, forwards, models, report, workload
+from foretoken.bench.arms import EngineArm, TransformersArm
 from foretoken.bench.drafting import DraftCost
-from foretoken.bench.lineup import Lineup
 from foretoken.bench.models import Pair
-from foretoken.bench.settings import Settings
-from foretoken.bench.suite import Suite, UnequalOutputsError
-from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
+from foretoken.bench.parts import Settings, Suite, UnequalOutputsError
+from foretoken.bench.tables import (
+    BatchRow,
+    EfficiencyTable,
+    ProfileCell,
+    Row,
+    SpeedTable,
+    batch_table,
+    drafting_table,
+    profile_table,
+)
+from foretoken.bench.trial import Arm, Comparison, Run, Sampling, Trial, bootstrap, compare, interleave
 from foretoken.cli import bench as cli
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -205,17 +213,20 @@ def test_own_arms_agree_when_sampling(target: CausalLM, drafter: CausalLM) -> No
 def test_a_batch_counts_all_its_tokens(target: CausalLM) -> None:
     """Every token after the rows have entered, a first token per row at most left out."""
     arm = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=3))
-    tokens, seconds = arm.run_batch([PROMPT, PROMPT[:5], PROMPT[:9]], 6, GREEDY)
-    assert 3 * 5 <= tokens <= 3 * 6
-    assert seconds > 0
+    found = arm.run([PROMPT, PROMPT[:5], PROMPT[:9]], 6, GREEDY)
+    assert 3 * 5 <= found.num_decoded <= 3 * 6
+    assert found.decode_seconds > 0
+    alone = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=1))
+    assert alone.run([PROMPT, PROMPT[:5], PROMPT[:9]], 6, GREEDY).texts == found.texts
+    assert found.token_ids == tuple(token for text in found.texts for token in text)
 
 
 def test_a_batch_whose_first_rows_end_before_the_last_enters_is_timed(target: CausalLM) -> None:
     """Prompts enter between decode steps, so short rows are done early; the wait for all of them used to be endless."""
     arm = EngineArm("plain", target, EmptyDrafter(), (), EngineConfig(max_num_seqs=3, prefill_chunk_size=2))
-    rows, tokens, _ = arm.decode_batch([PROMPT[:3], PROMPT, PROMPT], 2, GREEDY)
-    assert [len(row.output_ids) for row in rows] == [2, 2, 2]
-    assert tokens < 3 * 2 - 1
+    found = arm.run([PROMPT[:3], PROMPT, PROMPT], 2, GREEDY)
+    assert [len(text) for text in found.texts] == [2, 2, 2]
+    assert found.num_decoded < 3 * 2 - 1
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------
@@ -232,9 +243,9 @@ class _Fake(Arm):
         return Run(self._tokens, 1, 0.0, self._seconds * (len(self._tokens) - 1) * prompt_ids[0])
 
 
-def trial_of(*arms: Arm, repeats: int = 1) -> measure.Trial:
+def trial_of(*arms: Arm, repeats: int = 1) -> Trial:
     prompts = [workload.Prompt(f"p{i}", "chat", (i,)) for i in (1, 2, 3)]
-    return measure.interleave(arms, prompts, GREEDY, 8, repeats)
+    return interleave(arms, prompts, GREEDY, 8, repeats)
 
 
 def test_arms_run_forwards_and_backwards() -> None:
@@ -246,7 +257,7 @@ def test_arms_run_forwards_and_backwards() -> None:
 
 def test_a_ratio_is_the_median_of_the_prompts() -> None:
     trial = trial_of(_Fake("slow", 3.0, []), _Fake("fast", 2.0, []))
-    found = measure.compare(trial, "fast", "slow")
+    found = compare(trial, "fast", "slow")
     assert found.ratio == found.low == found.high == found.worst == found.best == 1.5
     assert found.num_prompts == 3
     assert trial.tokens_per_second("slow") == pytest.approx(1 / 6), "12 tokens in 2 * (6 + 12 + 18) seconds"
@@ -254,17 +265,17 @@ def test_a_ratio_is_the_median_of_the_prompts() -> None:
 
 def test_prompts_without_decoding_are_left_out() -> None:
     trial = trial_of(_Fake("slow", 3.0, []), _Fake("one token", 2.0, [], tokens=(1,)))
-    found = measure.compare(trial, "one token", "slow")
+    found = compare(trial, "one token", "slow")
     assert found.num_prompts == 0
     assert math.isnan(found.ratio)
 
 
 def test_the_interval_of_a_median_covers_it() -> None:
     values = [1.0, 1.1, 1.2, 1.3, 5.0]
-    low, high = measure.bootstrap_median(values)
+    low, high = bootstrap(values, statistics.median)
     assert 1.0 <= low <= statistics.median(values) <= high <= 5.0
     assert low < high
-    assert measure.bootstrap_median(values) == (low, high), "no chance between two calls"
+    assert bootstrap(values, statistics.median) == (low, high), "no chance between two calls"
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------
@@ -296,8 +307,10 @@ def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: Cau
 
     prompts = [workload.Prompt("p", "chat", PROMPT)]
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=2, ignore_eos=True)):
-        trial = measure.interleave([arm, Wrong(), Short()], prompts, sampling, 10)
-        wrong, short, right = equality.check(trial, pair.target, "plain", ["wrong", "short", "plain"])
+        trial = interleave([arm, Wrong(), Short()], prompts, sampling, 10)
+        wrong, short, right = equality.check(
+            trial, equality.gap_of(pair.target, sampling), "plain", ["wrong", "short", "plain"]
+        )
         assert wrong.divergences[0].position == 5
         assert equality.MAX_FLOAT32_GAP < wrong.largest_gap < 100
         assert math.isinf(short.largest_gap)
@@ -332,7 +345,7 @@ def test_no_speed_is_shown_when_outputs_differ(pair: Pair, monkeypatch: pytest.M
 
     monkeypatch.setattr(EngineArm, "run", lying)
     monkeypatch.setattr(
-        Lineup, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
+        Suite, "lookup_candidates", lambda self: [self.transformers_arm("2", prompt_lookup_num_tokens=2)]
     )
     with pytest.raises(UnequalOutputsError, match=r"ngram leaves .* at token 7"):
         suite.passages(suite.greedy)
@@ -343,11 +356,11 @@ def test_a_model_without_a_drafter_is_measured_as_it_is(pair: Pair) -> None:
     lone = replace(pair, drafter=None, zoo_name=None)
     settings = Settings(num_prompts=1, max_new_tokens=8, batch_size=2, vocab_sizes=(1000, 50_000))
     suite = Suite(lone, "none", settings)
-    assert suite.lineup.default_method == "auto"
-    assert [arm.name for arm in suite.lineup.draft_arms()] == ["auto"]
+    assert suite.default_method == "auto"
+    assert [arm.name for arm in suite.draft_arms()] == ["auto"]
     assert [row.arm for row in suite.batch(suite.greedy)] == ["plain", "auto"]
     assert suite._vocab_sizes() == [pair.target.config.vocab_size]
-    assert Suite(pair, "none", settings).lineup.default_method == "draft_model"
+    assert Suite(pair, "none", settings).default_method == "draft_model"
     inflated = Suite(pair, "512x1408", settings)
     assert inflated._vocab_sizes() == [pair.target.config.vocab_size, 50_000]
 
@@ -365,7 +378,7 @@ def test_only_a_toy_is_inflated() -> None:
 def test_replayed_forwards_are_those_of_the_run(target: CausalLM, drafter: CausalLM) -> None:
     """One target forward per step; tokens add up; the lengths of the cache grow by what was committed."""
     arm = draft_arm(target, drafter)
-    noted, run = costs.record(arm, PROMPT, 16, GREEDY)
+    noted, run = forwards.record(arm, PROMPT, 16, GREEDY)
     ours = [forward for forward in noted.forwards if forward.is_target]
     assert len(ours) == noted.num_steps == arm_steps(run) - 1, "the first step emits first"
     assert run.token_ids == plain_arm(target).run(PROMPT, 16, GREEDY).token_ids
@@ -383,8 +396,8 @@ def arm_steps(run: Run) -> int:
 @torch.inference_mode()
 def test_a_replay_gives_the_logits_shapes_of_the_run_and_moves_no_cache(target: CausalLM, drafter: CausalLM) -> None:
     arm = draft_arm(target, drafter)
-    noted, _ = costs.record(arm, PROMPT, 16, GREEDY)
-    replay = costs.Replay([noted])
+    noted, _ = forwards.record(arm, PROMPT, 16, GREEDY)
+    replay = forwards.Replay([noted])
     seconds = replay.seconds(noted)
     assert len(seconds) == len(noted.forwards)
     assert min(seconds) > 0
@@ -393,18 +406,18 @@ def test_a_replay_gives_the_logits_shapes_of_the_run_and_moves_no_cache(target: 
 
 @torch.inference_mode()
 def test_efficiency_is_speed_up_over_what_is_allowed(target: CausalLM, drafter: CausalLM) -> None:
-    (found,) = costs.efficiencies(plain_arm(target), [draft_arm(target, drafter)], [PROMPT], 24, GREEDY)
+    (found,) = forwards.efficiencies(plain_arm(target), [draft_arm(target, drafter)], [PROMPT], 24, GREEDY)
     allowed = found.tokens_per_step * found.plain_seconds / (found.target_seconds + found.drafter_seconds)
     assert found.allowed == pytest.approx(allowed)
     assert found.efficiency == pytest.approx(found.speedup / allowed)
     assert found.nodes_per_step <= 4
     assert found.efficiency == pytest.approx(found.forward_share / found.plain_forward_share)
-    assert costs.column_medians([(1.0, 9.0), (2.0, 3.0), (5.0, 4.0)]) == [2.0, 4.0]
+    assert forwards.column_medians([(1.0, 9.0), (2.0, 3.0), (5.0, 4.0)]) == [2.0, 4.0]
 
 
 def test_the_profile_adds_up_to_the_step(target: CausalLM, drafter: CausalLM) -> None:
     """Verbs and models together are the step, but for the bookkeeping between the verbs."""
-    found = profile.profile(draft_arm(target, drafter), [PROMPT], 24, GREEDY)
+    found = forwards.profile(draft_arm(target, drafter), [PROMPT], 24, GREEDY)
     parts = found.target_seconds + found.drafter_seconds + sum(found.verb_seconds.values())
     assert parts <= found.step_seconds
     assert parts > 0.5 * found.step_seconds
@@ -433,7 +446,7 @@ def test_an_unknown_scale_is_refused(scale: str) -> None:
 
 
 def test_plain_data_is_json() -> None:
-    found = measure.Comparison("a", "b", float("nan"), 1.0, float("inf"), 0.0, 1.0, 2)
+    found = Comparison("a", "b", float("nan"), 1.0, float("inf"), 0.0, 1.0, 2)
     data = report.plain_data({"x": (found, None)})
     assert json.loads(json.dumps(data))["x"][0]["ratio"] is None
     assert data["x"][0]["high"] is None
@@ -513,9 +526,9 @@ def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch:
 NAN = float("nan")
 
 
-def shown(width: int, show: Any, *values: Any) -> str:
+def shown(width: int, *parts: Any) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    show(console, *values)
+    report.show(console, parts)
     return console.export_text()
 
 
@@ -525,7 +538,7 @@ def speed_table(num_prompts: int = 4) -> SpeedTable:
 
     def row(arm: str, ratio: float) -> Row:
         timed = num_prompts if ratio == ratio else 0
-        ratios = [measure.Comparison(arm, base, ratio, ratio - 0.1, ratio + 0.1, 1.3, 1.7, timed) for base in bases]
+        ratios = [Comparison(arm, base, ratio, ratio - 0.1, ratio + 0.1, 1.3, 1.7, timed) for base in bases]
         return Row(arm, 10.0 * ratio, tuple(one for one in ratios if one.base != arm), 2.5, 0.6, 0.2, None)
 
     rows = [row(arm, 1.5) for arm in (*bases, "draft_model tree", "suffix+draft_model")]
@@ -534,11 +547,11 @@ def speed_table(num_prompts: int = 4) -> SpeedTable:
 
 def test_tables_print_every_row() -> None:
     """On one line each in a console wide enough; in 80 columns the interval stands below its ratio, and names fold."""
-    wide = shown(160, report.show_speed, speed_table())
+    wide = shown(160, *speed_table().shown())
     assert "1.50 (1.40-1.60)" in wide
     assert "60%" in wide
     assert "quiet machine" in wide
-    narrow = shown(80, report.show_speed, speed_table())
+    narrow = shown(80, *speed_table().shown())
     assert "1.40-1.60" in narrow
     for head in ("tok/s", "x plain", "tau", "same"):
         assert head in narrow, "heads are whole"
@@ -546,15 +559,15 @@ def test_tables_print_every_row() -> None:
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_tables_fit_and_cut_nothing_off(width: int) -> None:
-    efficiency = costs.Efficiency("draft_model tree", 2.0, 3.22, 11.0, 0.1375, 0.1593, 0.0123, 0.97, 0.99)
+    efficiency = forwards.Efficiency("draft_model tree", 2.0, 3.22, 11.0, 0.1375, 0.1593, 0.0123, 0.97, 0.99)
     grown = "98.6 M (hidden 1024, ffn 4096, 6 layers; inflated in width from hidden 256)"
-    cell = profile.Profile("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(profile.VERBS, 0.011))
+    cell = forwards.Profile("draft_model", 10, 0.151, 0.12, 0.01, dict.fromkeys(forwards.VERBS, 0.011))
     texts = [
-        shown(width, report.show_speed, speed_table()),
-        shown(width, report.show_efficiency, [EfficiencyTable(grown, 0.163, 1500, (efficiency,))]),
-        shown(width, report.show_batch, [BatchRow("draft_model", 8, 154.2, 33.1)]),
-        shown(width, report.show_profiles, [ProfileCell(150_000, 1500, "T=1 top-p=0.9", cell)]),
-        shown(width, report.show_drafting, [DraftCost("suffix+token_recycling", 128_000, 10**8, *[1120.3] * 5)]),
+        shown(width, *speed_table().shown()),
+        shown(width, *EfficiencyTable(grown, 0.163, 1500, (efficiency,)).shown()),
+        shown(width, batch_table([BatchRow("draft_model", 8, 154.2, 33.1)])),
+        shown(width, profile_table([ProfileCell(150_000, 1500, "T=1 top-p=0.9", cell)])),
+        shown(width, drafting_table([DraftCost("suffix+token_recycling", 128_000, 10**8, *[1120.3] * 5)])),
     ]
     for text in texts:
         assert "\N{HORIZONTAL ELLIPSIS}" not in text
@@ -565,9 +578,9 @@ def test_tables_fit_and_cut_nothing_off(width: int) -> None:
 
 def test_what_could_not_be_timed_is_a_dash_with_its_reason() -> None:
     """And one prompt has no interval; nothing prints nan."""
-    text = shown(80, report.show_speed, speed_table(num_prompts=1))
+    text = shown(80, *speed_table(num_prompts=1).shown())
     assert "nan" not in text
     assert "1.40" not in text
     assert "of which one has no interval" in " ".join(text.split())
     assert "raise --max-new-tokens" in " ".join(text.split())
-    assert "raise --max-new-tokens" in shown(200, report.show_efficiency, [EfficiencyTable("none", 0.0, 40, ())])
+    assert "raise --max-new-tokens" in shown(200, *EfficiencyTable("none", 0.0, 40, ()).shown())

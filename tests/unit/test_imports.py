@@ -38,6 +38,11 @@ are found by name (`foretoken.config.method`), so that config knows none of them
 
 MAX_LINES = 300
 LONGER = {
+    "bench/forwards.py": "recording forwards, replaying them, and what lies around them: one measurement",
+    "bench/outcome.py": "one comparison: its rows, what is shown of them, and what follows",
+    "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
+    "bench/peers/outcome.py": "one race: its rows, ratios, and what is shown of them",
+    "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
     "engine/engine.py": "the engine is one class: its requests, and the loop as a sequence of verbs",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",

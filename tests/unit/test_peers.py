@@ -19,8 +19,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from foretoken.bench import report
 from foretoken.bench.candidates import Candidate
-from foretoken.bench.peers import client, environments, launching, report
+from foretoken.bench.peers import client, environments, launching
 from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
 from foretoken.bench.peers.environments import PEERS, PeerEnvironmentError, check_installed, make, read_peers
 from foretoken.bench.peers.export import Exported
@@ -141,7 +142,7 @@ def rows(outcome: Outcome) -> dict[str, PeerRow]:
 
 def shown(outcome: Outcome, width: int = 100) -> str:
     stream = io.StringIO()
-    report.show(Console(file=stream, width=width), outcome)
+    report.show(Console(file=stream, width=width), outcome.shown())
     return stream.getvalue()
 
 

@@ -12,8 +12,7 @@ import torch
 from foretoken import zoo
 from foretoken.bench.models import load_pair
 from foretoken.bench.peers import export as exporting
-from foretoken.bench.peers.export import Exported, cast, export
-from foretoken.bench.peers.prompts import prompts_of
+from foretoken.bench.peers.export import Exported, cast, export, prompts_of
 from foretoken.bench.peers.workers.protocol import eos_token_ids, has_draft
 from foretoken.bench.workload import AGAIN
 from foretoken.errors import ConfigError

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import tau
 import torch
-from found import Found, kept, of_record
+from tau import Found, kept, of_record
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.arms import Sampling
+from foretoken.bench.trial import Sampling
 from foretoken.engine.stats import SequenceStats
 
 

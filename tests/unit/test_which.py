@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,18 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foretoken.bench import which_report
-from foretoken.bench.advice import advise, by_kind, ranked
-from foretoken.bench.arms import EngineArm, Run, Sampling
+from foretoken.bench import report
+from foretoken.bench.arms import EngineArm
 from foretoken.bench.candidates import Candidate, read_candidates, split_outside_brackets
 from foretoken.bench.equality import Divergence, Equality
-from foretoken.bench.measure import Comparison, bootstrap_median
-from foretoken.bench.outcome import MethodRow, Outcome, Refused
-from foretoken.bench.which import Which, WhichSettings
+from foretoken.bench.methods import Methods, MethodsSettings
+from foretoken.bench.outcome import MethodRow, Outcome, Refused, advise, by_kind, ranked
+from foretoken.bench.trial import Comparison, Run, Sampling, bootstrap
 from foretoken.cli import bench as cli
-from foretoken.cli import which as which_cli
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError
 
-SETTINGS = WhichSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ignore_eos=True))
+SETTINGS = MethodsSettings(num_prompts=2, max_new_tokens=8, sampling=Sampling(ignore_eos=True))
 
 
 # -- candidates --------------------------------------------------------------------------------------------------
@@ -66,7 +65,7 @@ def test_what_is_not_a_method_is_refused(text: str) -> None:
 def row(method: str, *ratios: float | None) -> MethodRow:
     timed = [ratio for ratio in ratios if ratio is not None]
     middle = sorted(timed)[len(timed) // 2] if timed else float("nan")
-    low, high = bootstrap_median(timed) if timed else (middle, middle)
+    low, high = bootstrap(timed, statistics.median) if timed else (middle, middle)
     found = Comparison(method, "plain", middle, low, high, middle, middle, len(timed))
     return MethodRow(method, {"method": method}, 10.0, found, ratios, 2.0, 0.5, 3.0, 0.001, 1_000_000, None, None)
 
@@ -157,7 +156,7 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
         refused=(Refused("rest", "method 'rest' needs a datastore [and a reason]"),),
     )
     console = Console(width=width, record=True, file=io.StringIO())
-    which_report.show(console, found, "zoo:tiny", ["a note"])
+    report.show(console, found.shown("zoo:tiny", ("a note",)))
     text = console.export_text()
     flat = " ".join(text.split())
     assert "nan" not in text
@@ -184,39 +183,39 @@ def test_everything_fits_and_the_config_can_be_copied(width: int) -> None:
 
 def test_notes_of_the_zoo_are_shown_beside_the_methods_they_are_about() -> None:
     quantized, lookup = Candidate("a", {"method": "quantized_self"}), Candidate("b", {"method": "ngram"})
-    assert any("flattered" in note for note in which_cli.model_notes("zoo:smollm2", [lookup, quantized]))
-    assert which_cli.model_notes("zoo:smollm2", [lookup]) == ()
-    assert which_cli.model_notes("somewhere/else", [quantized]) == ()
+    assert any("flattered" in note for note in cli.model_notes("zoo:smollm2", [lookup, quantized]))
+    assert cli.model_notes("zoo:smollm2", [lookup]) == ()
+    assert cli.model_notes("somewhere/else", [quantized]) == ()
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def which(request: pytest.FixtureRequest) -> Which:
-    return Which("zoo:tiny", request.param, "none", SETTINGS)
+def methods(request: pytest.FixtureRequest) -> Methods:
+    return Methods("zoo:tiny", request.param, "none", SETTINGS)
 
 
-def test_methods_are_compared_with_plain_decoding(which: Which) -> None:
+def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
     """In float32 by the timed runs, in bfloat16 in strict mode; what does not apply is listed with its reason."""
     seen: list[int] = []
     candidates = read_candidates('ngram,draft_model,{"method": "rest", "datastore": "/nowhere"}', None, None)
-    found = which.run(candidates, lambda outcome: seen.append(outcome.num_prompts))
+    found = methods.run(candidates, lambda outcome: seen.append(outcome.num_prompts))
     assert seen == [1, 2]
     assert [one.method for one in found.rows] == ["ngram", "draft_model"]
     assert [one.method for one in found.refused] == ["rest datastore=/nowhere"]
-    assert found.promised == ("default" if which.target.dtype.itemsize == 4 else "strict")
+    assert found.promised == ("default" if methods.target.dtype.itemsize == 4 else "strict")
     for one in found.rows:
         assert one.equality is not None
         assert one.equality.num_identical == one.equality.num_prompts == 2
         assert one.tokens_per_step >= 1
     assert found.plain.tokens_per_step == 1.0
-    data = json.loads(json.dumps(which_report.as_data(found)))
-    assert SpeculativeConfig.parse(data["recommended_config"])
-    assert data["methods"]["rows"][0]["equality"]["num_identical"] == 2
+    assert SpeculativeConfig.parse(advise(found).config)
+    data = json.loads(json.dumps(report.plain_data(found)))
+    assert data["rows"][0]["equality"]["num_identical"] == 2
 
 
-def test_a_method_whose_tokens_differ_gets_no_figures(which: Which, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = EngineArm.run
 
     def lying(self: EngineArm, *args: Any) -> Run:
@@ -224,28 +223,28 @@ def test_a_method_whose_tokens_differ_gets_no_figures(which: Which, monkeypatch:
         return run if self.name != "ngram" else replace(run, token_ids=(*run.token_ids[:-1], 0))
 
     monkeypatch.setattr(EngineArm, "run", lying)
-    found = which.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
+    found = methods.run(read_candidates("ngram,suffix", None, None), lambda outcome: None)
     assert [one.method for one in found.rows] == ["suffix"]
     assert [one.arm for one in found.different] == ["ngram"]
     assert advise(found).config["method"] != "ngram"
 
 
-def test_no_method_at_all_is_an_error(which: Which) -> None:
+def test_no_method_at_all_is_an_error(methods: Methods) -> None:
     with pytest.raises(ConfigError, match=r"none of the methods applies.*datastore"):
-        which.run(read_candidates('{"method": "rest", "datastore": "/nowhere"}', None, None), lambda outcome: None)
+        methods.run(read_candidates('{"method": "rest", "datastore": "/nowhere"}', None, None), lambda outcome: None)
 
 
-def test_kinds_come_in_turn_and_unknown_ones_are_refused(which: Which) -> None:
-    which.settings = replace(SETTINGS, num_prompts=5, kinds=("code", "again"))
-    which.__dict__.pop("prompts", None)
-    assert [prompt.category for prompt in which.prompts] == ["code", "again"] * 2 + ["code"]
-    which.settings = replace(SETTINGS, kinds=("poetry",))
-    which.__dict__.pop("prompts", None)
+def test_kinds_come_in_turn_and_unknown_ones_are_refused(methods: Methods) -> None:
+    methods.settings = replace(SETTINGS, num_prompts=5, kinds=("code", "again"))
+    methods.__dict__.pop("prompts", None)
+    assert [prompt.category for prompt in methods.prompts] == ["code", "again"] * 2 + ["code"]
+    methods.settings = replace(SETTINGS, kinds=("poetry",))
+    methods.__dict__.pop("prompts", None)
     with pytest.raises(ConfigError, match=r"'poetry'.*chat"):
-        _ = which.prompts
-    which.settings = SETTINGS
-    which.__dict__.pop("prompts", None)
-    assert "copy" not in {prompt.category for prompt in which.prompts}
+        _ = methods.prompts
+    methods.settings = SETTINGS
+    methods.__dict__.pop("prompts", None)
+    assert "copy" not in {prompt.category for prompt in methods.prompts}
 
 
 # -- the verb ----------------------------------------------------------------------------------------------------

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 
-from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.arms import EngineArm
+from foretoken.bench.report import Column, Line, Table
+from foretoken.bench.trial import Sampling
+
+_MAX_LISTED = 7
+"""Lengths and positions that are listed one by one; the last column has all that are longer."""
 
 
 def expected_length(rate: float, num_drafted: int) -> float:
@@ -162,3 +167,47 @@ def accepted_lengths(
     return AcceptedLengths(
         arm.name, sampling.label, num_prompts, tuple((*step, count) for step, count in sorted(found.items()))
     )
+
+
+def shown(found: Seq[AcceptedLengths]) -> Iterator[Table | Line]:
+    """Lengths by formula and as observed, the histograms of both, and the chance by position."""
+
+    def three(value: Callable[[AcceptedLengths], float]) -> Callable[[AcceptedLengths], str]:
+        return lambda one: f"{value(one):.3f}"
+
+    whose = [Column("arm", lambda one: one.arm, is_text=True), Column("law", lambda one: one.sampling, is_text=True)]
+    means = [
+        Column("drafts", lambda one: str(one.num_steps)),
+        Column("K", lambda one: f"{one.mean_drafted:.1f}"),
+        Column("rate", three(lambda one: one.rate)),
+        Column("tokens", three(lambda one: one.observed)),
+        Column("for-\nmula", three(lambda one: one.expected)),
+        Column("by\nfirst", three(lambda one: one.expected_from_first)),
+        Column("dis-\ntance", three(lambda one: one.distance)),
+    ]
+    yield Table("tokens per step that drafted, observed and by formula", [*whose, *means], found)
+    rows = []
+    for one in found:
+        rows.append([one.arm, one.sampling, "seen", *_listed(one.histogram)])
+        rows.append(["", "", "formula", *_listed(one.expected_histogram)])
+        rates = {place.position: f"{place.rate:.2f}" for place in one.positions}
+        rows.append(["", "", "next", *(rates.get(place, "") for place in range(1, _MAX_LISTED + 1)), ""])
+    heads = ("arm", "law", "", *map(str, range(_MAX_LISTED)), f"{_MAX_LISTED}+")
+    columns = [
+        Column(head, lambda row, place=place: row[place], is_text=place < 2)  # type: ignore[misc]
+        for place, head in enumerate(heads)
+    ]
+    yield Table("share of the steps by accepted tokens; next: chance of the token after so many", columns, rows)
+    yield Line(
+        "rate: accepted by accepted and rejected tokens; formula: sum of rate^0 to rate^K, every token with that "
+        "chance whatever went before; by first: at the rate of first tokens; distance: share of the steps that would "
+        "have to change for the formula to hold",
+        "dim",
+    )
+
+
+def _listed(shares: Mapping[int, float]) -> list[str]:
+    """Shares of the first few lengths, and of all longer ones; nothing behind the longest."""
+    each = [f"{shares[length]:.3f}" if length in shares else "" for length in range(_MAX_LISTED)]
+    longer = [share for length, share in shares.items() if length >= _MAX_LISTED]
+    return [*each, f"{sum(longer):.3f}" if longer else ""]

@@ -1,13 +1,12 @@
-"""Who generates: this library's engine, and transformers' own `generate`, behind one method."""
+"""Arms of this process: this library's engine, alone or in batches, and transformers' own `generate`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -15,88 +14,18 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from foretoken.config.sampling import SamplingParams
+from foretoken.bench.trial import Arm, Run, Sampling, rows_of
+from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine import governing
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.stats import SequenceStats, StepTrace
+from foretoken.engine.stats import SequenceStats
+from foretoken.loading.info import Loaded, eos_token_ids
+from foretoken.loading.models import is_zoo
+from foretoken.loading.pairing import Pairing
 from foretoken.model.lm import CausalLM
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen, for every arm alike."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    ignore_eos: bool = False
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def label(self) -> str:
-        if self.is_greedy:
-            return "greedy"
-        return f"T={self.temperature:g}" + (f" top-p={self.top_p:g}" if self.top_p < 1 else "")
-
-    def params(self, max_new_tokens: int) -> SamplingParams:
-        """The same settings as the engine's parameters."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            max_tokens=max_new_tokens,
-            ignore_eos=self.ignore_eos,
-        )
-
-
-@dataclass(frozen=True)
-class Run:
-    """The results of one arm on one prompt.
-
-    Decoding is what follows the first emission: its time and its tokens alone are compared, so that the cost of
-    prompts is left out. An arm that emits several tokens at first has that many fewer to account for.
-
-    Args:
-      token_ids: of the output.
-      num_first: how many of them came with the first emission.
-      first_seconds: from the request to the first emission, prompt and drafter's prompt included.
-      decode_seconds: from there to the end.
-      stats: the engine's counters, None for other arms.
-      step_seconds: between one emission and the next; they add up to ``decode_seconds``.
-      trace: the engine's steps, one by one.
-    """
-
-    token_ids: tuple[int, ...]
-    num_first: int
-    first_seconds: float
-    decode_seconds: float
-    stats: SequenceStats | None = None
-    step_seconds: tuple[float, ...] = ()
-    trace: tuple[StepTrace, ...] = ()
-
-    @property
-    def num_decoded(self) -> int:
-        return len(self.token_ids) - self.num_first
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Seconds per decoded token; NaN when the first emission was all."""
-        return self.decode_seconds / self.num_decoded if self.num_decoded > 0 else float("nan")
-
-
-class Arm(ABC):
-    """One way to generate."""
-
-    name: str
-
-    @abstractmethod
-    def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
-        """Continue one prompt."""
 
 
 @dataclass
@@ -144,44 +73,99 @@ class EngineArm(Arm):
             governor=governing.new_governor(target, drafter) if is_governed else None,
         )
 
-    def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
-        emissions = _Emissions()
-        (row,) = self.engine.add_request(prompt_ids, sampling.params(max_new_tokens))
-        while not row.is_finished:
-            for output in self.engine.step():
-                if output.error is not None:
-                    raise output.error
-                emissions.add(len(output.token_ids))
-        return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
-
-    def run_batch(self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> tuple[int, float]:
-        """All prompts as rows of one batch: tokens and seconds of the steps that decode.
-
-        Needs ``max_num_seqs`` of as many rows. Every row has entered before the time starts.
-        """
-        _, num_tokens, seconds = self.decode_batch(prompts, max_new_tokens, sampling)
-        return num_tokens, seconds
-
-    def decode_batch(
-        self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling
-    ) -> tuple[list[Sequence], int, float]:
-        """The same, with the finished rows in front.
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Of a group, rows of batches of ``max_num_seqs``.
 
         Raises: what a row ended with, if that is an error.
         """
-        rows = [self.engine.add_request(prompt, sampling.params(max_new_tokens))[0] for prompt in prompts]
-        while any(not row.is_finished and row not in self.engine.decoding_rows for row in rows):
-            self._step()  # rows that entered first may end before the last one enters
-        num_before = sum(row.num_output_tokens for row in rows)
-        start = perf_counter()
-        while not all(row.is_finished for row in rows):
-            self._step()
-        return rows, sum(row.num_output_tokens for row in rows) - num_before, perf_counter() - start
+        prompts = rows_of(prompt_ids)
+        if prompts[0] is not prompt_ids:
+            return self._run_group(prompts, max_new_tokens, sampling)
+        emissions = _Emissions()
+        (row,) = self.engine.add_request(prompt_ids, sampling.params(max_new_tokens))
+        while not row.is_finished:
+            for output in self._step():
+                emissions.add(len(output.token_ids))
+        return replace(emissions.as_run(row.output_ids, row.stats), trace=tuple(row.trace))
 
-    def _step(self) -> None:
-        for output in self.engine.step():
+    def _run_group(self, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> Run:
+        """One batch after another; the time of each starts when all of its rows have entered."""
+        size = self.engine.config.max_num_seqs
+        rows: list[Sequence] = []
+        stats, num_first, entering, decoding = SequenceStats(), 0, 0.0, 0.0
+        for start in range(0, len(prompts), size):
+            began = perf_counter()
+            batch = [
+                self.engine.add_request(prompt, sampling.params(max_new_tokens))[0]
+                for prompt in prompts[start : start + size]
+            ]
+            while any(not row.is_finished and row not in self.engine.decoding_rows for row in batch):
+                self._step()  # rows that entered first may end before the last one enters
+            num_first += sum(row.num_output_tokens for row in batch)
+            entered = perf_counter()
+            while not all(row.is_finished for row in batch):
+                self._step()
+            entering, decoding = entering + entered - began, decoding + perf_counter() - entered
+            rows += batch
+        for row in rows:
+            stats.add(row.stats)
+        texts = tuple(tuple(row.output_ids) for row in rows)
+        return Run(tuple(chain.from_iterable(texts)), num_first, entering, decoding, stats, rows=texts)
+
+    def _step(self) -> list[RowOutput]:
+        outputs = self.engine.step()
+        for output in outputs:
             if output.error is not None:
                 raise output.error
+        return outputs
+
+
+class OwnArms:
+    """Makes arms of this library over one model. What methods need beside it is loaded by name.
+
+    Args:
+      loaded: the model, which is no longer as it was afterwards.
+      name: as the user gave it: a model of the zoo brings along what drafters need.
+    """
+
+    def __init__(self, loaded: Loaded, name: str, dtype: str, execution: str, exactness: str) -> None:
+        self._eos = tuple(eos_token_ids(loaded.model))
+        self._exactness = exactness
+        self.tokenizer = loaded.tokenizer
+        self.target = CausalLM(loaded.model, execution=execution, release_originals=True)
+        zoo_name = name if is_zoo(name) else None
+        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
+
+    def drafters_of(self, config: SpeculativeConfig) -> Callable[[], Drafter]:
+        """Load what a config asks for, and return what makes its drafters.
+
+        Raises: ForetokenError where it does not apply to this model.
+        """
+        return self._pairing.drafting(config).new_drafter
+
+    def arm(
+        self,
+        name: str,
+        config: SpeculativeConfig,
+        new_drafter: Callable[[], Drafter] | None = None,
+        *,
+        num_rows: int = 1,
+        exactness: str | None = None,
+    ) -> EngineArm:
+        """An arm of one row, or of batches.
+
+        Args:
+          new_drafter: of `drafters_of`, where that has been called before.
+          exactness: another one than that of all arms.
+        """
+        engine = EngineConfig(
+            max_num_seqs=num_rows,
+            acceptance=config.rejection_sample_method,
+            typical=config.typical_limits,
+            exactness=exactness or self._exactness,
+        )
+        drafter = (new_drafter or self.drafters_of(config))()
+        return EngineArm(name, self.target, drafter, self._eos, engine, is_governed=config.is_governed)
 
 
 class _Clock:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from foretoken.accept.rules import match
-from foretoken.bench.measure import no_garbage_collection
+from foretoken.bench.trial import no_garbage_collection
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from foretoken.bench.arms import Sampling
-from foretoken.bench.measure import Trial
+from foretoken.bench.trial import Sampling, Trial, rows_of
 from foretoken.law.noise import as_int64, gumbel
 from foretoken.law.sampling import SamplingLaw, log_probs
 from foretoken.model.lm import CausalLM, Nodes
 
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
+
+Gap = Callable[[Seq[int], Seq[int], int, int], float]
+"""Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
 
 _CHUNK = 512  # tokens per forward after a long text
 
@@ -40,13 +43,21 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Equality:
-    """The result of comparing one arm's outputs with the reference's."""
+    """The result of comparing one arm's outputs with the reference's.
+
+    Args:
+      num_prompts: of groups, rows of all groups.
+      same_share: of the reference's tokens, those before the first difference of their row.
+      is_repeatable: two runs of one prompt gave the same tokens.
+    """
 
     arm: str
     reference: str
     num_prompts: int
     num_identical: int
     divergences: tuple[Divergence, ...]
+    same_share: float = field(default=1.0, repr=False)
+    is_repeatable: bool = field(default=True, repr=False)
 
     @property
     def largest_gap(self) -> float:
@@ -57,42 +68,39 @@ class Equality:
         return dtype in (torch.bfloat16, torch.float16) or self.largest_gap < MAX_FLOAT32_GAP
 
 
-def check(trial: Trial, model: Any, reference: str, arms: Seq[str]) -> list[Equality]:
-    """Compare the arms' outputs with the reference's, every prompt and every run.
+def check(trial: Trial, gap: Gap, reference: str, arms: Seq[str]) -> list[Equality]:
+    """Compare the arms' first outputs with the reference's, row by row.
 
-    Args:
-      model: the target, which measures the gaps by a plain forward: a transformers model, or its adapter.
+    An arm of one row beside a batch is compared as far as it goes: it ends where the model ends it, a batch does not.
     """
-    expected = trial.outputs(reference)
-    results = []
-    for arm in arms:
-        found = [
-            _divergence(trial, model, arm, place, expected[place], run.token_ids)
-            for place, runs in enumerate(trial.runs[arm])
-            for run in runs[:1]
-        ]
-        divergences = tuple(divergence for divergence in found if divergence is not None)
-        results.append(Equality(arm, reference, len(found), len(found) - len(divergences), divergences))
-    return results
+    return [_compared(trial, gap, reference, arm) for arm in arms]
 
 
-def is_repeatable(trial: Trial, arm: str) -> bool:
-    """Whether every run of an arm gave the same tokens."""
-    return all(len({run.token_ids for run in runs}) == 1 for runs in trial.runs[arm])
+def gap_of(model: Any, sampling: Sampling) -> Gap:
+    """Gaps by a plain forward of a model: a transformers model, or its adapter."""
+    return lambda prompt, output, one, other: preference_gap(model, prompt, output, sampling, one, other)
 
 
-def _divergence(
-    trial: Trial, model: Any, arm: str, place: int, expected: tuple[int, ...], found: tuple[int, ...]
-) -> Divergence | None:
-    position = first_difference(expected, found)
-    if position is None:
-        return None
-    pair = [tokens[position] if position < len(tokens) else -1 for tokens in (expected, found)]
-    prompt = trial.prompts[place]
-    gap = float("inf")  # one has ended and the other goes on: no rounding does that
-    if -1 not in pair:
-        gap = preference_gap(model, prompt.token_ids, expected[:position], trial.sampling, pair[0], pair[1])
-    return Divergence(arm, prompt.name, position, pair[0], pair[1], gap)
+def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
+    divergences, num_rows, num_tokens, num_same = [], 0, 0, 0
+    for place, prompt in enumerate(trial.prompts):
+        expected, found = (trial.runs[name][place][0].texts for name in (reference, arm))
+        for row, (ids, wanted, got) in enumerate(zip(rows_of(prompt.token_ids), expected, found, strict=False)):
+            if len(found) != len(expected):
+                wanted = wanted[: len(got)]
+            position = first_difference(wanted, got)
+            num_rows, num_tokens = num_rows + 1, num_tokens + len(wanted)
+            num_same += len(wanted) if position is None else min(position, len(wanted))
+            if position is None:
+                continue
+            name = prompt.name if len(expected) == 1 else f"{prompt.name}, row {row}"
+            one, other = (tokens[position] if position < len(tokens) else -1 for tokens in (wanted, got))
+            has_ended = -1 in (one, other)  # while the other goes on: no rounding does that
+            distance = float("inf") if has_ended else gap(ids, wanted[:position], one, other)
+            divergences.append(Divergence(arm, name, position, one, other, distance))
+    share = num_same / num_tokens if num_tokens else 1.0
+    num_identical = num_rows - len(divergences)
+    return Equality(arm, reference, num_rows, num_identical, tuple(divergences), share, trial.is_repeatable(arm))
 
 
 def first_difference(one: Seq[int], other: Seq[int]) -> int | None:

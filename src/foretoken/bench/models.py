@@ -8,7 +8,7 @@ from typing import Any
 from foretoken import zoo
 from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.errors import ConfigError
-from foretoken.loading.info import eos_token_ids
+from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
 from foretoken.model.lm import CausalLM
 from foretoken.testing.inflation import inflate, inflated_from
@@ -95,6 +95,15 @@ def sizes(scale: str) -> tuple[int, int] | None:
     if not (by and hidden.isdigit() and ffn.isdigit()):
         raise ConfigError(f"scale is {scale!r}; give {', '.join(SCALES)} or HIDDENxFFN, such as 1024x4096")
     return int(hidden), int(ffn)
+
+
+def inflated(loaded: Loaded, scale: str) -> Loaded:
+    """The model, inflated in width where that is asked for; see `sizes`."""
+    wanted = sizes(scale)
+    if wanted is None:
+        return loaded
+    grown = inflate(loaded.model, hidden_size=wanted[0], intermediate_size=wanted[1])
+    return Loaded.of(grown, f"{loaded.name}, inflated", True, loaded.tokenizer)
 
 
 def widened(model: Any, factor: int, vocab_size: int | None = None) -> Any:

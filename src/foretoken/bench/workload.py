@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
@@ -41,11 +41,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and where they come from."""
+    """Token ids to continue, and where they come from. Of a group of prompts, ``token_ids`` are those of each."""
 
     name: str
     category: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[Any, ...]
 
 
 def read_questions(path: Path | None = None) -> list[Question]:
@@ -99,6 +99,40 @@ def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = F
             by_kind.setdefault(question.category, []).append(question)
     in_turn = [question for turn in zip_longest(*by_kind.values()) for question in turn if question is not None]
     return in_turn[:num_prompts]
+
+
+def prompts_of_kinds(
+    tokenizer: Any,
+    questions: Seq[Question],
+    kinds: Seq[str] | None,
+    room: int | None,
+    answer: Callable[[tuple[int, ...]], Seq[int]],
+) -> Iterator[Prompt]:
+    """Prompts of the kinds in turn, one after another as they are asked for.
+
+    Args:
+      kinds: None for all that the questions have but passages to copy; "again" is made by letting the model answer.
+      room: longest prompt; others are left out.
+      answer: see `asked_again`.
+
+    Raises: ConfigError for a kind that no question has.
+    """
+    known = list(dict.fromkeys(question.category for question in questions))
+    wanted = kinds or [kind for kind in known if kind != COPY]
+    unknown = [kind for kind in wanted if kind not in (*known, AGAIN)]
+    if unknown:
+        raise ConfigError(f"no prompt is of the kind {unknown[0]!r}; choose among {', '.join((*known, AGAIN))}")
+
+    def of(kind: str) -> Iterator[Prompt]:
+        if kind == AGAIN:
+            for question in select(questions, len(questions)):
+                for prompt in asked_again(tokenizer, [question], answer, room):
+                    yield replace(prompt, category=AGAIN)
+        for question in questions:
+            if question.category == kind:
+                yield from load_prompts(tokenizer, [question], None, room)
+
+    return (prompt for turn in zip_longest(*map(of, wanted)) for prompt in turn if prompt is not None)
 
 
 def load_prompts(

@@ -1,19 +1,34 @@
-"""``foretoken bench``: measurements of the parts, or a comparison of methods."""
+"""``foretoken bench``: measurements of the parts, a comparison of methods, or a race beside other engines."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model
-from foretoken.folders import check_place, keep_json
+from foretoken.folders import check_place, keep_text
+
+if TYPE_CHECKING:
+    from foretoken.bench.candidates import Candidate
+    from foretoken.bench.parts import Suite
+    from foretoken.bench.report import Report
+
+_SECONDS_PER_LINE = 10.0
+"""Of progress where there is no terminal, of what takes long."""
+
+_NOTHING_MEASURED = "interrupted before the first prompt was done: nothing was measured"
 
 
 @takes_groups
@@ -35,13 +50,22 @@ def run(options: BenchOptions) -> None:
     Exit codes: 0 done, 2 refused, 3 outputs differ (then their speed is not shown), 130 interrupted (partial
     results are kept).
     """
-    from foretoken.bench.suite import UnequalOutputsError
+    from foretoken.bench.parts import UnequalOutputsError
     from foretoken.errors import ForetokenError
 
-    results: dict[str, Any] = {}
+    if options.make_peers is not None:
+        measure: Callable[[], int] = partial(_make_environments, options)
+        results: dict[str, Any] = {}
+    else:
+        from foretoken.bench.report import Report
+
+        complain = partial(typer.echo, err=True)
+        console = Console(highlight=False, quiet=options.as_json)
+        report = Report(console, options.output, lambda text: complain(f"foretoken: {text}"))
+        measure, results = partial(_measure, options, report), report.results
     code = 0
     try:
-        code = _measure(options, results)
+        code = measure()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except UnequalOutputsError as error:
@@ -56,54 +80,263 @@ def run(options: BenchOptions) -> None:
         raise typer.Exit(code)
 
 
-def _measure(options: BenchOptions, results: dict[str, Any]) -> int:
-    """Fill ``results``, which are kept as they come, and return the exit code."""
-    if options.make_peers is not None:
-        from foretoken.cli.bench_peers import make_environments
+def _make_environments(options: BenchOptions) -> int:
+    """Make what ``--make-peers`` names.
 
-        make_environments(options)
-        return 0
+    Raises: ConfigError.
+    """
+    from foretoken.bench.peers.environments import environments, make_all, read_peers
+
+    peers = read_peers(options.make_peers or "", "--make-peers")
+    make_all(peers, environments(options.peers_folder), lambda text: typer.echo(text, err=True))
+    return 0
+
+
+def _measure(options: BenchOptions, report: Report) -> int:
+    """Fill the report, which is kept as it grows, and return the exit code."""
+    import torch
+
     for file in (options.output, options.save_config):
         if file is not None:
-            _check_place(file)
+            _check_folder(file)
     model = options.model or _default_model()
     is_small = options.quick and options.peers is None
     threads = options.threads or (1 if is_small else None)  # several would wait longer than they compute
     if threads is not None:
-        import torch
-
         torch.set_num_threads(threads)
     scale = options.scale or _default_scale(model, options.quick)
     _hide_progress_of_loading()
-    keep = partial(_write, options.output, results)
     if options.peers is not None:
-        from foretoken.cli.bench_peers import race_peers
+        return _race(options, model, scale, report)
+    with torch.inference_mode():
+        if options.methods is not None:
+            return _compare_methods(options, model, scale, report)
+        return _measure_parts(options, model, scale, report)
 
-        return race_peers(options, model, scale, results, keep)
-    if options.methods is not None:
-        from foretoken.bench.candidates import read_candidates
-        from foretoken.cli.which import compare_methods
 
-        return compare_methods(
-            model,
-            options.dtype,
-            scale,
-            read_candidates(options.methods, options.draft_model, options.num_speculative_tokens),
-            options.which_settings(is_toy=_is_toy(model)),
-            results,
-            keep,
-            is_shown=not options.as_json,
-            save_config=options.save_config,
-        )
-    from foretoken.cli.bench_parts import measure_parts, suite_of
+# -- the three benchmarks ----------------------------------------------------------------------------------------
+
+
+def _measure_parts(options: BenchOptions, model: str, scale: str, report: Report) -> int:
+    """Tables appear, and are kept, as they are ready; what is running is told on standard error of a terminal."""
+    from foretoken.bench.models import load_pair
+    from foretoken.bench.parts import Suite
 
     parts = options.chosen_parts()
-    suite = suite_of(model, options.draft_model, options.dtype, scale, options.settings())
-    measure_parts(suite, parts, results, keep, is_shown=not options.as_json)
+    status = Console(stderr=True, style="dim", highlight=False, quiet=not sys.stderr.isatty())
+    suite = Suite(load_pair(model, options.draft_model, options.dtype), scale, options.settings(), status.print)
+    dtype, execution = str(suite.target.dtype).removeprefix("torch."), suite.target.execution.describe()
+    report.begin({}, suite.settings, models=suite.pair.label, dtype=dtype, execution=execution)
+    report.show_conditions()
+    _fill_parts(suite, parts, report)
     return 0
 
 
-def _check_place(file: Path) -> None:
+def _fill_parts(suite: Suite, parts: list[str], report: Report) -> None:
+    from foretoken.bench import accepted
+    from foretoken.bench.report import show
+    from foretoken.bench.tables import batch_table, drafting_table, profile_table
+    from foretoken.progress import build_bar
+
+    settings, greedy = suite.settings, suite.greedy
+    first = settings.contexts[0]
+    speeds = [partial(suite.speed, context, greedy) for context in settings.contexts if "speed" in parts]
+    if "copying" in parts:
+        speeds += [partial(suite.copying, greedy), partial(suite.passages, greedy)]
+    if "sampling" in parts:
+        speeds += [partial(suite.speed, first, suite.sampled(top_p)) for top_p in (1.0, 0.9)]
+    for measure in speeds:
+        table = measure()
+        report.add("speed", table, table.shown())
+    efficiencies = []
+    if "efficiency" in parts and suite.pair.drafter is not None:
+        efficiencies += [partial(suite.efficiency, cost, first, greedy) for cost in settings.draft_costs]
+    if "lookup-efficiency" in parts:
+        efficiencies.append(partial(suite.lookup_efficiency, greedy))
+    for measure_efficiency in efficiencies:
+        found = measure_efficiency()
+        report.add("efficiency", found, found.shown())
+    if "accepted" in parts:
+        lengths = []
+        for sampling in (greedy, suite.sampled()):
+            lengths += suite.accepted(sampling)
+            report.keep(accepted=lengths)
+        show(report.console, accepted.shown(lengths))
+    if "batch" in parts:
+        rows = suite.batch(greedy)
+        show(report.console, [batch_table(rows)])
+        report.keep(batch=rows)
+    if "profile" in parts:
+        cells = list(suite.profiles([greedy, suite.sampled(0.9)]))
+        show(report.console, [profile_table(cells)])
+        report.keep(profile=cells)
+    if "drafting" in parts:
+        with build_bar() as bar:
+            costs = list(suite.drafting(bar))
+        show(report.console, [drafting_table(costs)])
+        report.keep(drafting=costs)
+
+
+def _compare_methods(options: BenchOptions, model: str, scale: str, report: Report) -> int:
+    """Interrupted, it shows and keeps what the prompts so far have told."""
+    from foretoken.bench.candidates import read_candidates
+    from foretoken.bench.methods import Methods
+    from foretoken.bench.outcome import Outcome, advise, by_kind
+    from foretoken.bench.report import show
+    from foretoken.errors import ConfigError
+
+    candidates = read_candidates(options.methods or "", options.draft_model, options.num_speculative_tokens)
+    settings = options.methods_settings(is_toy=_is_toy(model))
+    notes = model_notes(model, candidates)
+    latest: list[Outcome] = []
+    code = 0
+
+    def note(outcome: Outcome) -> None:
+        latest[:] = [outcome]
+        advice = advise(outcome)
+        report.keep(
+            methods=outcome,
+            by_kind=by_kind(outcome),
+            recommended_config=dict(advice.config),
+            reason=advice.reason,
+            notes=[*advice.notes, *notes],
+        )
+
+    try:
+        with progress() as say:
+            methods = Methods(model, options.dtype, scale, settings, say)
+            dtype, execution = str(methods.target.dtype).removeprefix("torch."), methods.target.execution.describe()
+            report.begin({}, settings, model=model, models=methods.label, dtype=dtype, execution=execution)
+            note(methods.run(candidates, note))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if not latest:
+        Console(stderr=True).print(_NOTHING_MEASURED)
+        return code
+    report.show_conditions()
+    show(report.console, latest[0].shown(model, notes))
+    if options.save_config is not None:
+        try:
+            options.save_config.parent.mkdir(parents=True, exist_ok=True)
+            keep_text(options.save_config, json.dumps(report.results["recommended_config"]) + "\n")
+        except OSError as error:
+            place = f"{options.save_config} cannot be written: {error.strerror}"
+            raise ConfigError(f"{place}; the config is shown above") from None
+        report.console.print(f"  --speculative-config @{options.save_config}", markup=False, soft_wrap=True)
+    return code or (EXIT_DIFFERS if latest[0].different else 0)
+
+
+def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
+    """Interrupted, it shows and keeps what the prompts so far have told.
+
+    Raises: ForetokenError.
+    """
+    import torch
+
+    from foretoken.bench.peers import launching
+    from foretoken.bench.peers.environments import check_installed, environments, read_peers
+    from foretoken.bench.peers.export import export, prompts_of
+    from foretoken.bench.peers.outcome import Outcome
+    from foretoken.bench.peers.race import Race
+    from foretoken.bench.report import show
+    from foretoken.errors import ConfigError
+
+    peers, folder = read_peers(options.peers or "", "--peers"), environments(options.peers_folder)
+    check_installed(peers, folder)
+    settings = options.race_settings(options.threads or torch.get_num_threads())
+    latest: list[Outcome] = []
+    code = 0
+
+    def note(outcome: Outcome) -> None:
+        latest[:] = [outcome]
+        report.keep(race=outcome)
+
+    with progress(is_long=True) as say:
+        exported = export(model, options.draft_model, scale, lambda text: typer.echo(f"foretoken: {text}", err=True))
+        dtype = exported.dtype if options.dtype == "auto" else options.dtype
+        if dtype not in launching.OPENVINO:
+            raise ConfigError(f"--dtype is {dtype!r}; other engines run in {', '.join(launching.OPENVINO)}")
+        arming = options.arming(exported.has_draft)
+        launches, missing = launching.launches(exported, model, scale, dtype, arming, peers, folder)
+        for name, reason in missing.items():
+            typer.echo(f"foretoken: {name} takes no part: {reason}", err=True)
+        more = {"model": model, "models": exported.models, "dtype": dtype, "execution": options.execution}
+        report.begin({"num_threads": settings.threads}, settings, **more)
+        target, length = exported.folder / "target", settings.max_new_tokens
+        try:
+            with Race(exported, dtype, launches, missing, settings, say) as race:
+                prompts = prompts_of(target, settings.kinds, settings.prompts_file, length, race.answer)
+                note(race.run(prompts, note))
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+    if not latest:
+        Console(stderr=True).print(_NOTHING_MEASURED)
+        return code
+    report.show_conditions(f"execution {options.execution}")
+    show(report.console, latest[0].shown())
+    return code or (EXIT_DIFFERS if latest[0].wrong else 0)
+
+
+def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
+    """The zoo's notes on the figures that these methods reach with a model."""
+    from foretoken import zoo
+    from foretoken.loading.models import is_zoo
+
+    if not is_zoo(model):
+        return ()
+    named = {part.method for one in candidates for part in one.config.parts}
+    return zoo.manifest(model).notes_about(map(str, named))
+
+
+# -- what is told meanwhile --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(*, is_long: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on standard error what is running and how long it will take.
+
+    Args:
+      is_long: where that is no terminal, write a line now and then; else nothing.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines() if is_long else lambda what, done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def say(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield say
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    started = time.perf_counter()
+    latest = ("", started)
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal latest
+        now = time.perf_counter()
+        if what != latest[0] or now - latest[1] > _SECONDS_PER_LINE:
+            typer.echo(f"foretoken: {(now - started) / 60:.1f} min: {what}, {done} of {total}", err=True)
+            latest = what, now
+
+    return say
+
+
+def _check_folder(file: Path) -> None:
     """Make the folder of a file that is to be written.
 
     Raises: ConfigError.
@@ -115,20 +348,6 @@ def _check_place(file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}; choose another place") from None
     check_place(file)
-
-
-def _write(output: Path | None, results: dict[str, Any]) -> None:
-    """All that was measured so far, so that an interrupted run leaves it; nothing is lost where that cannot be."""
-    if output is None:
-        return
-    try:
-        keep_json(output, results)
-    except OSError as error:
-        typer.echo(
-            f"foretoken: {output} cannot be written ({error.strerror}); what was measured is shown all the same, "
-            "and kept with the next result if there is room by then",
-            err=True,
-        )
 
 
 def _default_model() -> str:

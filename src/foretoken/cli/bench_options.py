@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from foretoken.bench.methods import MethodsSettings
+    from foretoken.bench.parts import Settings
     from foretoken.bench.peers.launching import Arming
     from foretoken.bench.peers.race import RaceSettings
-    from foretoken.bench.settings import Settings
-    from foretoken.bench.which import WhichSettings
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
 EXTRA_PARTS = ("profile", "drafting", "accepted")
@@ -186,7 +186,7 @@ class BenchOptions:
 
         Raises: ConfigError for text that holds no numbers.
         """
-        from foretoken.bench.settings import Settings
+        from foretoken.bench.parts import Settings
 
         settings = Settings(
             num_prompts=self.num_prompts or Settings.num_prompts,
@@ -207,10 +207,10 @@ class BenchOptions:
         )
         return replace(settings, **_QUICK) if self.quick else settings
 
-    def which_settings(self, *, is_toy: bool) -> WhichSettings:
+    def methods_settings(self, *, is_toy: bool) -> MethodsSettings:
         """Of a comparison of methods; a toy goes on at the end of its text unless that is asked for."""
-        from foretoken.bench.arms import Sampling
-        from foretoken.bench.which import WhichSettings
+        from foretoken.bench.methods import MethodsSettings
+        from foretoken.bench.trial import Sampling
 
         ignore_eos = is_toy if self.stop_at_eos is None else not self.stop_at_eos
         wanted = {
@@ -219,7 +219,7 @@ class BenchOptions:
             "kinds": None if self.kinds is None else tuple(_split(self.kinds)),
             **(_QUICK_METHODS if self.quick else {}),
         }
-        return WhichSettings(
+        return MethodsSettings(
             repeats=self.repeats,
             prompts_file=self.prompts_file,
             sampling=Sampling(self.temperature, self.top_p, self.seed, ignore_eos),

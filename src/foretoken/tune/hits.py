@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foretoken.bench.costs import replaced
+from foretoken.bench.forwards import replaced
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.parts.candidates import Places

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foretoken.bench.arms import EngineArm, Sampling
-from foretoken.bench.measure import compare, interleave
+from foretoken.bench.arms import EngineArm
+from foretoken.bench.trial import Sampling, compare, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foretoken.bench.arms import EngineArm, Sampling
-from foretoken.bench.measure import Trial, interleave
+from foretoken.bench.arms import EngineArm
+from foretoken.bench.trial import Sampling, Trial, bootstrap, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
@@ -143,17 +142,17 @@ def seconds_at(seconds: Mapping[int, float], nodes: int) -> float:
 
 def settings(observed: Observed, found: Seq[StepCurve]) -> tuple[Setting, ...]:
     """The best length at every batch and context, with what is to be expected of it."""
-    rng = random.Random(0)
     whole = observed.rates()
-    prompts = observed.by_prompt
-    resampled = [observed.rates(rng.choices(prompts, k=len(prompts))) for _ in range(NUM_RESAMPLES)]
     chosen = []
     for curve in found:
         lengths = range(min(len(whole), max(WIDTHS) - 1) + 1)
         speeds = {length: expected_speed(observed, whole, curve, length) if length else 1.0 for length in lengths}
         best = max(speeds, key=speeds.__getitem__)
-        others = sorted(expected_speed(observed, rates, curve, best) if best else 1.0 for rates in resampled)
-        low, high = others[NUM_RESAMPLES // 40], others[-1 - NUM_RESAMPLES // 40]
+
+        def speed(prompts: Seq[Drafted], curve: StepCurve = curve, best: int = best) -> float:
+            return expected_speed(observed, observed.rates(prompts), curve, best) if best else 1.0
+
+        low, high = bootstrap(observed.by_prompt, speed, num_resamples=NUM_RESAMPLES)
         chosen.append(Setting(curve.num_rows, curve.context, best, speeds[best], low, high))
     return tuple(chosen)
 
@@ -205,6 +204,4 @@ def measured_speed(trial: Trial) -> tuple[float, float, float]:
     def speed(some: Seq[tuple[float, ...]]) -> float:
         return sum(plain for plain, _ in some) / sum(drafting for _, drafting in some)
 
-    rng = random.Random(0)
-    others = sorted(speed(rng.choices(seconds, k=len(seconds))) for _ in range(NUM_RESAMPLES))
-    return speed(seconds), others[NUM_RESAMPLES // 40], others[-1 - NUM_RESAMPLES // 40]
+    return speed(seconds), *bootstrap(seconds, speed)

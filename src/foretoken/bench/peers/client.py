@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from foretoken.bench.arms import Arm, Run, Sampling
+from foretoken.bench.trial import Arm, Run, Sampling, rows_of
 from foretoken.errors import ForetokenError
 
 HERE = Path(__file__).parent
@@ -170,10 +171,6 @@ class RemoteArm(Arm):
 
     Args:
       facts: what the worker says of it.
-
-    Attributes:
-      groups: the prompts of a batch, by what stands for them in a trial.
-      texts: the rows of the latest run of every prompt or group.
     """
 
     def __init__(self, worker: Worker, facts: Mapping[str, Any]) -> None:
@@ -181,21 +178,17 @@ class RemoteArm(Arm):
         self.worker = worker
         self.facts = facts
         self.num_rows: int = facts["num_rows"]
-        self.groups: Mapping[tuple[int, ...], Seq[Seq[int]]] = {}
-        self.texts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self.cpu_seconds = self.seconds = 0.0
 
-    def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
-        """Where ``prompt_ids`` stand for a group, all its prompts, or the first of them for an arm of one row."""
-        prompts = self.groups.get(tuple(prompt_ids), [prompt_ids])[: self.num_rows]
-        found = self.worker.ask(
-            verb="run", arm=self.facts["name"], prompts=[list(ids) for ids in prompts], max_new_tokens=max_new_tokens
-        )
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """All prompts of a group, or the first of them for an arm of one row."""
+        prompts = [list(ids) for ids in rows_of(prompt_ids)[: self.num_rows]]
+        found = self.worker.ask(verb="run", arm=self.facts["name"], prompts=prompts, max_new_tokens=max_new_tokens)
         self.cpu_seconds += found["cpu_seconds"]
         self.seconds += found["first_seconds"] + found["decode_seconds"]
-        self.texts[tuple(prompt_ids)] = [tuple(row) for row in found["rows"]]
-        tokens = tuple(token for row in found["rows"] for token in row)
-        return Run(tokens, found["num_first"], found["first_seconds"], found["decode_seconds"])
+        rows = tuple(tuple(row) for row in found["rows"])
+        tokens = tuple(chain.from_iterable(rows))
+        return Run(tokens, found["num_first"], found["first_seconds"], found["decode_seconds"], rows=rows)
 
     @property
     def num_busy_threads(self) -> float:

@@ -1,4 +1,4 @@
-"""The models of a race as checkpoints that every engine reads: written once, below the cache folder."""
+"""What a race hands to other engines: checkpoints that all of them read, written once, and prompts as token ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 
 from foretoken import zoo
 from foretoken.bench.models import load_pair, scaled
+from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions
 from foretoken.folders import cache_folder
-from foretoken.loading.models import is_zoo
+from foretoken.loading.models import is_zoo, load_tokenizer
 
 _FACTS = "facts.json"
 
@@ -105,3 +106,24 @@ def _files(model: str) -> list[tuple[str, int, int]]:
     if not folder.is_dir():
         return []
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+
+
+def prompts_of(
+    target: Path,
+    kinds: tuple[str, ...] | None,
+    prompts_file: Path | None,
+    max_new_tokens: int,
+    answer: Callable[[tuple[int, ...]], tuple[int, ...]],
+) -> Iterator[Prompt]:
+    """Prompts of the kinds in turn; those that leave no room for the output are left out.
+
+    Args:
+      target: the checkpoint.
+      kinds, answer: as in `prompts_of_kinds`.
+
+    Raises: ConfigError for a kind that no prompt has.
+    """
+    tokenizer: Any = load_tokenizer(target) if (target / "tokenizer_config.json").exists() else None
+    context = json.loads((target / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    room = None if context is None else context - max_new_tokens
+    return prompts_of_kinds(tokenizer, read_questions(prompts_file), kinds, room, answer)

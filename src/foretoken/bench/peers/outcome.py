@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from foretoken.bench.measure import Comparison, Trial, compare
+from foretoken.bench.equality import MAX_FLOAT32_GAP, Equality
 from foretoken.bench.peers.client import RemoteArm
-from foretoken.bench.peers.sameness import Sameness
 from foretoken.bench.peers.workers.protocol import DRAFT, LOOKUP, PLAIN
+from foretoken.bench.report import NOTHING, Column, Line, Table, count, figure, load_lines
+from foretoken.bench.trial import Comparison, Trial, compare
 
 OWN = "foretoken"
 COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "best with a second model": (DRAFT,)}
 """What is compared, and the kinds of arms among which each engine's best is taken."""
+
+_BUSY = 0.05
+"""Share of a processor that a waiting engine may use before it is told."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """The first place where a row leaves the reference's text.
+
+    Args:
+      tokens: of the reference and of the arm; -1 where one has ended.
+      gap: by how much foretoken's target prefers one to the other there, in logits.
+    """
+
+    prompt: str
+    position: int
+    tokens: tuple[int, int]
+    gap: float
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """An arm's texts beside those of foretoken's plain decoding.
+
+    Args:
+      same_share: of the reference's tokens, those before the first difference of their row.
+      is_repeatable: two runs of one prompt gave the same tokens.
+    """
+
+    num_rows: int
+    num_same_rows: int
+    same_share: float
+    is_repeatable: bool
+    departures: tuple[Departure, ...]
+
+    @classmethod
+    def of(cls, found: Equality) -> Sameness:
+        """As the results of a race have it."""
+        departures = (
+            Departure(one.prompt, one.position, (one.expected, one.found), one.gap) for one in found.divergences
+        )
+        return cls(found.num_prompts, found.num_identical, found.same_share, found.is_repeatable, tuple(departures))
+
+    @property
+    def largest_gap(self) -> float:
+        return max((one.gap for one in self.departures), default=0.0)
+
+    @property
+    def is_kept_in_full_precision(self) -> bool:
+        """What two float32 computations of one function may differ by."""
+        return self.is_repeatable and self.largest_gap < MAX_FLOAT32_GAP
 
 
 @dataclass(frozen=True)
@@ -41,6 +94,14 @@ class PeerRow:
     num_busy_threads: float
     sameness: Sameness
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
+
+    def label(self) -> str:
+        """For tables."""
+        return self.arm + ("" if self.counts else " *")
+
+    def conditions(self) -> str:
+        """Its settings, and in which numbers it computes."""
+        return f"{self.settings}; {self.numerics}" if self.settings else self.numerics
 
 
 @dataclass(frozen=True)
@@ -81,6 +142,68 @@ class Heat:
     wrong: tuple[str, ...]
     is_complete: bool
 
+    def shown(self) -> Iterator[Table | Line]:
+        """Texts first, speeds and ratios afterwards."""
+        title = self.title if self.is_complete else f"{self.title}, interrupted after {len(self.prompts)}"
+        yield Table(f"texts beside foretoken's plain decoding: {title}", _TEXT_COLUMNS, self.rows, is_wide=True)
+        yield Line(
+            "same tokens: before the first difference of a row; gap: by how much foretoken's target prefers one token "
+            "to the other there, in logits",
+            "dim",
+        )
+        if self.wrong:
+            names = ", ".join(self.wrong)
+            yield Line(f"{names}: texts differ where equality is promised, so no speed is shown", "red")
+            return
+        yield Table(f"speed of decoding: {title}", _SPEED_COLUMNS, self.rows, is_wide=True)
+        told = f"greedy, {count(self.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
+        told += "" if all(row.counts for row in self.rows) else "; *: shown, and does not count"
+        if any(math.isnan(row.tokens_per_second) for row in self.rows):
+            told += f"; {NOTHING}: all tokens came with the first emission, which is not timed; raise --max-new-tokens"
+        yield Line(told, "dim")
+        yield Table(f"ratios: {title}", _VERDICT_COLUMNS, self.verdicts, is_wide=True)
+        yield Line(
+            "ratio: of tokens per second, median of the prompts, and its interval by bootstrap over them; each engine "
+            "with its arm that was fastest on the prompts that do not count",
+            "dim",
+        )
+        yield from load_lines(self.other_cpu_share)
+        for name, share in self.idle_shares.items():
+            if share > _BUSY:
+                yield Line(f"{name} used {share:.0%} of a processor while others were asked", "yellow")
+
+
+def _interval(found: Comparison) -> str:
+    if found.num_prompts < 2:
+        return "one prompt" if found.num_prompts else ""
+    return f"{found.low:.2f}-{found.high:.2f}"
+
+
+def _same_rows(row: PeerRow) -> str:
+    same = row.sameness
+    return f"{same.num_same_rows}/{same.num_rows}" + ("" if same.is_repeatable else " (not repeatable)")
+
+
+_TEXT_COLUMNS = (
+    Column("arm", PeerRow.label, is_text=True),
+    Column("same rows", _same_rows),
+    Column("same tokens", lambda row: f"{row.sameness.same_share:.1%}"),
+    Column("largest gap", lambda row: f"{row.sameness.largest_gap:.2g}"),
+)
+_SPEED_COLUMNS = (
+    Column("arm", PeerRow.label, is_text=True),
+    Column("tok/s", lambda row: figure(row.tokens_per_second, 1)),
+    Column("threads", lambda row: f"{row.num_busy_threads:.1f}"),
+    Column("settings", PeerRow.conditions, is_text=True),
+)
+_VERDICT_COLUMNS = (
+    Column("what", lambda one: one.what, is_text=True),
+    Column("arm", lambda one: one.arm, is_text=True),
+    Column("by", lambda one: one.base + ("" if one.counts else " *"), is_text=True),
+    Column("ratio", lambda one: figure(one.comparison.ratio)),
+    Column("95 % interval", lambda one: _interval(one.comparison)),
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,6 +231,20 @@ class Outcome:
     @property
     def wrong(self) -> tuple[str, ...]:
         return tuple(name for heat in self.heats for name in heat.wrong)
+
+    def shown(self) -> Iterator[Table | Line]:
+        """Everything but the conditions."""
+        for name, engine in self.engines.items():
+            memory = f"{self.plain_peak_bytes[name] / 1e6:.0f} MB at most with plain decoding alone"
+            yield Line(f"engine   {engine}: {memory}")
+        for name, reason in self.missing.items():
+            yield Line(f"missing  {name}: {reason}", "yellow", is_whole=True)
+        if self.prompts:
+            skipped = f"; {len(self.skipped)} with short answers left out" if self.skipped else ""
+            chosen = f"settings were chosen on {len(self.tuning_prompts)} others"
+            yield Line(f"prompts  {len(self.prompts)} that count; {chosen}{skipped}")
+        for heat in self.heats:
+            yield from heat.shown()
 
 
 def row_of(trial: Trial, arm: RemoteArm, same: Sameness) -> PeerRow:

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foretoken.bench.arms import Sampling
-from foretoken.bench.measure import Trial, interleave
+from foretoken.bench.equality import check
 from foretoken.bench.peers.client import Launch, RemoteArm, Worker, WorkerError
 from foretoken.bench.peers.export import Exported
-from foretoken.bench.peers.outcome import OWN, Heat, Outcome, row_of, verdicts
-from foretoken.bench.peers.sameness import Sameness, sameness
+from foretoken.bench.peers.outcome import OWN, Heat, Outcome, Sameness, row_of, verdicts
 from foretoken.bench.peers.workers.protocol import PLAIN
+from foretoken.bench.trial import Sampling, Trial, in_groups, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.errors import ConfigError
 
@@ -185,17 +184,17 @@ class Race:
 
     def _heat(self, size: int, on_prompt: Callable[[Outcome], None]) -> Heat:
         arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
-        groups = self._grouped(size)
         for arm in arms:
-            arm.groups = groups
             arm.cpu_seconds = arm.seconds = 0.0
-        items = self._workload.counting if size == 1 else [Prompt(f"group {-key[1]}", "group", key) for key in groups]
+        counting = self._workload.counting
+        items = counting if size == 1 else in_groups(counting, size)
         title = f"one row, {len(items)} prompts" if size == 1 else f"{size} rows, {len(items)} groups"
         before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self._workers]
         started = time.perf_counter()
 
         def heat(trial: Trial, is_complete: bool) -> Heat:
-            same = sameness(trial, arms, self._reference(size), self._gap)
+            found = check(trial, self._gap, self._reference(size), [arm.name for arm in arms])
+            same = {one.arm: Sameness.of(one) for one in found}
             return Heat(
                 title=title,
                 num_rows=size,
@@ -220,16 +219,6 @@ class Race:
         )
         return heat(trial, True)
 
-    def _grouped(self, size: int) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-        """The prompts of every batch, by what stands for them; the last batch is filled up from the beginning."""
-        if size == 1:
-            return {}
-        ids = [prompt.token_ids for prompt in self._workload.counting]
-        starts = range(0, len(ids), size)
-        return {
-            (-1, -place): [ids[(start + row) % len(ids)] for row in range(size)] for place, start in enumerate(starts)
-        }
-
     def _own_cpu_seconds(self) -> float:
         """Of the driver and all workers."""
         return time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
@@ -244,10 +233,10 @@ class Race:
 
     # -- texts -------------------------------------------------------------------------------------------------
 
-    def _reference(self, size: int) -> RemoteArm:
+    def _reference(self, size: int) -> str:
         """This library's plain decoding of as many rows."""
-        plain = [arm for arm in self._workers[0].arms if arm.facts["kind"] == PLAIN and arm.num_rows == size]
-        return plain[0]
+        arms = self._workers[0].arms
+        return next(arm.name for arm in arms if arm.facts["kind"] == PLAIN and arm.num_rows == size)
 
     def _gap(self, ids: Seq[int], output: Seq[int], one: int, other: int) -> float:
         """By how much this library's target prefers one token to another, in logits; asked for once."""

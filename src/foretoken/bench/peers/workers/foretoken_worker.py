@@ -9,26 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from foretoken.bench.arms import EngineArm, Sampling
-from foretoken.bench.equality import preference_gap
-from foretoken.bench.models import sizes
+from foretoken.bench.arms import OwnArms
+from foretoken.bench.equality import gap_of
+from foretoken.bench.models import inflated, sizes
 from foretoken.bench.peers.export import cast
-from foretoken.bench.which import inflated
-from foretoken.config.engine import EngineConfig
+from foretoken.bench.trial import Sampling
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.loading.info import eos_token_ids
-from foretoken.loading.models import is_zoo, load_model
-from foretoken.loading.pairing import Pairing
-from foretoken.model.lm import CausalLM
+from foretoken.loading.models import load_model
 
 from .protocol import DRAFT, LOOKUP, PLAIN, Answer, Decode, Entry, common_options, one_way, serve
 
-GREEDY, ENDLESS = Sampling(), Sampling(ignore_eos=True)
 NOT_COUNTING = ("quantized_self",)
 """Methods that draft in fewer bits: beside engines that hold all of them, they are shown and not counted. So are those
 whose requests learn from each other (``shared``), since a race asks everything more than once."""
@@ -44,12 +38,8 @@ class Own:
             cast(loaded.model, torch.float32)
             loaded = inflated(loaded, scale)
             cast(loaded.model, wanted)
-        self.target = CausalLM(loaded.model, execution=execution, release_originals=True)
-        zoo_name = model if is_zoo(model) else None
-        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
-        self._eos = tuple(eos_token_ids(loaded.model))
-        self._exactness = exactness
-        self.numerics = f"{dtype}, {self.target.execution.describe()}, {exactness} exactness"
+        self._arms = OwnArms(loaded, model, dtype, execution, exactness)
+        self.numerics = f"{dtype}, {self._arms.target.execution.describe()}, {exactness} exactness"
 
     def entries(self, methods: Mapping[str, Mapping[str, Any]], batch_sizes: list[int]) -> list[Entry]:
         """Plain decoding and the methods, of one row or of batches; plain decoding of one row is always there."""
@@ -68,26 +58,12 @@ class Own:
         return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
 
     def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
-        rule = config.rejection_sample_method
-        engine = EngineConfig(max_num_seqs=num_rows, acceptance=rule, exactness=self._exactness)
-        arm = EngineArm(
-            "",
-            self.target,
-            self._pairing.drafting(config).new_drafter(),
-            self._eos,
-            engine,
-            is_governed=config.is_governed,
-        )
+        arm = self._arms.arm("", config, num_rows=num_rows)
+        sampling = Sampling(ignore_eos=num_rows > 1)
 
         def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-            if num_rows == 1:
-                done = arm.run(prompts[0], max_new_tokens, GREEDY)
-                return Answer([list(done.token_ids)], done.num_first, done.first_seconds, done.decode_seconds)
-            started = perf_counter()
-            rows, num_decoded, seconds = arm.decode_batch(prompts, max_new_tokens, ENDLESS)
-            total = perf_counter() - started
-            ids = [list(row.output_ids) for row in rows]
-            return Answer(ids, sum(map(len, ids)) - num_decoded, total - seconds, seconds)
+            done = arm.run(prompts if num_rows > 1 else prompts[0], max_new_tokens, sampling)
+            return Answer([list(row) for row in done.texts], done.num_first, done.first_seconds, done.decode_seconds)
 
         return run
 
@@ -98,10 +74,8 @@ class Own:
 
     def gap(self, request: dict[str, Any]) -> dict[str, Any]:
         """In logits."""
-        found = preference_gap(
-            self.target, request["prompt"], request["output"], GREEDY, request["one"], request["other"]
-        )
-        return {"gap": found}
+        gap = gap_of(self._arms.target, Sampling())
+        return {"gap": gap(request["prompt"], request["output"], request["one"], request["other"])}
 
 
 def main() -> None:

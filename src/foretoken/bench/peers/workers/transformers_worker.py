@@ -11,7 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from foretoken.bench.arms import Sampling, TransformersArm
+from foretoken.bench.arms import TransformersArm
+from foretoken.bench.trial import Sampling
 
 from .protocol import (
     DRAFT,

@@ -1,4 +1,4 @@
-"""Interleaved timing and ratios with their spread."""
+"""A trial: arms decode the same prompts in interleaved turns; what came out, how fast, and how sure that is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,119 @@ import os
 import random
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from foretoken.bench.arms import Arm, Run, Sampling
 from foretoken.bench.workload import Prompt
+from foretoken.config.sampling import SamplingParams
+from foretoken.engine.stats import SequenceStats, StepTrace
+
+T = TypeVar("T")
 
 _NUM_RESAMPLES = 2000
+_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, for every arm alike."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def label(self) -> str:
+        if self.is_greedy:
+            return "greedy"
+        return f"T={self.temperature:g}" + (f" top-p={self.top_p:g}" if self.top_p < 1 else "")
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """The same settings as the engine's parameters."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            max_tokens=max_new_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of one arm on one prompt, or on a group of prompts that it decodes as rows of a batch.
+
+    Decoding is what follows the first emission: its time and its tokens alone are compared, so that the cost of
+    prompts is left out. An arm that emits several tokens at first has that many fewer to account for.
+
+    Args:
+      token_ids: of the output; of a group, those of all rows one after another.
+      num_first: how many of them came with the first emission, or before all rows of a group had entered.
+      first_seconds: from the request to the first emission, prompt and drafter's prompt included.
+      decode_seconds: from there to the end.
+      stats: the engine's counters, None for other arms.
+      step_seconds: between one emission and the next; they add up to ``decode_seconds``.
+      trace: the engine's steps, one by one.
+      rows: outputs of a group; empty where there is one row.
+    """
+
+    token_ids: tuple[int, ...]
+    num_first: int
+    first_seconds: float
+    decode_seconds: float
+    stats: SequenceStats | None = None
+    step_seconds: tuple[float, ...] = ()
+    trace: tuple[StepTrace, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """The output of every row."""
+        return self.rows or (self.token_ids,)
+
+    @property
+    def num_decoded(self) -> int:
+        return len(self.token_ids) - self.num_first
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds per decoded token; NaN when the first emission was all."""
+        return self.decode_seconds / self.num_decoded if self.num_decoded > 0 else float("nan")
+
+
+class Arm(ABC):
+    """One way to generate."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Continue one prompt, or a group of prompts where the arm is one of batches; see `rows_of`."""
+
+
+def rows_of(prompt_ids: Seq[Any]) -> list[Seq[int]]:
+    """The prompts of a group, (1, 2) is one row, ((1, 2), (3,)) are two."""
+    is_group = len(prompt_ids) > 0 and not isinstance(prompt_ids[0], int)
+    return list(prompt_ids) if is_group else [prompt_ids]
+
+
+def in_groups(prompts: Seq[Prompt], size: int) -> list[Prompt]:
+    """Groups of so many prompts, each in the place of one; the last group is filled up from the beginning."""
+    ids = [prompt.token_ids for prompt in prompts]
+    return [
+        Prompt(f"group {number}", "group", tuple(ids[(start + row) % len(ids)] for row in range(size)))
+        for number, start in enumerate(range(0, len(ids), size))
+    ]
 
 
 @dataclass
@@ -39,6 +142,13 @@ class Trial:
         """The output of an arm's first run of every prompt."""
         return [runs[0].token_ids for runs in self.runs[arm]]
 
+    def stats(self, arm: str) -> SequenceStats:
+        """The engine's counters over all prompts and runs."""
+        total = SequenceStats()
+        for run in (run for runs in self.runs[arm] for run in runs):
+            total.add(run.stats or SequenceStats())
+        return total
+
     def seconds_per_token(self, arm: str) -> list[float]:
         """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""
         return [statistics.median(run.seconds_per_token for run in runs) for runs in self.runs[arm]]
@@ -48,6 +158,10 @@ class Trial:
         runs = [run for runs in self.runs[arm] for run in runs]
         seconds = sum(run.decode_seconds for run in runs)
         return sum(run.num_decoded for run in runs) / seconds if seconds > 0 else float("nan")
+
+    def is_repeatable(self, arm: str) -> bool:
+        """Whether every run of an arm gave the same tokens."""
+        return all(len({run.token_ids for run in runs}) == 1 for runs in self.runs[arm])
 
 
 @dataclass(frozen=True)
@@ -94,7 +208,7 @@ def interleave(
     """
     trial = Trial(list(prompts), sampling, max_new_tokens, {arm.name: [[] for _ in prompts] for arm in arms})
     for arm in arms:
-        arm.run(prompts[0].token_ids, min(max_new_tokens, 16), sampling)
+        arm.run(prompts[0].token_ids, min(max_new_tokens, _WARM_UP_TOKENS), sampling)
     others = _OtherLoad(own_cpu_seconds)
     for place, prompt in enumerate(prompts):
         for arm in [*arms, *reversed(arms)] * repeats:
@@ -111,7 +225,7 @@ def compare(trial: Trial, arm: str, base: str) -> Comparison:
     if not ratios:
         nan = float("nan")
         return Comparison(arm, base, nan, nan, nan, nan, nan, 0)
-    low, high = bootstrap_median(ratios)
+    low, high = bootstrap(ratios, statistics.median)
     return Comparison(arm, base, statistics.median(ratios), low, high, min(ratios), max(ratios), len(ratios))
 
 
@@ -121,12 +235,17 @@ def prompt_ratios(trial: Trial, arm: str, base: str) -> list[float | None]:
     return [None if math.isnan(slow / fast) else slow / fast for slow, fast in pairs]
 
 
-def bootstrap_median(values: Seq[float], level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of the median. Randomness: a generator of its own with a fixed seed."""
+def bootstrap(
+    values: Seq[T], figure: Callable[[Seq[T]], float], level: float = 0.95, num_resamples: int = _NUM_RESAMPLES
+) -> tuple[float, float]:
+    """Percentile interval of a figure over values, such as one per prompt, drawn anew with replacement.
+
+    Randomness: a generator of its own with a fixed seed.
+    """
     generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_NUM_RESAMPLES))
-    tail = round((1 - level) / 2 * _NUM_RESAMPLES)
-    return medians[tail], medians[-1 - tail]
+    found = sorted(figure(generator.choices(values, k=len(values))) for _ in range(num_resamples))
+    tail = round((1 - level) / 2 * num_resamples)
+    return found[tail], found[-1 - tail]
 
 
 @contextmanager

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from foretoken.bench import equality
-from foretoken.bench.arms import EngineArm, Sampling
+from foretoken.bench.arms import EngineArm, OwnArms
 from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate
-from foretoken.bench.equality import Equality
-from foretoken.bench.measure import Trial, interleave
-from foretoken.bench.models import describe, sizes
+from foretoken.bench.equality import Equality, check, gap_of
+from foretoken.bench.models import describe, inflated
 from foretoken.bench.outcome import MethodRow, Outcome, Refused, row_of
-from foretoken.bench.workload import (
-    AGAIN,
-    COPY,
-    Prompt,
-    asked_again,
-    load_prompts,
-    read_questions,
-    repeated_share,
-    select,
-)
+from foretoken.bench.trial import Sampling, Trial, interleave
+from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions, repeated_share
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.stats import StepProfile
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.loading.info import Loaded, eos_token_ids
-from foretoken.loading.models import is_zoo, load_model
-from foretoken.loading.pairing import Pairing
-from foretoken.model.lm import CausalLM
-from foretoken.testing.inflation import inflate
+from foretoken.loading.models import load_model
 
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
@@ -50,7 +35,7 @@ Say = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class WhichSettings:
+class MethodsSettings:
     """Settings of a comparison. Defaults are those of ``foretoken bench --methods``.
 
     Args:
@@ -81,7 +66,7 @@ class Contender:
     """
 
     candidate: Candidate
-    make: Callable[[], Drafter]
+    new_drafter: Callable[[], Drafter]
     arm: EngineArm
     memory_bytes: int | None
     equality: Equality | None = None
@@ -91,7 +76,7 @@ class Contender:
         return row_of(trial, self.candidate, self.arm.engine.profile, self.memory_bytes, judged, timed)
 
 
-class Which:
+class Methods:
     """Holds the model and runs the comparison.
 
     Args:
@@ -102,16 +87,13 @@ class Which:
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
 
-    def __init__(self, model: str, dtype: str, scale: str, settings: WhichSettings, say: Say | None = None) -> None:
+    def __init__(self, model: str, dtype: str, scale: str, settings: MethodsSettings, say: Say | None = None) -> None:
         self.settings = settings
         self._say = say or (lambda what, done, total: None)
-        loaded = load_model(model, dtype=dtype)
-        loaded = inflated(loaded, scale)
+        loaded = inflated(load_model(model, dtype=dtype), scale)
         self.label = describe(loaded.model)
-        self._eos = tuple(eos_token_ids(loaded.model))
-        self.target = CausalLM(loaded.model, execution=settings.execution, release_originals=True)
-        zoo_name = model if is_zoo(model) else None
-        self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, settings.execution, dtype=dtype)
+        self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness)
+        self.target = self._arms.target
 
     @cached_property
     def prompts(self) -> list[Prompt]:
@@ -119,30 +101,22 @@ class Which:
 
         Raises: ConfigError when no prompt remains, or a kind has none.
         """
-        settings, tokenizer = self.settings, self._pairing.tokenizer
+        settings, context = self.settings, self.target.context_length
+        room = None if context is None else context - settings.max_new_tokens
         questions = read_questions(settings.prompts_file)
-        known = list(dict.fromkeys(question.category for question in questions))
-        wanted = settings.kinds or [kind for kind in known if kind != COPY]
-        unknown = [kind for kind in wanted if kind not in (*known, AGAIN)]
-        if unknown:
-            raise ConfigError(f"no prompt is of the kind {unknown[0]!r}; choose among {', '.join((*known, AGAIN))}")
-        by_kind = {kind: [one for one in questions if one.category == kind] for kind in wanted if kind != AGAIN}
-        room = None if self.target.context_length is None else self.target.context_length - settings.max_new_tokens
-        found = {kind: load_prompts(tokenizer, several, None, room) for kind, several in by_kind.items()}
-        if AGAIN in wanted:
-            found[AGAIN] = self._asked_again(select(questions, settings.num_prompts), room)
-        prompts = _in_turn(list(found.values()))[: settings.num_prompts]
+        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, self._answer)
+        prompts = list(islice(found, settings.num_prompts))
         if not prompts:
             raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
         return prompts
 
-    def _asked_again(self, questions: Seq[Any], room: int | None) -> list[Prompt]:
-        plain, length = self._arm(PLAIN_CANDIDATE, EmptyDrafter), self.settings.max_new_tokens
+    def _answer(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         ending = replace(self.settings.sampling, temperature=0.0, ignore_eos=False)
-        prompts = asked_again(
-            self._pairing.tokenizer, questions, lambda ids: plain.run(ids, length, ending).token_ids, room
-        )
-        return [replace(prompt, category=AGAIN) for prompt in prompts]
+        return self._answering.run(ids, self.settings.max_new_tokens, ending).token_ids
+
+    @cached_property
+    def _answering(self) -> EngineArm:
+        return self._arm(PLAIN_CANDIDATE)
 
     def run(self, candidates: Seq[Candidate], on_prompt: Callable[[Outcome], None]) -> Outcome:
         """Compare all that apply.
@@ -181,7 +155,7 @@ class Which:
             self._say("loading", place, len(candidates))
             before = resident_bytes()
             try:
-                make = self._pairing.drafting(candidate.config).new_drafter
+                make = self._arms.drafters_of(candidate.config)
             except ForetokenError as error:
                 refused.append(Refused(candidate.name, str(error)))
                 continue
@@ -210,30 +184,28 @@ class Which:
         if self._is_full_precision or not judged:
             return
         length, sampling = min(_CHECKED_TOKENS, self.settings.max_new_tokens), self.settings.sampling
-        arms = [self._arm(PLAIN_CANDIDATE, EmptyDrafter, "strict")]
-        arms += [self._arm(one.candidate, one.make, "strict") for one in judged]
+        arms = [self._arm(PLAIN_CANDIDATE, exactness="strict")]
+        arms += [self._arm(one.candidate, one.new_drafter, "strict") for one in judged]
         trial = Trial(self.prompts, sampling, length, {arm.name: [] for arm in arms})
         for place, prompt in enumerate(self.prompts):
             self._say("checking that tokens are equal", place, len(self.prompts))
             for arm in arms:
                 trial.runs[arm.name].append([arm.run(prompt.token_ids, length, sampling)])
-        found = equality.check(trial, self.target, PLAIN, [one.candidate.name for one in judged])
+        found = self._checked(trial, [one.candidate.name for one in judged])
         for contender, equal in zip(judged, found, strict=True):
             contender.equality = equal
+
+    def _checked(self, trial: Trial, methods: Seq[str]) -> list[Equality]:
+        return check(trial, gap_of(self.target, trial.sampling), PLAIN, methods)
 
     def _is_judged(self, contender: Contender) -> bool:
         """Rules that draw by themselves follow the law of plain decoding, and not its tokens."""
         return contender.candidate.config.rule.keeps_tokens or self.settings.sampling.is_greedy
 
-    def _arm(self, candidate: Candidate, make: Callable[[], Drafter], exactness: str | None = None) -> EngineArm:
-        config = EngineConfig(
-            max_num_seqs=1,
-            acceptance=candidate.config.rejection_sample_method,
-            typical=candidate.config.typical_limits,
-            exactness=exactness or self.settings.exactness,
-        )
-        is_governed = candidate.config.is_governed
-        return EngineArm(candidate.name, self.target, make(), self._eos, config, is_governed=is_governed)
+    def _arm(
+        self, candidate: Candidate, new_drafter: Callable[[], Drafter] | None = None, exactness: str | None = None
+    ) -> EngineArm:
+        return self._arms.arm(candidate.name, candidate.config, new_drafter, exactness=exactness)
 
     def _started(self, candidate: Candidate, make: Callable[[], Drafter], before: int | None = None) -> Contender:
         """A candidate whose arm has run once.
@@ -253,7 +225,7 @@ class Which:
 
     def _outcome(self, trial: Trial, plain: Contender, contenders: Seq[Contender], refused: Seq[Refused]) -> Outcome:
         judged = [one.candidate.name for one in contenders if one.candidate.name in trial.runs and self._is_judged(one)]
-        timed = {found.arm: found for found in equality.check(trial, self.target, PLAIN, judged)}
+        timed = {found.arm: found for found in self._checked(trial, judged)}
         rows, different = [], []
         for contender in contenders:
             name = contender.candidate.name
@@ -275,20 +247,6 @@ class Which:
             different=tuple(different),
             refused=tuple(refused),
         )
-
-
-def inflated(loaded: Loaded, scale: str) -> Loaded:
-    """The model, inflated in width where that is asked for; see `foretoken.bench.models.sizes`."""
-    wanted = sizes(scale)
-    if wanted is None:
-        return loaded
-    grown = inflate(loaded.model, hidden_size=wanted[0], intermediate_size=wanted[1])
-    return Loaded.of(grown, f"{loaded.name}, inflated", True, loaded.tokenizer)
-
-
-def _in_turn(groups: Iterable[Seq[Prompt]]) -> list[Prompt]:
-    """(a, b), (c, d, e) -> a, c, b, d, e."""
-    return [prompt for turn in zip_longest(*groups) for prompt in turn if prompt is not None]
 
 
 def resident_bytes() -> int | None:

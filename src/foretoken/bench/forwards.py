@@ -1,19 +1,23 @@
-"""The cost of the forwards alone: every forward of a run is recorded, then replayed with nothing in between."""
+"""Where the time of a step goes: forwards of a run replayed with nothing in between, and what lies around them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
-from foretoken.bench.arms import EngineArm, Run, Sampling
-from foretoken.bench.measure import no_garbage_collection
+from foretoken.bench.arms import EngineArm
+from foretoken.bench.trial import Run, Sampling, no_garbage_collection
 from foretoken.engine.costs import seconds_of
+from foretoken.engine.stats import StepProfile
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
+
+VERBS = ("propose", "verify", "accept", "commit", "observe", "emit")
 
 
 @dataclass(frozen=True)
@@ -39,29 +43,28 @@ class Record:
         return len(self.marks)
 
 
-@dataclass(frozen=True)
-class ForwardCosts:
-    """Seconds of forwards, added up over the decode steps of a run.
+@dataclass
+class _Costs:
+    """Seconds of forwards and of the loop around them, added up over the decode steps of runs."""
 
-    Args:
-      num_tokens: emitted in these steps.
-      num_steps: their number, one target forward each.
-      num_nodes: verified in them.
-    """
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_nodes: int = 0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    loop_seconds: float = 0.0
 
-    num_tokens: int
-    num_steps: int
-    num_nodes: int
-    target_seconds: float
-    drafter_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.target_seconds + self.drafter_seconds
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.num_tokens / self.num_steps if self.num_steps else float("nan")
+    def add(self, noted: Record, run: Run, seconds: Seq[float], loop_seconds: float) -> None:
+        """One run: seconds of each of its forwards."""
+        self.num_tokens += run.num_decoded
+        self.num_steps += noted.num_steps
+        self.loop_seconds += loop_seconds
+        for forward, taken in zip(noted.forwards, seconds, strict=True):
+            if forward.is_target:
+                self.num_nodes += forward.nodes.width
+                self.target_seconds += taken
+            else:
+                self.drafter_seconds += taken
 
 
 @dataclass(frozen=True)
@@ -182,45 +185,6 @@ class Replay:
         return spent
 
 
-def replayed(
-    arms: Seq[EngineArm], prompt: Seq[int], max_new_tokens: int, sampling: Sampling, repeats: int = 2
-) -> tuple[dict[str, ForwardCosts], dict[str, float]]:
-    """Costs of the forwards of every arm on one prompt, and the seconds of its loop, interleaved A B B A.
-
-    Every repetition makes the same forwards and steps, so each of them counts with its own median: a disturbance
-    that lasts for some steps of one repetition leaves no trace.
-    """
-    notes = {arm.name: record(arm, prompt, max_new_tokens, sampling) for arm in arms}
-    replay = Replay([noted for noted, _ in notes.values()])
-    forwards: dict[str, list[Seq[float]]] = {arm.name: [] for arm in arms}
-    steps: dict[str, list[Seq[float]]] = {arm.name: [] for arm in arms}
-    for _ in range(repeats):
-        for arm in [*arms, *reversed(arms)]:
-            with no_garbage_collection():
-                steps[arm.name].append(arm.run(prompt, max_new_tokens, sampling).step_seconds)
-                forwards[arm.name].append(replay.seconds(notes[arm.name][0]))
-    costs = {name: _costs(*notes[name], column_medians(forwards[name])) for name in notes}
-    return costs, {name: sum(column_medians(steps[name])) for name in notes}
-
-
-def column_medians(rows: Seq[Seq[float]]) -> list[float]:
-    """The median of every column; all rows are of one length."""
-    return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-def _costs(noted: Record, run: Run, seconds: Seq[float]) -> ForwardCosts:
-    spent = {True: 0.0, False: 0.0}
-    for forward, taken in zip(noted.forwards, seconds, strict=True):
-        spent[forward.is_target] += taken
-    return ForwardCosts(
-        num_tokens=run.num_decoded,
-        num_steps=noted.num_steps,
-        num_nodes=sum(forward.nodes.width for forward in noted.forwards if forward.is_target),
-        target_seconds=spent[True],
-        drafter_seconds=spent[False],
-    )
-
-
 def efficiencies(
     plain: EngineArm,
     arms: Seq[EngineArm],
@@ -229,45 +193,125 @@ def efficiencies(
     sampling: Sampling,
     repeats: int = 2,
 ) -> list[Efficiency]:
-    """The efficiency of every arm over some prompts; loops and forwards are timed side by side, on the same tokens."""
-    names = [plain.name, *(arm.name for arm in arms)]
-    costs: dict[str, list[ForwardCosts]] = {name: [] for name in names}
-    loops = dict.fromkeys(names, 0.0)
+    """The efficiency of every arm over some prompts; loops and forwards are timed side by side, on the same tokens.
+
+    Every repetition makes the same forwards and steps, so each of them counts with its own median: a disturbance
+    that lasts for some steps of one repetition leaves no trace.
+    """
+    everyone = [plain, *arms]
+    totals = {arm.name: _Costs() for arm in everyone}
     for prompt in prompts:
-        by_arm, seconds = replayed([plain, *arms], prompt, max_new_tokens, sampling, repeats)
-        if any(cost.num_steps == 0 for cost in by_arm.values()):
+        notes = {arm.name: record(arm, prompt, max_new_tokens, sampling) for arm in everyone}
+        if any(noted.num_steps == 0 for noted, _ in notes.values()):
             continue
-        for name in names:
-            costs[name].append(by_arm[name])
-            loops[name] += seconds[name]
-    totals = {name: _added(costs[name]) for name in names if costs[name]}
-    base = totals.get(plain.name)
-    if base is None:
-        return []
-    return [_efficiency(arm.name, totals[arm.name], loops[arm.name], base, loops[plain.name]) for arm in arms]
+        replay = Replay([noted for noted, _ in notes.values()])
+        forwards: dict[str, list[Seq[float]]] = {name: [] for name in notes}
+        steps: dict[str, list[Seq[float]]] = {name: [] for name in notes}
+        for arm in [*everyone, *reversed(everyone)] * repeats:
+            with no_garbage_collection():
+                steps[arm.name].append(arm.run(prompt, max_new_tokens, sampling).step_seconds)
+                forwards[arm.name].append(replay.seconds(notes[arm.name][0]))
+        for name, (noted, run) in notes.items():
+            totals[name].add(noted, run, column_medians(forwards[name]), sum(column_medians(steps[name])))
+    base = totals[plain.name]
+    return [_efficiency(arm.name, totals[arm.name], base) for arm in arms] if base.num_steps else []
 
 
-def _added(costs: Seq[ForwardCosts]) -> ForwardCosts:
-    return ForwardCosts(
-        num_tokens=sum(cost.num_tokens for cost in costs),
-        num_steps=sum(cost.num_steps for cost in costs),
-        num_nodes=sum(cost.num_nodes for cost in costs),
-        target_seconds=sum(cost.target_seconds for cost in costs),
-        drafter_seconds=sum(cost.drafter_seconds for cost in costs),
-    )
+def column_medians(rows: Seq[Seq[float]]) -> list[float]:
+    """The median of every column; all rows are of one length."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def _efficiency(
-    arm: str, costs: ForwardCosts, loop_seconds: float, base: ForwardCosts, base_seconds: float
-) -> Efficiency:
+def _efficiency(arm: str, costs: _Costs, base: _Costs) -> Efficiency:
     return Efficiency(
         arm=arm,
-        speedup=(base_seconds / base.num_tokens) / (loop_seconds / costs.num_tokens),
-        tokens_per_step=costs.tokens_per_step,
+        speedup=(base.loop_seconds / base.num_tokens) / (costs.loop_seconds / costs.num_tokens),
+        tokens_per_step=costs.num_tokens / costs.num_steps,
         nodes_per_step=costs.num_nodes / costs.num_steps,
         plain_seconds=base.target_seconds / base.num_steps,
         target_seconds=costs.target_seconds / costs.num_steps,
         drafter_seconds=costs.drafter_seconds / costs.num_steps,
-        plain_forward_share=base.seconds / base_seconds,
-        forward_share=costs.seconds / loop_seconds,
+        plain_forward_share=base.target_seconds / base.loop_seconds,
+        forward_share=(costs.target_seconds + costs.drafter_seconds) / costs.loop_seconds,
     )
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds per decode step.
+
+    Only what runs inside a transformers module counts as forward; masks, positions and cache bookkeeping of the
+    adapter count to the verb that called it.
+
+    Args:
+      step_seconds: wall time of a step of the engine.
+      target_seconds, drafter_seconds: inside of the models.
+      verb_seconds: by verb, models left out.
+    """
+
+    arm: str
+    num_steps: int
+    step_seconds: float
+    target_seconds: float
+    drafter_seconds: float
+    verb_seconds: dict[str, float]
+
+    @property
+    def outside_share(self) -> float:
+        """Share of a step outside of the models; the goal is 0.05 at 100 M parameters."""
+        return 1.0 - (self.target_seconds + self.drafter_seconds) / self.step_seconds
+
+    @property
+    def verb_shares(self) -> dict[str, float]:
+        return {verb: seconds / self.step_seconds for verb, seconds in self.verb_seconds.items()}
+
+
+def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, sampling: Sampling) -> Profile:
+    """Profile the decode steps of an arm over some prompts, one at a time; the first step of each is warm-up."""
+    engine, total, wall = arm.engine, StepProfile(), 0.0
+    before = engine.profile
+    target, drafter = _Stopwatch(), _Stopwatch()
+    for prompt in prompts:
+        (row,) = engine.add_request(prompt, sampling.params(max_new_tokens))
+        while row.num_output_tokens == 0:
+            engine.step()
+        engine.profile = total
+        with no_garbage_collection(), target.inside([engine.target]), drafter.inside(drafter_models(arm)):
+            start = perf_counter()
+            while not row.is_finished:
+                engine.step()
+            wall += perf_counter() - start
+        engine.profile = before
+    seconds = {verb: getattr(total, f"{verb}_seconds") for verb in VERBS}
+    seconds["propose"] -= drafter.seconds
+    seconds["verify"] -= target.seconds
+    count = max(total.num_steps, 1)
+    each = {verb: spent / count for verb, spent in seconds.items()}
+    return Profile(arm.name, total.num_steps, wall / count, target.seconds / count, drafter.seconds / count, each)
+
+
+class _Stopwatch:
+    """Adds up the time inside the modules of some models while a loop runs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds += perf_counter() - start
+            return result
+
+        return timed
+
+    @contextmanager
+    def inside(self, models: Seq[CausalLM]) -> Iterator[None]:
+        """Count as long as the block runs."""
+        with ExitStack() as stack:
+            for execution in (model.execution for model in models):
+                stack.enter_context(replaced(execution, "run", self._around(execution.run)))
+            yield
