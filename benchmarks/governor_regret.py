@@ -30,11 +30,11 @@ from foretoken.bench.provenance import provenance
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.budget import Budget
-from foretoken.engine.cost_curves import cost_curve
+from foretoken.engine.cost_model import CostModel
+from foretoken.engine.costs import cost_curve
 from foretoken.engine.drafter import Drafter, StepResult
 from foretoken.engine.governor import Governor
-from foretoken.engine.pace import Steps
-from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.stats import Steps
 from foretoken.model.lm import CausalLM
 from foretoken.tree import DraftTree
 
@@ -71,7 +71,7 @@ WORKLOADS = (
 class Walk:
     """Decodes recorded texts at the costs of a curve."""
 
-    curve: StepCosts
+    curve: CostModel
     workload: Workload
     texts: Sequence[Text]
     seed: int = 0
@@ -139,7 +139,7 @@ class Walk:
                 seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
                 governor.learn(trees, outputs, num_nodes, **seconds)
             else:
-                governor.follow(outputs, is_decided=False)
+                governor.follow(outputs)
                 num_tokens = sum(len(output.token_ids) for output in outputs)
                 steps = Steps()
                 steps.add(
@@ -213,13 +213,13 @@ def main() -> None:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
 
         def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Walk:
-            return Walk(StepCosts(seconds), workload, chosen, seed, options.interval)
+            return Walk(CostModel(seconds), workload, chosen, seed, options.interval)
 
         fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}
         if workload.drafter == "suffix":
             fixed |= {f"{nodes} nodes": walk().speed(length=24, max_nodes=nodes) for nodes in NODES}
         best = max(fixed, key=fixed.__getitem__)
-        governed = [walk(seed).speed(governor=Governor(StepCosts(seconds))) for seed in range(options.seeds)]
+        governed = [walk(seed).speed(governor=Governor(CostModel(seconds))) for seed in range(options.seeds)]
         default = walk().speed(length={"ngram": 10, "suffix": 24}[workload.drafter])
         mean = sum(governed) / len(governed)
         results.append({**vars(workload), "best": best, "fixed": fixed, "governed": governed, "default": default})

@@ -41,14 +41,14 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.arms import ArmsGovernor
+from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governing import AnyGovernor
 from foretoken.engine.governor import Governor
 from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.method_bandit import MethodBandit
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.step_costs import StepCosts
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
@@ -416,8 +416,8 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
 
 def governor(drafter: Drafter) -> AnyGovernor:
     """One that finds more than a few nodes too dear, so that drafts are cut."""
-    costs = StepCosts({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
-    return ArmsGovernor(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
+    costs = CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
+    return MethodBandit(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
 
 
 class Texts:

@@ -27,10 +27,10 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.head_states import PrefixStates
 from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.engine.step_costs import StepCosts
 from foretoken.law.history import TokenArray
 from foretoken.model.lm import CausalLM
 from foretoken.sessions.textstream import TextStream
@@ -296,7 +296,7 @@ def test_nor_do_penalties_stop_strings_and_logprobs_look_at_the_whole_text(
 def test_nor_does_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = {1: 0.02, 5: 0.022, 16: 0.03, 64: 0.08}
     short, long = (
-        work_per_step(DRAFTERS["ngram"](), length, GREEDY, monkeypatch, Governor(StepCosts(costs)))
+        work_per_step(DRAFTERS["ngram"](), length, GREEDY, monkeypatch, Governor(CostModel(costs)))
         for length in (SHORT, LONG)
     )
     check_flat(short, long)

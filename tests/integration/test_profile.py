@@ -74,7 +74,7 @@ def test_a_profile_holds_what_was_measured_and_survives_its_file(found: Profile,
 def test_a_governor_begins_with_it(found: Profile, target: CausalLM) -> None:
     governor = new_governor(target, NGramDrafter(6), found)
     assert isinstance(governor, Governor)
-    assert governor.survival.at_depth(1) == pytest.approx(found.acceptance[0])
+    assert governor.acceptance.at_depth(1) == pytest.approx(found.acceptance[0])
     assert governor.costs.draft(1, 6) == pytest.approx(found.drafting[6], rel=0.5)
     assert governor.costs.times_seen(2, 2) > 0
 
@@ -90,7 +90,7 @@ def test_costs_of_another_machine_are_left_out(
     assert "device abacus, here" in caplog.text
     assert isinstance(governor, Governor)
     assert governor.costs.draft(1, 6) is None
-    assert governor.survival.at_depth(1) == pytest.approx(found.acceptance[0])
+    assert governor.acceptance.at_depth(1) == pytest.approx(found.acceptance[0])
 
 
 def test_another_model_is_refused(found: Profile) -> None:

@@ -11,10 +11,10 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.auto import AutoDrafter
 from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.arms import ArmsGovernor
+from foretoken.engine.cost_model import CostModel
 from foretoken.engine.drafter import Budget, ContextDrafter, StepResult
 from foretoken.engine.governor import Governor
-from foretoken.engine.step_costs import StepCosts
+from foretoken.engine.method_bandit import MethodBandit
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
@@ -65,7 +65,7 @@ def test_where_only_chains_are_verified_what_is_left_drafts_alone() -> None:
     assert isinstance(made, SuffixDrafter)
 
 
-def run(governor: ArmsGovernor, one: AutoDrafter, arm_of_text: list[int], costs: dict[str, float]) -> list[int]:
+def run(governor: MethodBandit, one: AutoDrafter, arm_of_text: list[int], costs: dict[str, float]) -> list[int]:
     """Decode a text of which the token at place p is that of part ``arm_of_text[p]``; the arm of every step."""
     row = SimpleNamespace(id=0, token_ids=[9], is_finished=False)
     arms = []
@@ -91,7 +91,7 @@ def run(governor: ArmsGovernor, one: AutoDrafter, arm_of_text: list[int], costs:
 
 def test_the_arm_whose_tokens_take_the_least_time_runs() -> None:
     one = drafter(Says("a", 1), Says("b", 2), Says("c", 3), free=0)
-    governor = ArmsGovernor(one, StepCosts({1: 0.02, 8: 0.027}))
+    governor = MethodBandit(one, CostModel({1: 0.02, 8: 0.027}))
     costs = {"a": 0.004, "b": 0.004, "c": 0.03}
     arms = run(governor, one, [1] * 300 + [0] * 400, costs)
     assert sum(arm == 1 for arm in arms[100:300]) > 170
@@ -105,7 +105,7 @@ def test_the_arm_whose_tokens_take_the_least_time_runs() -> None:
 
 def test_a_drafter_too_slow_to_pay_is_left_alone_though_it_is_right() -> None:
     one = drafter(Says("a", 1), Says("c", 3), free=0)
-    governor = ArmsGovernor(one, StepCosts({1: 0.02, 8: 0.027}))
+    governor = MethodBandit(one, CostModel({1: 0.02, 8: 0.027}))
     run(governor, one, [1] * 400, {"a": 0.0001, "c": 0.05})
     assert governor.speedup == pytest.approx(1.0, abs=0.05)
 
@@ -126,7 +126,7 @@ def test_it_refuses_a_length_policy_that_keeps_it_from_choosing() -> None:
 def test_a_part_that_adds_nothing_is_asked_in_every_fourth_step() -> None:
     """And as soon as it adds something again, in every step."""
     one = drafter(Says("a", 1), Says("b", 2), free=2)
-    governor = Governor(StepCosts({1: 0.02, 8: 0.021}))
+    governor = Governor(CostModel({1: 0.02, 8: 0.021}))
 
     def asked(wanted: int, num_steps: int) -> int:
         before = one.parts[1].num_asked

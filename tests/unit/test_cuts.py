@@ -11,16 +11,14 @@ import pytest
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.budget import Budget
-from foretoken.engine.cuts import CAUSES, NOTHING_FOUND, Cuts
+from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits, count_cuts
+from foretoken.engine.cost_model import CostCurve, CostModel
 from foretoken.engine.drafter import ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.engine.limits import Limits, count_cuts
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
-from foretoken.engine.step_costs import CostCurve, StepCosts
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 from foretoken.tree import DraftPlan, DraftTree
@@ -156,7 +154,7 @@ def test_a_drafter_that_finds_nothing_is_no_cut() -> None:
 
 def test_the_governor_is_a_cause() -> None:
     """Steps of two nodes that take ten times as long as plain ones: nothing is worth verifying."""
-    dear = StepCosts(CostCurve({1: 0.01, 2: 0.1, 64: 6.4}))
+    dear = CostModel(CostCurve({1: 0.01, 2: 0.1, 64: 6.4}))
     row = decoded(Eager(), EngineConfig(), Governor(dear), num_tokens=40)
     cuts = check_sum(row, 6)
     assert cuts.tokens["governor"] + cuts.tokens["budget"] == row.stats.num_proposed_tokens - row.stats.num_draft_tokens

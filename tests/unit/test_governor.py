@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,10 @@ from typing import Any
 import pytest
 
 from foretoken.engine.budget import Budget
+from foretoken.engine.cost_model import CostCurve, CostModel
+from foretoken.engine.cutting import Habit, _standings, best_counts, weights_of
 from foretoken.engine.governor import Governor
-from foretoken.engine.pace import Steps
-from foretoken.engine.step_costs import StepCosts
-from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import best_counts, weights_of
-from foretoken.engine.verifying_costs import LEAST_SHARE, CostCurve
+from foretoken.engine.stats import Steps
 from foretoken.tree import DraftTree
 
 FLAT = {1: 22.2, 5: 24.2, 16: 27.8, 32: 32.5, 64: 45.0}
@@ -67,7 +66,7 @@ class World:
 
     def run(self, governor: Governor | None, length: int = 0) -> float:
         """Speed by that of plain decoding; without a governor with drafts of this length."""
-        costs = StepCosts(self.curve)
+        costs = CostModel(self.curve)
         noise = random.Random(0)
         waiting = [[random.Random(row).randrange(1000) for _ in range(LENGTH)] for row in range(self.num_texts)]
         rows: list[Any] = []
@@ -113,7 +112,7 @@ class World:
 
 
 def governor(curve: dict[int, float], **options: Any) -> Governor:
-    return Governor(StepCosts({nodes: ms / 1e3 for nodes, ms in curve.items()}), **options)
+    return Governor(CostModel({nodes: ms / 1e3 for nodes, ms in curve.items()}), **options)
 
 
 def best_fixed(guesser: Guesser, curve: dict[int, float], level_cost: float, num_rows: int) -> float:
@@ -195,26 +194,6 @@ def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
     assert sum(size >= 8 for size in later) > 0.7 * len(later)
 
 
-@pytest.mark.parametrize("divisible", [True, False])
-def test_drafts_that_are_always_dropped_are_seldom_made_and_found_again_where_they_turn_good(divisible: bool) -> None:
-    """They cost next to nothing; to make, hold and drop them in every step is what they would still cost."""
-    asked: list[int] = []
-    is_right = False
-
-    def draft(text: list[int], place: int, row: int, length: int) -> DraftTree:
-        asked.append(length)
-        tokens = [text[p] if is_right and p < len(text) else 10_000 + p for p in range(place, place + min(length, 8))]
-        return DraftTree.chain(text[place - 1], tokens, source="guesser")
-
-    one = governor(STEEP, divisible=divisible)
-    guesser: Any = SimpleNamespace(draft=draft)
-    World(guesser, STEEP, 0.0001, num_texts=2).run(one)
-    later = asked[40:]
-    assert 0.2 < sum(map(bool, later)) / len(later) < 0.35
-    is_right = True
-    assert World(guesser, STEEP, 0.0001, num_texts=4).run(one) > 1.5
-
-
 def test_it_says_what_it_does_and_why() -> None:
     one = governor(STEEP)
     assert one.describe() is None
@@ -255,117 +234,6 @@ def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None
 # -- parts ----------------------------------------------------------------------------------------------------------
 
 
-def test_survival_is_learned_from_nodes_that_were_never_verified() -> None:
-    survival = Survival()
-    for number in range(60):
-        survival.proposed(0, DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"))
-        survival.came(0, [2, 3, 4])
-    chances = {node: chance for chance, node in survival.best_nodes(0, DraftTree.chain(1, [2, 3, 4]), 0.0)}
-    assert chances[1] > 0.5  # of another drafter, of which nothing is known
-    known = [chance for chance, _ in survival.best_nodes(0, DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
-    assert known[0] > 0.9
-    assert known[2] / known[1] == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_row_that_fares_badly_expects_less_than_another() -> None:
-    survival = Survival()
-    for number in range(40):
-        survival.proposed(number % 2, DraftTree.chain(1, [2], source="x"))
-        survival.came(number % 2, [2 if number % 2 else 3])
-    bad, good = survival.by_depth(0, 1)[0], survival.by_depth(1, 1)[0]
-    assert bad < 0.35 < 0.6 < good
-    survival.forget(0)
-    assert survival.by_depth(0, 1)[0] > bad
-
-
-def test_a_step_that_was_slow_for_once_moves_little() -> None:
-    costs = StepCosts({1: 0.02, 16: 0.03})
-    for _ in range(20):
-        costs.verified(1, 1, 0.02)
-        costs.verified(1, 8, 0.04)
-    before = costs.verify(1, 8)
-    costs.verified(1, 8, 4.0)
-    assert costs.verify(1, 8) == pytest.approx(before, rel=0.1)
-    assert before == pytest.approx(0.04, rel=0.05)
-
-
-def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
-    """Scores say how sure one can be further on; multiplied at every level, luck made the deepest nodes certain."""
-    survival = Survival()
-    chain = DraftTree(tuple(range(1, 8)), tuple(range(-1, 6)), scores=tuple(0.5**depth for depth in range(7)))
-    for place in range(120):
-        survival.proposed(place % 2, chain)
-        survival.came(place % 2, (9,) if place % 2 else (2, 3, 9))
-    lucky, unlucky = ([chance for chance, _ in survival.best_nodes(row, chain, 0.0)] for row in (0, 1))
-    assert survival.factor(0) > 1.1 > 0.9 > survival.factor(1)
-    assert lucky[0] > unlucky[0]
-    assert lucky[3] / lucky[0] == pytest.approx(unlucky[3] / unlucky[0])
-
-
-def test_what_scores_are_worth_is_learned() -> None:
-    survival = Survival()
-    assert survival.trust == 1.0
-    chain = DraftTree((1, 2), (-1, 0), scores=(1.0, 0.8))
-    for place in range(400):
-        survival.proposed(0, chain)
-        survival.came(0, (2 if place % 5 < 2 else 9,))
-    assert survival.trust == pytest.approx(0.5, abs=0.1)
-
-
-def test_the_first_draft_may_be_slow() -> None:
-    costs = StepCosts({1: 0.02})
-    for seconds in (5.0, 0.01, 0.01):
-        costs.drafted(1, 2, seconds)
-    assert costs.draft(1, 2) == pytest.approx(0.01)
-    assert costs.draft(1, 0) == 0.0
-
-
-def test_a_first_draft_counts_only_as_long_as_there_is_no_other() -> None:
-    """A view that is made, a prompt that is read: many times what later drafts take, at whatever depth they are."""
-    costs = StepCosts({1: 0.02})
-    costs.drafted(4, 2, 5.0, is_first=True)
-    assert costs.draft(4, 2) == pytest.approx(5.0)
-    assert costs.times_drafted(4) == 0
-    costs.drafted(4, 1, 0.01)
-    assert costs.times_drafted(4) == 1
-    assert costs.draft(4, 2) == pytest.approx(0.02)
-    costs.drafted(4, 2, 5.0, is_first=True)
-    assert costs.draft(4, 2) == pytest.approx(0.02)
-
-
-def test_what_deep_drafts_took_when_they_were_last_tried_does_not_keep_them_away_for_good() -> None:
-    costs = StepCosts({1: 0.02})
-    costs.drafted(1, 2, 0.05)  # cold
-    for _ in range(63):
-        costs.drafted(1, 1, 0.002)
-    assert costs.draft(1, 2) == pytest.approx(0.05)
-    costs.drafted(1, 1, 0.002)
-    assert costs.draft(1, 2) == pytest.approx(0.004)
-    costs.drafted(1, 2, 0.003)
-    assert costs.draft(1, 2) == pytest.approx(0.003)
-    assert costs.draft(1, 4) == pytest.approx(0.005)
-
-
-@pytest.mark.parametrize("are_chains", [True, False])
-def test_the_first_step_of_a_kind_says_nothing_of_others(are_chains: bool) -> None:
-    """Trees that were slow once seemed dear at every size, and were verified no more."""
-    costs = StepCosts({1: 0.02, 16: 0.03})
-    for _ in range(8):
-        costs.verified(1, 1, 0.02)
-    expected = costs.verify(1, 4, are_chains=are_chains)
-    costs.verified(1, 12, 0.09, are_chains=are_chains)
-    assert costs.verify(1, 4, are_chains=are_chains) == pytest.approx(expected, rel=0.05)
-
-
-def test_the_very_first_step_says_nothing_of_later_ones() -> None:
-    """It takes what first calls take: a plain step, never seen, is still expected to take what the curve says."""
-    costs = StepCosts({1: 0.02, 64: 0.04})
-    costs.verified(8, 24, 0.16)
-    for _ in range(5):
-        costs.verified(8, 32, costs.curve(32))
-    assert costs.verify(8, 8) == pytest.approx(costs.curve(8), rel=0.05)
-
-
 def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() -> None:
     """It makes three levels however many it may; one more is asked for, to notice where it goes deeper."""
     curve = {1: 20.0, 64: 21.0}
@@ -393,30 +261,11 @@ def test_levels_that_a_drafter_never_makes_are_neither_hoped_for_nor_paid_for() 
     assert one.costs.draft(1, 3) == pytest.approx(0.012, rel=0.1)
 
 
-def test_the_context_is_in_the_costs() -> None:
-    """Rows of 2,256 tokens cost 20 ms each beside the nodes; what was learned at one number of rows holds at others."""
-    costs = StepCosts(CostCurve({1: 0.02, 16: 0.035}, context=256, per_token=1e-5))
-    assert costs.verify(4, 4) == pytest.approx(0.023)
-    costs.after(256)
-    assert costs.verify(4, 4) == pytest.approx(0.023)
-    costs.after(2256)
-    assert costs.verify(1, 1) == pytest.approx(0.04)
-    assert costs.verify(4, 4) == pytest.approx(0.103)
-    for _ in range(20):
-        costs.verified(4, 4, 2 * 0.103)
-    assert costs.verify(4, 4) == pytest.approx(2 * 0.103)
-    assert costs.verify(3, 3) == pytest.approx(2 * 0.082)
-    costs.after(4256)
-    assert costs.verify(4, 4) == pytest.approx(2 * 0.183)
-    costs.after(0)
-    assert costs.verify(16, 16) == pytest.approx(2 * LEAST_SHARE * 0.035)  # never below half of the nodes' own
-
-
 def test_a_first_draft_that_is_slow_does_not_keep_a_batch_from_drafting() -> None:
     """Four rows after long texts: most of a step is what rows cost, so it pays to let any of them end early."""
     curve = CostCurve({1: 0.010, 64: 0.020}, context=256, per_token=2e-6)
-    one, tokens = Governor(StepCosts(curve)), iter(range(1_000_000))
-    world = StepCosts(curve)
+    one, tokens = Governor(CostModel(curve)), iter(range(1_000_000))
+    world = CostModel(curve)
     world.after(7000)
     rows: list[Any] = [
         SimpleNamespace(id=i, is_finished=False, num_output_tokens=0, num_steps=0, num_remaining_tokens=200)
@@ -467,18 +316,115 @@ def test_the_best_nodes_are_those_of_exhaustive_search() -> None:
 
 def test_a_batch_ends_with_its_last_row() -> None:
     """Rows that are ahead count by what they cost beside others: here a tenth of a step that four rows take."""
-    assert weights_of([40, 39, 20, 36], 0.9) == [1.0, 1.0, pytest.approx(0.4), 1.0]
-    assert weights_of([40, 10], 1.1) == [1.0, 0.0]
+    assert weights_of([40, 30, 20, 4], 0.9) == pytest.approx([1.0, 0.85, 0.7, 0.46])
+    assert weights_of([40, 10], 1.1) == [1.0, 0.25]
     assert weights_of([5, 5], 0.0) == [1.0, 1.0]
-    assert weights_of([40, 40], 0.95, [1.1, 1.5]) == [pytest.approx(1 / 3)] * 2  # 0.1 of the 0.3 gained on average
-    assert weights_of([40, 40], 0.95, [1.0, 1.01]) == [1.0, 1.0]
 
 
-def test_trees_and_chains_have_costs_of_their_own() -> None:
-    costs = StepCosts({1: 0.02, 16: 0.03})
-    for _ in range(10):
-        costs.verified(4, 4, 0.02)
-        costs.verified(4, 16, 0.03)
-        costs.verified(4, 16, 0.06, are_chains=False)
-    assert costs.verify(4, 16) == pytest.approx(0.03, rel=0.1)
-    assert costs.verify(4, 16, are_chains=False) == pytest.approx(0.06, rel=0.1)
+# -- steps between two decisions ------------------------------------------------------------------------------------
+
+NO_COST = {"worth": lambda sizes, are_chains: 0.0, "trust": 1.0}
+WIDE = DraftTree.from_paths(1, [[2, 3, 4], [2, 5], [6, 7], [8]])
+
+
+def kept(habit: Habit, tree: DraftTree, **known: Any) -> DraftTree:
+    """What is left of one draft, where verifying costs nothing unless said otherwise."""
+    (found,) = habit.cut([tree], **{**NO_COST, **known})
+    return found
+
+
+def adopt(habit: Habit, trees: list[DraftTree], kept: list[DraftTree], worth: Any = NO_COST["worth"]) -> None:
+    habit.adopt(trees, kept, worth)
+
+
+def scored(*scores: float) -> DraftTree:
+    """Siblings with these scores."""
+    tokens = (1, *range(2, 2 + len(scores)))
+    return DraftTree(tokens, (-1, *[0] * len(scores)), scores=(1.0, *scores))
+
+
+def test_standings_are_ranks_along_the_path() -> None:
+    assert _standings(DraftTree((1, 2, 3, 4, 5), (-1, 0, 0, 1, 1))) == [0, 1, 2, 257, 258]
+
+
+def test_drafts_without_scores_are_cut_where_one_like_them_was() -> None:
+    habit = Habit()
+    adopt(habit, [WIDE], [DraftTree.from_paths(1, [[2, 5], [6]])])
+    other = DraftTree.from_paths(9, [[12, 13, 14], [12, 15], [16, 17], [18]])
+    assert {kept(habit, other).path_tokens(node) for node in range(4)} == {(), (12,), (12, 15), (16,)}
+    adopt(habit, [WIDE], [WIDE])
+    assert kept(habit, other) is other
+
+
+def test_chains_are_cut_to_the_length_of_the_last() -> None:
+    habit = Habit()
+    adopt(habit, [DraftTree.chain(1, [2, 3, 4, 5])], [DraftTree.chain(1, [2, 3])])
+    assert kept(habit, DraftTree.chain(7, [8, 9, 10])).tokens == (7, 8, 9)
+    assert kept(habit, DraftTree.root(7)).tokens == (7,)
+    adopt(habit, [DraftTree.chain(1, [2, 3])], [DraftTree.root(1)])
+    assert kept(habit, DraftTree.chain(7, [8, 9, 10])).tokens == (7,)
+
+
+def test_drafts_with_scores_are_cut_to_what_is_worth_it() -> None:
+    """A node costs a quarter of a token here, but the first two cost nothing."""
+
+    def worth(sizes: Sequence[int], are_chains: bool) -> float:
+        return 0.25 * max(sum(sizes) - len(sizes) - 2, 0)
+
+    draft = scored(0.9, 0.2, 0.3, 0.26, 0.1)
+    assert kept(Habit(), draft, worth=worth).tokens == (1, 2, 4, 5)
+    assert kept(Habit(), draft, worth=worth, trust=0.5).tokens == (1, 2, 4)
+    assert kept(Habit(), scored(0.1), worth=lambda sizes, are_chains: 0.2).tokens == (1,)
+    whole = scored(0.9, 0.8)
+    assert kept(Habit(), whole, worth=worth) is whole
+
+
+def test_deep_nodes_are_trusted_less() -> None:
+    deep = DraftTree((1, 2, 3, 4), (-1, 0, 1, 2), scores=(1.0, 0.8, 0.8, 0.8))
+    cost = {"worth": lambda sizes, are_chains: 0.3 * (sizes[0] - 1)}
+    assert kept(Habit(), deep, **cost, trust=0.9) is deep
+    assert kept(Habit(), deep, **cost, trust=0.7).tokens == (1, 2, 3)
+
+
+def test_rows_share_what_a_step_is_worth() -> None:
+    first, second = scored(0.9, 0.1), scored(0.2, 0.15)
+    cut = Habit().cut([first, second, DraftTree.root(7)], lambda sizes, are_chains: 0.3 * (sum(sizes) - 3), 1.0)
+    assert [tree.tokens for tree in cut] == [(1, 2), (1,), (7,)]
+
+
+def test_what_is_worth_drafting_is_half_of_what_one_more_node_costs() -> None:
+    """Of the nodes that were kept last; drafts without scores say nothing of that."""
+
+    def worth(sizes: Sequence[int], are_chains: bool) -> float:
+        return 0.04 * sum(sizes) ** 2
+
+    habit = Habit()
+    adopt(habit, [WIDE], [WIDE], worth)
+    assert habit.least == 0.0
+    adopt(habit, [scored(0.9, 0.5, 0.1)], [scored(0.9, 0.5)], worth)
+    assert habit.least == pytest.approx(0.04 * (4**2 - 3**2) / 2)
+    assert habit.budgets([Budget(8)])[0].least == habit.least
+    adopt(habit, [scored(0.4)], [DraftTree.root(1)], worth)
+    assert habit.least == pytest.approx(0.04 * (2**2 - 1**2) / 2)
+
+
+def test_a_node_whose_score_is_above_its_parents_does_not_stay_alone() -> None:
+    odd = DraftTree((1, 2, 3), (-1, 0, 1), scores=(1.0, 0.1, 0.9))
+    assert len(kept(Habit(), odd, worth=lambda sizes, are_chains: 0.5 * (sizes[0] - 1))) == 1
+
+
+def test_what_cannot_be_cut_is_kept_whole_or_dropped() -> None:
+    habit = Habit(divisible=False)
+    adopt(habit, [WIDE], [WIDE])
+    assert kept(habit, DraftTree.chain(1, [2])).tokens == (1, 2)
+    adopt(habit, [WIDE], [DraftTree.root(1)])
+    assert kept(habit, DraftTree.chain(1, [2])).tokens == (1,)
+
+
+def test_budgets_are_those_of_the_decision_and_keep_their_other_limits() -> None:
+    habit = Habit()
+    habit.depth = 3
+    cut, short = habit.budgets([Budget(8, 16, True), Budget(2)])
+    assert (cut.depth, cut.nodes, cut.chains_only, short.depth) == (3, 16, True, 2)
+    habit.depth = sys.maxsize
+    assert habit.budgets([Budget(8)]) == [8]

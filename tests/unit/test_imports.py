@@ -43,7 +43,11 @@ LONGER = {
     "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
     "bench/peers/outcome.py": "one race: its rows, ratios, and what is shown of them",
     "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
+    "engine/acceptance_model.py": "one model with the rates that it is made of",
+    "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
+    "engine/costs.py": "forwards that are timed, and what is kept of that",
     "engine/engine.py": "the engine is one class: its requests, and the loop as a sequence of verbs",
+    "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
 }

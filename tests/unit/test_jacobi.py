@@ -17,8 +17,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app
 from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.budget import Budget
-from foretoken.engine.cuts import CAUSES
+from foretoken.engine.budget import CAUSES, Budget
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, PromptError
 from foretoken.law.noise import mix

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine.cuts import NOTHING_FOUND
+from foretoken.engine.budget import NOTHING_FOUND
 from foretoken.engine.stats import SequenceStats, StepProfile
 from foretoken.sessions.payoff import (
     MIN_PLAIN_STEPS,

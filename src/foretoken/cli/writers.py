@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foretoken.cli.running import put_json
-from foretoken.engine.cuts import Cuts
+from foretoken.engine.budget import Cuts
 from foretoken.engine.stats import SequenceStats
 
 if TYPE_CHECKING:

@@ -1,18 +1,50 @@
-"""Costs of forwards: the one place that times them."""
+"""Costs of forwards: the one place that times them, and what is known of them on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from foretoken.engine.cost_model import FEW, CostCurve
+from foretoken.engine.memory import bytes_per_token
+from foretoken.folders import cache_folder, keep_json
+from foretoken.machine import cpu_digest, cpu_name
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
+
+logger = logging.getLogger("foretoken")
+
+NUM_NODES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+"""Numbers of nodes that are timed: close together where drafts are, and on both sides of where tiles are full."""
+
+CONTEXT = 256
+"""Tokens before the nodes, a question and half an answer; eight times as many show what a longer context costs."""
+
+MOST_BYTES = 2**28
+"""Of keys and values of the long context, beyond which a shorter one has to do: 256 MB, a machine's spare memory."""
+
+BUSY = 0.1
+"""Share by which something else was at work: of processor time that a process lacked, or the median distance of ratios
+from their median. Twice the spread of steps on an idle machine."""
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,3 +113,199 @@ def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) ->
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# -- on disk -----------------------------------------------------------------------------------------------------------
+
+_known: WeakKeyDictionary[CausalLM, tuple[Any, CostCurve]] = WeakKeyDictionary()
+
+
+def cost_curve(target: CausalLM) -> CostCurve:
+    """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context.
+
+    It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
+    execution, number of threads and versions; else it is measured, in about two seconds, and kept there. What was
+    measured while the machine was busy is measured again by the next processes, a few of them.
+    """
+    facts = facts_of(target)
+    known = _known.get(target)
+    if known is not None and known[0] == facts:
+        return known[1]
+    kept = _read(_file(facts)) or _Kept(CostCurve({}))
+    if not kept.is_settled:
+        kept = kept.with_another(*measure_curve(target))
+        _write(_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
+    _known[target] = facts, kept.curve
+    return kept.curve
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the cache folder holds of one model.
+
+    Args:
+      curve: the mean of those that were measured while the machine was busy, or one that was not.
+      num_doubtful: how many these are; 0 for one that was not.
+    """
+
+    curve: CostCurve
+    num_doubtful: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody needs to measure again."""
+        return bool(self.curve.seconds) and not 0 < self.num_doubtful < FEW
+
+    def with_another(self, curve: CostCurve, is_steady: bool) -> _Kept:
+        """After one more measurement."""
+        if is_steady:
+            return _Kept(curve)
+        if not self.curve.seconds.keys() >= curve.seconds.keys():
+            return _Kept(curve, 1)
+        count = self.num_doubtful
+        mean = {
+            number: (count * self.curve.seconds[number] + taken) / (count + 1)
+            for number, taken in curve.seconds.items()
+        }
+        per_token = (count * self.curve.per_token + curve.per_token) / (count + 1)
+        return _Kept(CostCurve(mean, curve.context, per_token), count + 1)
+
+
+def forget_curve(facts: Mapping[str, Any]) -> None:
+    """Drop what was measured where steps have shown that it is wrong: it is measured anew when it is wanted next."""
+    for target in [target for target, known in _known.items() if known[0] == facts]:
+        del _known[target]
+    with suppress(OSError):
+        _file(facts).unlink(missing_ok=True)
+
+
+@torch.inference_mode()
+def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bool]:
+    """Time forwards of several numbers of nodes, each beside one of one node, and one node after a long text.
+
+    What counts are the medians of the ratios of these pairs: however fast the machine is at the time, both are run at
+    the same speed.
+
+    Args:
+      seconds: how long this may take, about; every pair is timed at least once after a warm-up.
+
+    Returns: the curve, and whether nothing else kept the machine busy, as far as can be told.
+    """
+    counts = [count for count in NUM_NODES if _has_room(target, count)]
+    cache, context = filled_cache(target, CONTEXT, max(counts))
+    single = Forward(target, cache, 1)
+    forwards = {count: Forward(target, cache, count) for count in counts[1:]}
+    warm_up = {count: seconds_of(forward, target.device) for count, forward in {1: single, **forwards}.items()}
+    if FEW * (sum(warm_up.values()) + len(counts) * min(warm_up.values(), default=0.0)) > seconds:
+        forwards = {count: forward for count, forward in forwards.items() if count in (1, 4, 16, 64)}
+    long_context = _long_context(target)
+    long = Forward(target, _lengthened(target, cache, long_context), 1)
+    seconds_of(long, target.device)
+    pairs = [one for forward in (*forwards.values(), long) for one in (single, forward)]
+    start, worked = perf_counter(), process_time()
+    times = forward_times(pairs, 1, warm_ups=0)
+    more = min(2 * FEW + 1, int(seconds / (perf_counter() - start))) - 1
+    if more > 0:
+        times = [[*first, *later] for first, later in zip(times, forward_times(pairs, more, warm_ups=0), strict=True)]
+    has_worked = process_time() - worked >= (1.0 - BUSY) * (perf_counter() - start)
+    plain = median([taken for one in times[::2] for taken in one])
+    ratios = [_ratios(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+    *of_counts, of_long = map(median, ratios)
+    per_token = plain * max(of_long - 1.0, 0.0) / (long_context - context) if long_context > context else 0.0
+    curve = {1: plain} | {count: plain * ratio for count, ratio in zip(forwards, of_counts, strict=True)}
+    return CostCurve(curve, context, per_token), has_worked and max(map(_spread, ratios)) <= BUSY
+
+
+def _ratios(plain: Seq[float], others: Seq[float]) -> list[float]:
+    return [other / one for one, other in zip(plain, others, strict=True)]
+
+
+def _spread(values: Seq[float]) -> float:
+    """The median distance from the median, by it."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values) / middle
+
+
+def _long_context(target: CausalLM) -> int:
+    """As many tokens as there is room for, eight times `CONTEXT` at most."""
+    count = max(CONTEXT, min(8 * CONTEXT, MOST_BYTES // bytes_per_token(target)))
+    return count if target.context_length is None else max(1, min(count, target.context_length - 1))
+
+
+def _lengthened(target: CausalLM, cache: KVCache, context: int) -> KVCache:
+    """A row of so many tokens, the columns of another one again and again: reading a long text would take seconds."""
+    length = cache.lengths[0]
+    states = cache.export(0, length)
+    num_times = -(-context // length)
+    repeated = [
+        None if pair is None else (pair[0].repeat(1, num_times, 1), pair[1].repeat(1, num_times, 1)) for pair in states
+    ]
+    longer = target.new_cache(1, capacity=context + 1)
+    longer.load(0, tuple(repeated), context)
+    return longer
+
+
+def _has_room(target: CausalLM, count: int) -> bool:
+    context = target.context_length
+    return context is None or count < context
+
+
+def facts_of(target: CausalLM) -> dict[str, Any]:
+    """Everything that the time of a forward depends on, but how busy the machine is."""
+    model = target.shadow
+    shapes = sorted({(tuple(parameter.shape), str(parameter.dtype)) for parameter in model.parameters()})
+    return {
+        "model": type(model).__name__,
+        "layers": getattr(model.config.get_text_config(), "num_hidden_layers", 0),
+        "shapes": _digest(shapes),
+        "dtype": str(target.dtype),
+        "execution": target.execution.kind,
+        "device": _device(str(target.device)),
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+    }
+
+
+@cache
+def _device(name: str) -> str:
+    if name.startswith("cuda"):
+        return torch.cuda.get_device_name(name)
+    isa = f"{os.environ.get('ONEDNN_MAX_CPU_ISA', '')}/{torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_name()} ({cpu_digest()}) {isa}"
+
+
+@cache
+def _versions() -> list[str]:
+    return [version(name) for name in ("foretoken", "torch", "transformers")]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _file(facts: Mapping[str, Any]) -> Path:
+    return cache_folder("costs", f"{_digest(facts)}.json")
+
+
+def _read(file: Path) -> _Kept | None:
+    """What was measured before; None where nothing was, or the file does not hold what was written."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if read.pop("digest") != _digest(read):
+            return None
+        seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
+        curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
+        kept = _Kept(curve, int(read["num_doubtful"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    is_sound = 1 in seconds and all(0.0 < taken < inf for taken in seconds.values()) and 0.0 <= curve.per_token < inf
+    return kept if is_sound else None
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    """Keep a measurement and its digest; a folder that cannot be written only means that it is made again."""
+    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
+    try:
+        keep_json(file, {**plain, "digest": _digest(plain)})
+    except OSError as error:
+        logger.debug("costs are not kept in %s: %s", file, error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from foretoken.engine.budget import count_cuts, limits_of
 from foretoken.engine.drafter import StepResult
-from foretoken.engine.limits import count_cuts, limits_of
 from foretoken.engine.outputs import RowOutput, logprobs_of
 from foretoken.law import sampling
 from foretoken.law.faults import is_fatal, told

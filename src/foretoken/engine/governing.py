@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
-from foretoken.engine.arms import ArmsGovernor
-from foretoken.engine.attention import Attention
-from foretoken.engine.cost_curves import cost_curve, facts_of, forget_curve
-from foretoken.engine.governor import Governor
-from foretoken.engine.pace import Steps
-from foretoken.engine.step_costs import StepCosts
-from foretoken.engine.survival import DEEPEST
+from foretoken.engine.acceptance_model import KINDS
+from foretoken.engine.cost_model import FEW, Average, CostModel
+from foretoken.engine.costs import cost_curve, facts_of, forget_curve
+from foretoken.engine.governor import SHARE, Governor
+from foretoken.engine.method_bandit import MethodBandit
+from foretoken.engine.stats import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("foretoken")
 
-AnyGovernor: TypeAlias = Governor | ArmsGovernor
+AnyGovernor: TypeAlias = Governor | MethodBandit
 
-USUAL_TRIALS = 8
-"""Outcomes that the usual acceptance of a drafter is worth."""
+USUAL_TRIALS = 8.0
+"""Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
+
+LONGEST = 64
+"""Steps between two decisions, at most: half of an answer."""
 
 
 class Governing:
@@ -118,7 +122,7 @@ class Governing:
         self._followed.add(num_rows, sum(map(len, trees)) - num_rows, num_tokens, drafting, other)
         has_ended = any(output.row.is_finished for output in outputs)
         if has_ended or self._governor.has_open_drafts:
-            self._governor.follow(outputs, is_decided=False)
+            self._governor.follow(outputs)
         if has_ended:
             self._hand_over()
 
@@ -127,6 +131,59 @@ class Governing:
         if self._governor is not None and self._followed.num_steps:
             self._governor.follow_steps(self._followed)
             self._followed = Steps()
+
+
+@dataclass
+class _Meter:
+    """Logarithms of seconds of steps like one another: whole ones, and what governing took where it decided or not."""
+
+    step: Average = field(default_factory=Average)
+    deciding: Average = field(default_factory=Average)
+    following: Average = field(default_factory=Average)
+
+    @property
+    def interval(self) -> int:
+        """Steps from one decision to the next."""
+        most = min(1 + self.deciding.count // FEW, LONGEST)
+        deciding = math.exp(self.deciding.value)
+        following = math.exp(self.following.value) if self.following.count else 0.0
+        allowed = SHARE * math.exp(self.step.value) - following
+        if most == 1 or allowed <= 0.0:
+            return most
+        return max(1, min(math.ceil((deciding - following) / allowed), most))
+
+
+class Attention:
+    """Spends a governor's time: as often as it may, it decides; in the steps between, the last decision is followed.
+
+    Decisions are close together at first, when most is learned by them, and made anew where the number of rows has
+    doubled or halved.
+    """
+
+    def __init__(self) -> None:
+        self._meters: dict[int, _Meter] = {}
+        self._class = 0
+        self._left = 0  # steps to the next decision
+        self.is_deciding = True
+
+    def begin(self, num_rows: int) -> bool:
+        """Whether the step that begins is one to decide in."""
+        size = num_rows.bit_length()
+        self.is_deciding = self._left <= 0 or size != self._class
+        self._class = size
+        return self.is_deciding
+
+    def end(self, own_seconds: float, step_seconds: float) -> None:
+        """A step has taken so long; governing alone, and all the rest."""
+        if not self.is_deciding:
+            self._left -= 1
+            if self._left <= 0:
+                self._meters[self._class].following.add(math.log(own_seconds))
+            return
+        meter = self._meters.setdefault(self._class, _Meter())
+        meter.deciding.add(math.log(own_seconds))
+        meter.step.add(math.log(step_seconds))
+        self._left = meter.interval - 1
 
 
 def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = None) -> AnyGovernor:
@@ -142,13 +199,13 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     if difference is not None:
         logger.warning("the profile was measured otherwise (%s): its costs are not used", difference)
     curve = profile.curve() if profile is not None and difference is None else None
-    costs = StepCosts(cost_curve(target), partial(forget_curve, facts)) if curve is None else StepCosts(curve)
+    costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
     if len(drafter.arms) > 1:
-        return ArmsGovernor(drafter, costs)
+        return MethodBandit(drafter, costs)
     governor = Governor(costs, divisible=drafter.is_divisible)
     if drafter.usual_acceptance is not None:
-        for depth in range(1, DEEPEST + 1):
-            governor.survival.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)
+        for depth in range(1, KINDS + 1):
+            governor.acceptance.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)
     if profile is not None and profile.method == drafter.name:
         profile.teach(governor, has_costs=difference is None)
     return governor

@@ -6,31 +6,24 @@ import sys
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.engine.habit import Habit
-from foretoken.engine.pace import Pace, Steps
-from foretoken.engine.probing import Probing
-from foretoken.engine.survival import Survival
-from foretoken.engine.trimming import NumNodes, Trimming, Worth, weights_of
-from foretoken.engine.verifying_costs import FEW
+from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel
+from foretoken.engine.cost_model import FEW, MEMORY
+from foretoken.engine.cutting import Chances, Habit, NumNodes, Worth, best_counts, weights_of
+from foretoken.engine.stats import Pace, Steps
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget
+    from foretoken.engine.cost_model import CostModel
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence
-    from foretoken.engine.step_costs import StepCosts
-    from foretoken.tree import DraftTree
 
-CHEAP = 0.02  # tokens per row that the time of drafting could have brought: so little is not worth a plan
-MOST_DROPPED = 6  # cheap drafts one after another of which nothing was verified or would have been right, after which
-DROPPED_INTERVAL = 4  # only every fourth step makes one
-FIRST_DEPTH = 2  # of the first draft, whose cost is not known
-PLAIN_INTERVAL = 128  # steps after which one goes without a draft, to keep its cost known
-FIRST_PLAIN_INTERVAL = 24
-MARGIN = 0.02  # tokens per row that drafting must promise to begin again
-SHOWN_LENGTH = 4
-MOST_OTHER_ROWS = 16
-FEW_STEPS = 8  # of a row, before its pace counts
-LEAST_SHARE = 0.03  # of steps that draft, below which it is said that none do
+SHARE = 0.01
+"""Of the time of steps that may go into each of: deciding, and drafts that only show whether they would pay. Together
+with what drifts in between, 2 % at most (issue 26: never slower by more than 3 %)."""
+
+PROBE_DEPTH = 2
+"""Levels of a draft that is made to see what it costs and brings: the fewest that show what one more level takes."""
 
 
 class Governor:
@@ -38,8 +31,8 @@ class Governor:
 
     A node is worth verifying where its chance to be accepted is larger than the tokens that its time would make
     otherwise; a level is worth drafting where the same holds for its nodes and the time of drafting it. Chances are
-    learned per drafter, depth and rank or score, and per row (`Survival`); times per number of rows and nodes
-    (`StepCosts`). Where drafting does not pay, 1 % of the time goes into drafts that show whether it would.
+    learned per drafter, depth and rank or score, and per row (`AcceptanceModel`); times per number of rows and nodes
+    (`CostModel`). Where drafting does not pay, `SHARE` of the time goes into drafts that show whether it would.
 
     One governor serves all requests of a drafter: what it learns, it keeps. It need not be asked in every step: in
     those between, its `habit` says what was decided last.
@@ -49,31 +42,31 @@ class Governor:
       divisible: whether parts of a draft may be left out; else it is verified whole or not made.
       title: of what drafts, where there are several.
 
-    Source: cost-aware draft lengths; the best nodes by the product of acceptance rates along their path are Sequoia's
-    optimal tree (Chen et al. 2024, arXiv:2402.12374).
+    Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along
+    their path are the best tree of n nodes (Sequoia, Chen et al. 2024, arXiv:2402.12374).
     Exactness: for the rule "match", under which tokens do not depend on drafts.
     Randomness: none; decisions depend on measured times.
     """
 
-    def __init__(self, costs: StepCosts, *, divisible: bool = True, title: str = "") -> None:
+    def __init__(self, costs: CostModel, *, divisible: bool = True, title: str = "") -> None:
         self.title = title
         self.costs = costs
-        self.survival = Survival()
-        self.trimming = Trimming(self.survival)
+        self.acceptance = AcceptanceModel()
         self.pace = Pace()
         self.totals = self.pace.totals
         self.habit = Habit(divisible=divisible)
         self._is_divisible = divisible
-        self._probing = Probing(costs)
+        self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
+        self._is_probing = False
         self._since_plain = 0
-        self._since_draft = 0
         self._is_drafting = True
         self._asked_depth = 0
         self._reach = 0  # levels of the deepest draft so far, and
         self._is_at_end = False  # whether more were allowed: the drafter makes no deeper ones
         self._weights: list[float] = []
         self._begun: set[int] = set()  # rows that were drafted for
-        self._num_dropped = 0  # drafts one after another of which nothing was verified, and none was right
+        self._widths: dict[int, float] = {}  # nodes per row that are kept at a depth, of drafts that branch
+        self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
         self._plain_seconds = 0.0  # of a step like the last one, without a draft
         self._last: tuple[int, NumNodes] | None = None
 
@@ -95,35 +88,43 @@ class Governor:
           context: tokens that rows have, on average.
         """
         self.costs.after(context)
+        self._is_probing = False
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
             share = self._plain(len(rows) - 1, num_nodes) / self._plain(len(rows), num_nodes)
-            paces = [row.num_output_tokens / max(row.num_steps, 1) for row in rows if row.num_steps >= FEW_STEPS]
-            self._weights = weights_of([row.num_remaining_tokens for row in rows], share, paces)
-        if self.survival.num_rows > len(rows) + MOST_OTHER_ROWS:  # which were aborted
+            self._weights = weights_of([row.num_remaining_tokens for row in rows], share)
+        if self.acceptance.num_rows > len(rows) + MEMORY:  # which were aborted
             self._begun &= {row.id for row in rows}
-            self.survival.keep_only(row.id for row in rows)
+            self.acceptance.keep_only(row.id for row in rows)
         cap = int(max(budgets, default=0))
-        depth = self._depth(rows, budgets, cap, num_nodes) if cap else 0
-        self._asked_depth = min(depth, cap)
-        return [budget.within(depth, self.habit.least) for budget in budgets]
+        self._asked_depth = min(self._depth(rows, budgets, cap, num_nodes), cap) if cap else 0
+        return [budget.within(self._asked_depth, self.habit.least) for budget in budgets]
 
     def _depth(self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, num_nodes: NumNodes) -> int:
         num_rows = len(rows)
-        cost = self.costs.draft(num_rows, cap)
-        if cost is None and self.totals.num_drafted == 0:
-            return min(cap, FIRST_DEPTH)
+        cost, probe = self.costs.draft(num_rows, cap), min(cap, PROBE_DEPTH)
+        if cost is None:
+            return probe
         if self._is_plain_due(num_rows, num_nodes):
             return 0
         price = self._price(num_rows, num_nodes)
-        if cost is not None and cost * price <= CHEAP * sum(self._weights):
-            is_dropped = self._num_dropped >= MOST_DROPPED
-            self.habit.depth = 0 if is_dropped else sys.maxsize
-            return 0 if is_dropped and self._since_draft < DROPPED_INTERVAL - 1 else cap
+        if cost * price <= LITTLE * sum(self._weights):
+            self.habit.depth = sys.maxsize
+            return cap
         self.habit.depth = self._best_depth(rows, budgets, cap, price, num_nodes)
         if self.habit.depth:
             return self.habit.depth
-        return self._probing.depth(num_rows, cap, num_nodes, self._since_draft, not self.trimming.has_cut_trees)
+        self._is_probing = self._affords(self._cost_of_probe(num_rows, probe, num_nodes))
+        return probe if self._is_probing else 0
+
+    def _cost_of_probe(self, num_rows: int, depth: int, num_nodes: NumNodes) -> float:
+        """Plain steps that drafting so deep takes, and verifying where that is not known; 1 at most of what is not."""
+        plain = self._plain(num_rows, num_nodes)
+        drafting = (self.costs.draft(num_rows, depth) or 0.0) / plain
+        verifying = 0.0
+        if not self.costs.knows_drafts(num_rows):
+            verifying = self.costs.verify(num_rows, num_nodes([depth + 1] * num_rows, True)) / plain - 1.0
+        return (drafting if self.costs.knows_drafting else min(drafting, 1.0)) + min(verifying, 1.0)
 
     def _best_depth(
         self, rows: Seq[Sequence], budgets: Seq[Budget], cap: int, price: float, num_nodes: NumNodes
@@ -131,57 +132,59 @@ class Governor:
         """The depth of which most is to be expected, 0 where that is nothing."""
         num_rows = len(rows)
         most = min(cap, self._reach) if self._is_at_end else cap
-        chances = [0.0] * most
+        chances: list[float] = []
         for row, budget, weight in zip(rows, budgets, self._weights, strict=True):
-            for level, chance in enumerate(self.survival.by_depth(row.id, min(int(budget), most))):
+            for level, chance in enumerate(self.acceptance.by_depth(row.id, min(int(budget), most))):
+                if level == len(chances):
+                    chances.append(0.0)
                 chances[level] += weight * chance
         plain = self._plain(num_rows, num_nodes)
         best_value, best_depth, kept, gained, width = 0.0, 0, 0.0, 0.0, 1.0
         for level, chance in enumerate(chances, 1):
-            if not chance:
-                break
-            gained += chance * self.trimming.coverage(level)
-            width += self.trimming.width(level)
-            size = num_nodes([round(width)] * num_rows, not self.trimming.has_cut_trees)
+            gained += chance * self._coverage.get(level, 1.0)
+            width += self._widths.get(level, 1.0)
+            size = num_nodes([round(width)] * num_rows, not self._widths)
             kept = max(kept, gained - price * (self.costs.verify(num_rows, size) - plain))
             value = kept - price * (self.costs.draft(num_rows, level) or 0.0)
             if value > best_value:
                 best_value, best_depth = value, level
-        margin = 0.0 if self._is_drafting else MARGIN * num_rows
+        margin = 0.0 if self._is_drafting else LITTLE * num_rows
         self._is_drafting = best_value > margin
         if not self._is_drafting:
             return 0
         return min(cap, best_depth + 1) if best_depth == most else best_depth  # it ends by itself, or has come to go on
 
     def _is_plain_due(self, num_rows: int, num_nodes: NumNodes) -> bool:
-        """Whether a step should go without a draft, so that its cost stays known."""
+        """Whether a step should go without a draft, so that its cost stays known; sooner where it is not yet."""
         seen = self.costs.times_seen(num_rows, num_nodes([1] * num_rows, True))
-        return self._since_plain >= (PLAIN_INTERVAL if seen >= FEW else FIRST_PLAIN_INTERVAL)
+        return self._since_plain >= (MEMORY if seen >= FEW else MEMORY // (2 * FEW))
+
+    def _affords(self, cost: float) -> bool:
+        """Spend so many plain steps on a draft that is not expected to pay, as often as `SHARE` of the time allows."""
+        if self._credit < cost:
+            return False
+        self._credit = min(self._credit, float(FEW)) - cost if cost < FEW else 0.0
+        return True
 
     # -- before verifying ------------------------------------------------------------------------------------------
 
     def trimmed(self, rows: Seq[Sequence], trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are worth verifying."""
         for row, tree in zip(rows, trees, strict=True):
-            self.survival.proposed(row.id, tree)
+            self.acceptance.proposed(row.id, tree)
         deepest = max(tree.depth for tree in trees)
         self._reach = max(self._reach, deepest)
         self._is_at_end = 0 < self._reach < self._asked_depth if deepest == self._reach else self._is_at_end
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
         worth = self._worth(len(rows), num_nodes)
-        if self._is_divisible:
-            kept = self.trimming.best(rows, trees, worth, self._weights)
-        else:
-            kept = self.trimming.whole_or_none(rows, trees, worth)
-        is_dropped = all(len(tree) == 1 for tree in kept)
-        self._num_dropped = self._num_dropped + 1 if is_dropped else 0
-        self.habit.adopt(trees, kept)
-        return self._probing.verified(trees, kept, num_nodes, self._is_divisible) if is_dropped else kept
+        kept = self._best(rows, trees, worth) if self._is_divisible else self._whole_or_none(rows, trees, worth)
+        self.habit.adopt(trees, kept, worth)
+        return self._probed(trees, kept, num_nodes) if all(len(tree) == 1 for tree in kept) else kept
 
     def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions."""
-        return self.habit.cut(trees, self._worth(len(trees), num_nodes), self.survival.trust)
+        return self.habit.cut(trees, self._worth(len(trees), num_nodes), self.acceptance.trust)
 
     def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
         """How many tokens must be gained by verifying drafts of some sizes."""
@@ -191,6 +194,62 @@ class Governor:
             return price * (verify(num_rows, num_nodes(sizes, are_chains), are_chains=are_chains) - plain)
 
         return worth
+
+    def _whole_or_none(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
+        """All drafts as they are where that pays, else none."""
+        gained = sum(sum(self.acceptance.by_depth(row.id, tree.depth)) for row, tree in zip(rows, trees, strict=True))
+        if gained > worth([len(tree) for tree in trees], False):
+            return list(trees)
+        return [DraftTree.root(tree.tokens[0], tree.source) for tree in trees]
+
+    def _best(self, rows: Seq[Sequence], trees: Seq[DraftTree], worth: Worth) -> list[DraftTree]:
+        """The best part of every draft."""
+        are_chains = all(tree.is_chain for tree in trees)
+        found = [
+            [(weight * chance, node) for chance, node in self.acceptance.best_nodes(row.id, tree)]
+            for row, tree, weight in zip(rows, trees, self._weights, strict=True)
+        ]
+        counts = best_counts(found, worth, are_chains=are_chains)
+        kept = [nodes[:count] for nodes, count in zip(found, counts, strict=True)]
+        if not are_chains:
+            self._note_shape(rows, trees, kept)
+        return [
+            tree if len(nodes) + 1 == len(tree) else tree.restricted([0, *sorted(node for _, node in nodes)])
+            for tree, nodes in zip(trees, kept, strict=True)
+        ]
+
+    def _note_shape(self, rows: Seq[Sequence], trees: Seq[DraftTree], kept: Seq[Chances]) -> None:
+        """Remember how wide trees are once they are cut, and how much of the chance of a level the rest has."""
+        widths: dict[int, float] = {}
+        covered: dict[int, float] = {}
+        whole: dict[int, float] = {}
+        for row, tree, nodes in zip(rows, trees, kept, strict=True):
+            for level, chance in enumerate(self.acceptance.by_depth(row.id, tree.depth), 1):
+                whole[level] = whole.get(level, 0.0) + chance
+            for chance, node in nodes:
+                level = tree.depths[node]
+                widths[level] = widths.get(level, 0.0) + 1.0 / len(rows)
+                covered[level] = covered.get(level, 0.0) + chance
+        for level, width in widths.items():
+            share = min(covered[level] / whole[level], 1.0) if whole.get(level) else 1.0
+            for known, value in ((self._widths, max(width, 1.0)), (self._coverage, share)):
+                known[level] = ROW_MEMORY * known.get(level, value) + (1.0 - ROW_MEMORY) * value
+
+    def _probed(self, trees: Seq[DraftTree], kept: list[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
+        """What is verified where no draft seems to pay; mostly nothing.
+
+        What a draft costs to verify is believed of a curve only until some were verified: a curve that is wrong must
+        not keep drafts away for good.
+        """
+        num_rows = len(trees)
+        if self.costs.knows_drafts(num_rows):
+            return kept
+        place = max(range(num_rows), key=lambda place: len(trees[place]))
+        draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if self._is_divisible else trees[place]
+        probed = [*kept[:place], draft, *kept[place + 1 :]]
+        seconds = self.costs.verify(num_rows, num_nodes([len(tree) for tree in probed], draft.is_chain))
+        more = seconds / self._plain(num_rows, num_nodes) - 1.0
+        return probed if self._is_probing or self._affords(min(more, 1.0)) else kept
 
     # -- after a step ----------------------------------------------------------------------------------------------
 
@@ -206,7 +265,7 @@ class Governor:
         """Take in what a step has brought and what it has cost."""
         num_rows = len(outputs)
         self._last = num_rows, num_nodes
-        plain = self._plain(num_rows, num_nodes)
+        self._plain_seconds = self._plain(num_rows, num_nodes)
         are_chains = all(tree.is_chain for tree in trees)
         size = num_nodes([len(tree) for tree in trees], are_chains)
         self.costs.verified(num_rows, size, other_seconds, are_chains=are_chains)
@@ -215,47 +274,36 @@ class Governor:
             num_levels = min(self._asked_depth, self._reach) if self._is_at_end else self._asked_depth
             self.costs.drafted(num_rows, num_levels, drafting_seconds, is_first=not rows <= self._begun)
             self._begun |= rows
-            self._since_draft = 0
         else:
-            self._since_draft += 1
-        num_right = self.survival.num_right
+            for output in outputs:
+                self.acceptance.rested(output.row.id)
         self.follow(outputs)
-        if self.survival.num_right > num_right:
-            self._num_dropped = 0
         done = Steps()
-        num_nodes_drafted = size - num_rows if any(len(tree) > 1 for tree in trees) else 0
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        done.add(num_rows, num_nodes_drafted, num_tokens, drafting_seconds, other_seconds)
-        self._plain_seconds = plain
-        self._count(done, is_decided=True)
+        num_drafted = size - num_rows if any(len(tree) > 1 for tree in trees) else 0
+        done.add(
+            num_rows, num_drafted, sum(len(output.token_ids) for output in outputs), drafting_seconds, other_seconds
+        )
+        self.follow_steps(done)
 
     def follow_steps(self, steps: Steps) -> None:
-        """Count steps between two decisions."""
-        self._since_draft = 0 if self.habit.depth else self._since_draft + steps.num_steps
-        self._count(steps, is_decided=False)
-
-    def _count(self, steps: Steps, *, is_decided: bool) -> None:
+        """Count steps, those between two decisions too."""
         self._since_plain = self._since_plain + steps.num_steps if steps.num_drafted == steps.num_steps else 0
+        self._credit += SHARE * steps.num_steps
         self.pace.add(steps, self._plain_seconds)
-        self._probing.passed(steps.num_steps, is_decided=is_decided)
+
+    def follow(self, outputs: Seq[RowOutput]) -> None:
+        """Hold drafts against the tokens that have come, whoever drafted them."""
+        for output in outputs:
+            row = output.row
+            self.acceptance.came(row.id, output.token_ids)
+            if row.is_finished:
+                self.acceptance.forget(row.id)
+                self._begun.discard(row.id)
 
     @property
     def has_open_drafts(self) -> bool:
         """Whether the fate of a draft is not known yet."""
-        return self.survival.has_open_drafts
-
-    def follow(self, outputs: Seq[RowOutput], *, is_decided: bool = True) -> None:
-        """Hold drafts against the tokens that have come, whoever drafted them.
-
-        Args:
-          is_decided: whether it is known what was drafted in this step.
-        """
-        for output in outputs:
-            row = output.row
-            self.survival.came(row.id, output.token_ids, fades=is_decided)
-            if row.is_finished:
-                self.survival.forget(row.id)
-                self._begun.discard(row.id)
+        return self.acceptance.has_open_drafts
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
@@ -275,15 +323,15 @@ class Governor:
             return None
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
-        drafts = self.pace.share >= LEAST_SHARE
-        length = max(1, round(self.pace.length)) if drafts else SHOWN_LENGTH
+        drafts = self.pace.share >= LITTLE
+        length = max(1, round(self.pace.length)) if drafts else 2 * PROBE_DEPTH
         size, least = num_nodes([length + 1] * num_rows, True), num_nodes([1] * num_rows, True)
         reasons = [f"verify({size})/verify({least}) = {self.costs.verify(num_rows, size) / plain:.2f}"]
         draft = self.costs.draft(num_rows, length)
-        if draft is not None and draft * self._price(num_rows, num_nodes) > CHEAP * num_rows:
+        if draft is not None and draft * self._price(num_rows, num_nodes) > LITTLE * num_rows:
             reasons.append(f"drafting {length} takes {draft / plain:.2f} of a plain step")
-        if self.survival.has_outcomes:
-            reasons.append(f"acceptance {self.survival.at_depth(1):.2f} at depth 1")
+        if self.acceptance.has_outcomes:
+            reasons.append(f"acceptance {self.acceptance.at_depth(1):.2f} at depth 1")
         else:
             reasons.append("nothing was drafted so far")
         rows = "" if num_rows == 1 else f" with {num_rows} rows"

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.config.keywords import whole_number
-from foretoken.engine.verifying_costs import FEW, CostCurve
+from foretoken.engine.cost_model import FEW, MEMORY, CostCurve
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretoken.engine.governor import Governor
-
-KNOWN_TRIALS = 64
-"""Outcomes that an acceptance rate of a profile is worth."""
 
 REMEDY = "make one with foretoken tune profile"
 
@@ -63,7 +60,7 @@ class Profile:
 
     Args:
       method: whose drafts were measured.
-      facts: of the target and the machine, see `foretoken.engine.cost_curves`.
+      facts: of the target and the machine, see `foretoken.engine.costs`.
       curves: of verification.
       drafting: seconds of drafting by levels, one row.
       acceptance: chance that a draft which was right so far is right at depth 1, 2, ...
@@ -157,7 +154,7 @@ class Profile:
           has_costs: whether they hold on this machine.
         """
         for depth, rate in enumerate(self.acceptance, 1):
-            governor.survival.expect(self.method, depth, rate, KNOWN_TRIALS)
+            governor.acceptance.expect(self.method, depth, rate, MEMORY / 2)
         for _ in range(FEW if has_costs else 0):
             for curve in self.curves:
                 governor.costs.after(curve.context)

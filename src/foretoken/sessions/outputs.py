@@ -197,9 +197,9 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
     ``tokens_per_step`` (tau) averages over all decode steps. The histogram leaves the bonus out and holds
     accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
     them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
-    draft by what kept them from having one (`foretoken.engine.cuts`). Where several drafters had a part, ``by_drafter``
-    says what each has proposed. ``drafter_error`` is there where an exception has ended the drafting of a row, and says
-    which.
+    draft by what kept them from having one (`foretoken.engine.budget`). Where several drafters had a part,
+    ``by_drafter`` says what each has proposed. ``drafter_error`` is there where an exception has ended the drafting of
+    a row, and says which.
     """
     drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
     if stats.drafter_error:

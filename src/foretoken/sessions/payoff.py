@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from foretoken.engine.cuts import NOTHING_FOUND, Cuts, counted
+from foretoken.engine.budget import NOTHING_FOUND, Cuts, counted
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.stats import SequenceStats, StepProfile
 

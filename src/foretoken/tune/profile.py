@@ -12,8 +12,7 @@ from foretoken.bench.trial import Sampling, Trial, bootstrap, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.cost_curves import facts_of
-from foretoken.engine.costs import Forward, filled_cache, forward_times
+from foretoken.engine.costs import Forward, facts_of, filled_cache, forward_times
 from foretoken.engine.profiles import Profile, Setting, StepCurve
 from foretoken.errors import ConfigError
 

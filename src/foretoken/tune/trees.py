@@ -44,7 +44,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class CostModel:
     """Seconds of a step.
 
     Args:
@@ -73,7 +73,7 @@ def sizes_to_measure(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def measured_costs(target: CausalLM, drafter: Any, tree: RankTree, prompt: Seq[int], repeats: int = 9) -> StepCosts:
+def measured_costs(target: CausalLM, drafter: Any, tree: RankTree, prompt: Seq[int], repeats: int = 9) -> CostModel:
     """Time verifications and proposals of every size of a tree, after 256 tokens of context.
 
     The shortest of several timings counts, and no size counts for more than a larger one: what disturbs the machine
@@ -102,7 +102,7 @@ def measured_costs(target: CausalLM, drafter: Any, tree: RankTree, prompt: Seq[i
             propose(size)
             draft[size] = min(seconds_of(propose, target.device, size) for _ in range(repeats))
     engine.abort(rows[0].request_id)
-    return StepCosts(_rising(verify), _rising(draft))
+    return CostModel(_rising(verify), _rising(draft))
 
 
 def _rising(seconds: dict[int, float]) -> dict[int, float]:
@@ -141,7 +141,7 @@ class TreeSearch:
         return self.tree.first(self.best.num_nodes)
 
 
-def search(hits: Hits, max_nodes: int, costs_of: Callable[[RankTree], StepCosts], num_nodes: int | None) -> TreeSearch:
+def search(hits: Hits, max_nodes: int, costs_of: Callable[[RankTree], CostModel], num_nodes: int | None) -> TreeSearch:
     """Grow trees from the accuracies and choose the size that brings the most tokens per second.
 
     Args:

@@ -101,7 +101,7 @@ class Block:
       iterates: what they became, iteration by iteration; cut like the text where it ended inside the block.
       verified: how many of its first tokens every iteration has looked at; the others are what they were before.
       cuts: guesses that were not verified because something limits drafts, by what does
-        (`foretoken.engine.cuts.CAUSES`), all iterations together.
+        (`foretoken.engine.budget.CAUSES`), all iterations together.
     """
 
     start: int

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
-from foretoken.engine.cuts import CAUSES, counted
+from foretoken.engine.budget import CAUSES, counted
 
 if TYPE_CHECKING:
     from foretoken.views.trajectory import Block, Trajectory

@@ -72,7 +72,7 @@ class AutoDrafter(CompositeDrafter):
     every fourth step only where it has lately added next to nothing to what the others had right.
 
     Proposals of free parts are merged with those of the part that is chosen, most promising nodes first, and cut to
-    the nodes that pay. A bandit over measured time chooses (`foretoken.engine.arms`).
+    the nodes that pay. A bandit over measured time chooses (`foretoken.engine.method_bandit`).
 
     Args:
       parts: drafters.

@@ -3,29 +3,102 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from foretoken.engine.rates import MEMORY, PRIOR_WEIGHT, Luck, Rate
+from foretoken.engine.cost_model import MEMORY, RATE
 from foretoken.tree import DraftTree
 
-DEEPEST = 12
-"""Depths from which on nodes count as alike."""
+KINDS = 8
+"""Depths, ranks among siblings, and eighths of a drafter's own estimate, that are told apart: finer ones are seen too
+seldom to be learned in an answer (24 recorded texts per kind lose less by 8 depths than by 12)."""
 
-RIGHT_DEPTH = 2
-FARTHEST = 128
-MOST_SIBLINGS = 8
-NUM_BINS = 8
+PRIOR_WEIGHT = 3.0
+"""Outcomes that a rate is worth before there are any; twice that a draft is judged by what it has seen."""
+
 FIRST_RATE = 0.6
 LATER_RATE = 0.1
 """Rates of a first and of any other child until there is experience: high, so that drafts are tried at first."""
 
-LEAST_CHANCE = 0.02
-MOST_CERTAIN = 0.99
+ROW_MEMORY = 0.9
+"""What an outcome of a row counts for, one later: ten tokens are a sentence, and the next may repeat nothing."""
+
+LITTLE = 0.02
+"""Tokens per row and step that are not worth a thought: less than what a step varies by."""
+
+MOST_CERTAIN = 1.0 - 1.0 / MEMORY
 
 Kind = tuple[str, int, int]
 """Nodes that count as alike: the drafter, the depth, and the rank among siblings or the drafter's own estimate."""
+
+
+class Rate:
+    """A share of outcomes, the newest `MEMORY` of which count.
+
+    Args:
+      prior: the rate before there is experience.
+    """
+
+    __slots__ = ("hits", "last", "trials")
+
+    def __init__(self, prior: float) -> None:
+        self.trials = PRIOR_WEIGHT
+        self.hits = PRIOR_WEIGHT * prior
+        self.last = 0
+
+    def add(self, is_hit: bool, now: int) -> None:
+        """Count an outcome."""
+        self.last = now
+        self.trials += 1.0
+        self.hits += is_hit
+        if self.trials > MEMORY:
+            self.trials *= 0.5
+            self.hits *= 0.5
+
+    @property
+    def value(self) -> float:
+        """0..1."""
+        return self.hits / self.trials
+
+    def beside(self, above: float, now: int) -> float:
+        """The rate where the level above has another: what was seen long ago gives way to that.
+
+        So a depth that was bad once and is not drafted any more is tried again where drafts have become good.
+        """
+        weight = math.exp2((self.last - now) / MEMORY)
+        return (weight * self.hits + PRIOR_WEIGHT * above) / (weight * self.trials + PRIOR_WEIGHT)
+
+
+@dataclass
+class RowAcceptance:
+    """How a row fares, by what the rates of all rows let expect: its own rate, which begins with theirs."""
+
+    trials: float = 0.0
+    hits: float = 0.0
+    expected: float = 0.0
+
+    def add(self, is_hit: bool, expected: float) -> None:
+        """Take in whether the next token was drafted."""
+        self.trials = ROW_MEMORY * self.trials + 1.0
+        self.hits = ROW_MEMORY * self.hits + is_hit
+        self.expected = ROW_MEMORY * self.expected + expected
+
+    def fade(self) -> None:
+        """Nothing was drafted: what was seen grows old."""
+        self.trials *= 1.0 - RATE
+        self.hits *= 1.0 - RATE
+        self.expected *= 1.0 - RATE
+
+    @property
+    def factor(self) -> float:
+        """By which rates are multiplied."""
+        if not self.trials:
+            return 1.0
+        expected = max(self.expected / self.trials, LITTLE)
+        own = (self.hits + PRIOR_WEIGHT * expected) / (self.trials + PRIOR_WEIGHT)
+        return own / expected
 
 
 @dataclass
@@ -34,15 +107,21 @@ class _Open:
 
     Args:
       node: that of the last token of the text.
-      luck: of the row, for the draft that was made last; None for older ones.
+      is_newest: of its row; older ones say nothing new of how that fares.
     """
 
     tree: DraftTree
     node: int = 0
-    luck: Luck | None = None
+    is_newest: bool = True
 
 
-class Survival:
+@dataclass
+class _Row:
+    fares: RowAcceptance = field(default_factory=RowAcceptance)
+    drafts: list[_Open] = field(default_factory=list)
+
+
+class AcceptanceModel:
     """Learns how often nodes are accepted once their parents were.
 
     Whether a node would have been accepted does not depend on its having been verified: under "match" a draft is
@@ -55,13 +134,10 @@ class Survival:
     def __init__(self) -> None:
         self._known: dict[Kind, Rate] = {}
         self._depth_rates: dict[int, Rate] = {}
-        self._open_of: dict[int, list[_Open]] = {}
-        self._luck_of: dict[int, Luck] = {}
+        self._rows: dict[int, _Row] = {}
         self._now = 0  # drafts so far
         self._num_outcomes = 0
-        self._stated = self._hits = PRIOR_WEIGHT  # outcomes of nodes with scores, expected by these and seen
-        self.num_right = 0
-        """Drafts that turned out to be right for two tokens, or for all they had."""
+        self._trust = Rate(1.0)  # of nodes with scores: seen by what these let expect
         self._rates_at = -1
         self._rates_now: list[float] = []
 
@@ -71,110 +147,105 @@ class Survival:
         """A draft was made for a row, whole: before anything is cut from it."""
         if len(tree) > 1:
             self._now += 1
-            found = self._open_of.setdefault(row_id, [])
-            for draft in found:
-                draft.luck = None
-            found.append(_Open(tree, luck=self._luck_of.setdefault(row_id, Luck())))
+            row = self._rows.setdefault(row_id, _Row())
+            for draft in row.drafts:
+                draft.is_newest = False
+            row.drafts.append(_Open(tree))
 
     @property
     def has_open_drafts(self) -> bool:
         """Whether the text has followed some draft so far."""
-        return any(self._open_of.values())
+        return any(row.drafts for row in self._rows.values())
 
-    def came(self, row_id: int, tokens: Seq[int], *, fades: bool = True) -> None:
-        """These tokens have followed in the text of a row; ``fades``: nothing was drafted where no draft is open."""
-        drafts = self._open_of.get(row_id)
-        if drafts:
+    def came(self, row_id: int, tokens: Seq[int]) -> None:
+        """These tokens have followed in the text of a row."""
+        row = self._rows.get(row_id)
+        if row is not None:
             for token in tokens:
-                drafts = [draft for draft in drafts if self._follow(draft, token)]
-            self._open_of[row_id] = drafts
-        elif fades and row_id in self._luck_of:
-            self._luck_of[row_id].fade()
+                row.drafts = [draft for draft in row.drafts if self._follow(row, draft, token)]
 
-    def _follow(self, draft: _Open, token: int) -> bool:
+    def _follow(self, row: _Row, draft: _Open, token: int) -> bool:
         """Go one token on; whether there is more of the draft."""
         tree, parent = draft.tree, draft.node
-        children = tree.children[parent]
-        if not children:
+        if not tree.children[parent]:
             return False
         depth = tree.depths[parent] + 1
         hit = tree.child(parent, token)
-        missed = 1.0
+        missed, stated = 1.0, 0.0
         for node, rate in self._rates(tree, parent, depth):
             missed *= 1.0 - rate.value
             rate.add(node == hit, self._now)
             if tree.scores is not None:
-                self._stated += _stated(tree, node)
+                stated += _stated(tree, node)
         if tree.scores is not None:
-            self._hits += hit is not None
-            if self._stated > MEMORY:
-                self._stated *= 0.5
-                self._hits *= 0.5
+            self._trust.trials += stated - 1.0
+            self._trust.add(hit is not None, self._now)
         self._depth_rate(depth).add(hit is not None, self._now)
         self._num_outcomes += 1
-        if draft.luck is not None:
-            draft.luck.add(hit is not None, 1.0 - missed)
+        if draft.is_newest:
+            row.fares.add(hit is not None, 1.0 - missed)
         if hit is None:
             return False
         draft.node = hit
-        goes_on = bool(tree.children[hit])
-        self.num_right += depth == RIGHT_DEPTH or (depth < RIGHT_DEPTH and not goes_on)
-        return goes_on
+        return bool(tree.children[hit])
 
-    def expect(self, source: str, depth: int, rate: float, num_trials: int) -> None:
+    def rested(self, row_id: int) -> None:
+        """Nothing was drafted for a row: that it fared badly counts less and less."""
+        if row_id in self._rows:
+            self._rows[row_id].fares.fade()
+
+    def expect(self, source: str, depth: int, rate: float, num_trials: float) -> None:
         """Begin with a rate that was measured elsewhere, of first children of a drafter."""
-        level = min(depth, DEEPEST)
-        kind = (source, level, 0)
-        for known in (self._known.setdefault(kind, Rate(rate)), self._depth_rate(level)):
-            known.trials, known.hits = float(num_trials), rate * num_trials
+        level = min(depth, KINDS)
+        for known in (self._known.setdefault((source, level, 0), Rate(rate)), self._depth_rate(level)):
+            known.trials, known.hits = num_trials, rate * num_trials
 
     @property
     def num_rows(self) -> int:
         """Rows of which something is kept."""
-        return len(self._luck_of)
+        return len(self._rows)
 
     def keep_only(self, row_ids: Iterable[int]) -> None:
         """Drop what belongs to other rows."""
-        for row_id in self._luck_of.keys() - set(row_ids):
+        for row_id in self._rows.keys() - set(row_ids):
             self.forget(row_id)
 
     def forget(self, row_id: int) -> None:
         """Drop what belongs to a row alone."""
-        self._open_of.pop(row_id, None)
-        self._luck_of.pop(row_id, None)
+        self._rows.pop(row_id, None)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     @property
     def trust(self) -> float:
         """How often a child of a node that was right is right itself, by what drafters estimate; 1 at most."""
-        return min(self._hits / self._stated, 1.0)
+        return min(self._trust.value, 1.0)
 
     def factor(self, row_id: int) -> float:
         """How much better or worse a row fares than others."""
-        luck = self._luck_of.get(row_id)
-        return 1.0 if luck is None else luck.factor
+        row = self._rows.get(row_id)
+        return 1.0 if row is None else row.fares.factor
 
     def by_depth(self, row_id: int, depth: int) -> list[float]:
         """The chance that a draft is accepted to depth 1, 2, ... ``depth``, as far as that is worth a thought."""
         factor, chance, chances = self.factor(row_id), 1.0, []
-        for rate in self._depth_rates_now()[:depth]:
-            chance *= min(rate * factor, MOST_CERTAIN)
-            if chance < LEAST_CHANCE:
+        rates = self._depth_rates_now()
+        for level in range(depth):
+            chance *= min(rates[min(level, KINDS - 1)] * factor, MOST_CERTAIN)
+            if chance < LITTLE:
                 break
             chances.append(chance)
         return chances
 
     def _depth_rates_now(self) -> list[float]:
-        """The rate of every depth up to `FARTHEST`, what is old given way; the same for all rows of a step."""
+        """The rate of every depth, what is old given way; the same for all rows of a step."""
         if self._rates_at != self._num_outcomes:
             self._rates_at = self._num_outcomes
             rate = self._depth_rate(1).value
             self._rates_now = [rate]
-            for level in range(2, DEEPEST + 1):
+            for level in range(2, KINDS + 1):
                 rate = self._depth_rate(level).beside(rate, self._now)
                 self._rates_now.append(rate)
-            self._rates_now += [rate] * (FARTHEST - DEEPEST)
         return self._rates_now
 
     @property
@@ -186,7 +257,7 @@ class Survival:
         """How often a draft that was right so far is right at this depth, too; over all rows."""
         return self._depth_rate(depth).value
 
-    def best_nodes(self, row_id: int, tree: DraftTree, least: float) -> Iterator[tuple[float, int]]:
+    def best_nodes(self, row_id: int, tree: DraftTree, least: float = LITTLE) -> Iterator[tuple[float, int]]:
         """Nodes of a draft and their chances, the likeliest first and each after its parent, down to a chance."""
         factor = self.factor(row_id)
         heap: list[tuple[float, int]] = []
@@ -210,10 +281,10 @@ class Survival:
 
     def _rates(self, tree: DraftTree, parent: int, depth: int) -> Iterator[tuple[int, Rate]]:
         """The children of a node, each with the rate of its kind."""
-        level = min(depth, DEEPEST)
+        level = min(depth, KINDS)
         has_scores = tree.scores is not None
         for rank, node in enumerate(tree.children[parent]):
-            likeness = _eighth(tree, node) if has_scores else min(rank, MOST_SIBLINGS)
+            likeness = _eighth(tree, node) if has_scores else min(rank, KINDS)
             kind = (tree.source_of(node), level, likeness)
             rate = self._known.get(kind)
             if rate is None:
@@ -222,7 +293,7 @@ class Survival:
             yield node, rate
 
     def _depth_rate(self, depth: int) -> Rate:
-        depth = min(depth, DEEPEST)
+        depth = min(depth, KINDS)
         rate = self._depth_rates.get(depth)
         if rate is None:
             above = self._depth_rates.get(depth - 1)
@@ -232,7 +303,7 @@ class Survival:
 
 def _eighth(tree: DraftTree, node: int) -> int:
     """The drafter's own estimate in eighths, as a negative number."""
-    return -1 - min(int(_stated(tree, node) * NUM_BINS), NUM_BINS - 1)
+    return -1 - min(int(_stated(tree, node) * KINDS), KINDS - 1)
 
 
 def _prior(tree: DraftTree, node: int, likeness: int) -> float:

@@ -1,4 +1,4 @@
-"""Which of several drafters to ask, by the time that their tokens took."""
+"""Which of several methods to draft with, by the time that their tokens took."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from foretoken.engine.governor import Governor
+from foretoken.engine.governor import SHARE, Governor
 from foretoken.engine.stats import Totals
 
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget
+    from foretoken.engine.cost_model import CostModel
+    from foretoken.engine.cutting import Habit, NumNodes
     from foretoken.engine.drafter import Drafter
-    from foretoken.engine.habit import Habit
     from foretoken.engine.outputs import RowOutput
-    from foretoken.engine.pace import Steps
     from foretoken.engine.sequence import Sequence
-    from foretoken.engine.step_costs import StepCosts
-    from foretoken.engine.trimming import NumNodes
+    from foretoken.engine.stats import Steps
     from foretoken.tree import DraftTree
 
-TRIAL = 16  # steps that every arm gets at first
-TURN = 8  # steps that an arm runs before another is considered
-TRIAL_SHARE = 0.01  # of the time, for arms that are not expected to be the fastest
+TURN = 8
+"""Steps that an arm runs before another is considered, and half of those that every arm gets at first: fewer would
+mostly show what the first step of a drafter costs."""
 
 
-class ArmsGovernor:
+class MethodBandit:
     """Chooses among the arms of a drafter, each of which has a governor of its own.
 
-    The arm whose tokens took the least time of late runs; the others get a turn as often as 1 % of the time allows
+    The arm whose tokens took the least time of late runs; the others get a turn as often as `SHARE` of the time allows
     for what they are expected to lose, so that one which has become better is noticed.
 
     Args:
@@ -38,14 +37,14 @@ class ArmsGovernor:
     Exactness, randomness: as of `Governor`.
     """
 
-    def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
+    def __init__(self, drafter: Drafter, costs: CostModel) -> None:
         self._drafter = drafter
         self._arms = [Governor(costs.beside(), divisible=drafter.is_divisible, title=title) for title in drafter.arms]
         self._steps = [0] * len(self._arms)
         self._credits = [0.0] * len(self._arms)
         self._active = 0
-        self._left = TRIAL
-        self._turn = TRIAL  # steps of the last turn
+        self._left = 2 * TURN
+        self._turn = 2 * TURN  # steps of the last turn
 
     def budgets(
         self,
@@ -66,9 +65,9 @@ class ArmsGovernor:
     def _choose(self) -> None:
         """The arm for the next steps."""
         self._left = TURN
-        untried = [arm for arm, count in enumerate(self._steps) if count < TRIAL]
+        untried = [arm for arm, count in enumerate(self._steps) if count < 2 * TURN]
         if untried:
-            self._active, self._left = untried[0], TRIAL
+            self._active, self._left = untried[0], 2 * TURN
             return
         gains = [arm.pace.gain for arm in self._arms]
         best = max(range(len(gains)), key=gains.__getitem__)
@@ -108,10 +107,10 @@ class ArmsGovernor:
         self._current.follow_steps(steps)
         self._count(steps.num_steps)
 
-    def follow(self, outputs: Seq[RowOutput], *, is_decided: bool = True) -> None:
+    def follow(self, outputs: Seq[RowOutput]) -> None:
         """Hold drafts against the tokens that have come, see `Governor.follow`."""
         for governor in self._arms:
-            governor.follow(outputs, is_decided=is_decided)
+            governor.follow(outputs)
 
     @property
     def has_open_drafts(self) -> bool:
@@ -121,7 +120,7 @@ class ArmsGovernor:
     def _count(self, num_steps: int) -> None:
         for arm in range(len(self._arms)):
             if arm != self._active:
-                self._credits[arm] += num_steps * TRIAL_SHARE
+                self._credits[arm] += num_steps * SHARE
         self._steps[self._active] += num_steps
         self._left -= num_steps
 
@@ -142,7 +141,7 @@ class ArmsGovernor:
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
-        best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= TRIAL, self._arms[arm].pace.gain))
+        best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= 2 * TURN, self._arms[arm].pace.gain))
         said = self._arms[best].describe()
         others = [
             f"{arm.title} {arm.pace.gain:.2f}" for arm, count in zip(self._arms, self._steps, strict=True) if count

@@ -1,22 +1,63 @@
-"""What the last decisions of a governor amount to, followed in the steps between two of them."""
+"""Cuts of drafts to what is worth verifying: of the nodes that are known, and as was decided of drafts like them."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from foretoken.engine.trimming import Chances, Worth, best_counts
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.engine.budget import Budget
 
-FOLLOWED = 0.5  # of the way to a score that was decided otherwise
-DROPPED = 2.0  # by the best score of a draft that was dropped: half of the way there is above it
-NOT_FAR = 0.5  # of the score from which on nodes are kept: what is drafted shows where lower ones should be
-WIDEST = 256  # children of a node that are told apart
+NumNodes: TypeAlias = Callable[[Seq[int], bool], int]
+"""The number of nodes that a forward runs, padding included, by the sizes of its drafts and whether all are chains."""
+
+Worth: TypeAlias = Callable[[Seq[int], bool], float]
+"""The tokens that the time of verifying drafts of these sizes would make otherwise, by the same arguments."""
+
+Chances: TypeAlias = list[tuple[float, int]]
+"""Nodes of a draft with their chances to be accepted, the likeliest first."""
+
+
+def weights_of(num_left: Seq[int], share: float) -> list[float]:
+    """How much a token of every row counts where no request waits for the place of a row that ends.
+
+    The batch takes as long as the row that ends last. One that is ahead of it ends sooner by its tokens, which makes
+    later steps cheaper only by what a row costs in them: the further ahead, the less else its tokens are worth.
+
+    Args:
+      num_left: tokens that every row has left, at most.
+      share: of the time of a step that a step with one row fewer takes.
+    """
+    ahead = min(max(len(num_left) * (1.0 - share), 0.0), 1.0)
+    most = max(num_left)
+    return [ahead + (1.0 - ahead) * count / most for count in num_left]
+
+
+def best_counts(found: Seq[Chances], worth: Worth, *, are_chains: bool = False) -> list[int]:
+    """How many of the likeliest nodes of every row pay, the root not counted."""
+    if len(found) == 1:
+        ranked = [(chance, 0) for chance, _ in found[0]]
+    else:
+        ranked = [(chance, row) for row, nodes in enumerate(found) for chance, _ in nodes]
+        ranked.sort(key=itemgetter(0), reverse=True)
+    best_value, best, gained, most = 0.0, 0, 0.0, sum([chance for chance, _ in ranked])
+    others = [1] * (len(found) - 1)
+    for count, (chance, _) in enumerate(ranked, 1):
+        gained += chance
+        price = worth([count + 1, *others], are_chains)
+        if gained - price > best_value:
+            best_value, best = gained - price, count
+        if most - price <= best_value:  # what all others could gain is less than what this many cost
+            break
+    counts = [0] * len(found)
+    for _, row in ranked[:best]:
+        counts[row] += 1
+    return counts
 
 
 class Habit:
@@ -35,43 +76,33 @@ class Habit:
         self._is_divisible = divisible
         self._keeps_whole = True
         self._length = 0
-        self._least = 0.0
+        self.least = 0.0
+        """A chance below which it is not worth drafting what follows a node: half of what one more node costs."""
         self._standings: set[int] = set()
         self._known: dict[tuple[int, ...], list[int]] = {}  # parents -> nodes that are kept, of trees without scores
 
-    def adopt(self, trees: Seq[DraftTree], kept: Seq[DraftTree]) -> None:
+    def adopt(self, trees: Seq[DraftTree], kept: Seq[DraftTree], worth: Worth) -> None:
         """Take over what was decided of drafts.
 
         Args:
           kept: what is verified of each.
+          worth: by which that was decided.
         """
+        if any(tree.scores is not None for tree in trees):
+            sizes, are_chains = [len(part) for part in kept], all(tree.is_chain for tree in trees)
+            one_more = worth([sizes[0] + 1, *sizes[1:]], are_chains) - worth(sizes, are_chains)
+            self.least = max(one_more, 0.0) / 2
         for tree, part in zip(trees, kept, strict=True):
-            if len(tree) > 1:
-                self._keeps_whole = len(part) == len(tree)
-                if tree.scores is not None:
-                    self._adopt_scores(tree.scores, _nodes_of(tree, part))
-                elif tree.is_chain:
-                    self._length = max(self._length, len(part) - 1) if self._keeps_whole else len(part) - 1
-                else:
-                    self._adopt_standings(_standings(tree), _nodes_of(tree, part))
-
-    def _adopt_scores(self, scores: Seq[float], nodes: set[int]) -> None:
-        left = max((score for node, score in enumerate(scores) if node not in nodes), default=0.0)
-        lowest = min((scores[node] for node in nodes if node), default=DROPPED * left)
-        if self._least > lowest:
-            self._least += FOLLOWED * (lowest - self._least)
-        elif self._least <= left:
-            self._least += FOLLOWED * (max(left, lowest) - self._least)
-
-    def _adopt_standings(self, standings: Seq[int], nodes: set[int]) -> None:
-        self._standings.difference_update(standings)
-        self._standings.update(standings[node] for node in nodes)
-        self._known.clear()
-
-    @property
-    def least(self) -> float:
-        """A chance below which it is not worth drafting what follows a node."""
-        return NOT_FAR * self._least
+            if len(tree) == 1:
+                continue
+            self._keeps_whole = len(part) == len(tree)
+            if tree.scores is None and tree.is_chain:
+                self._length = max(self._length, len(part) - 1) if self._keeps_whole else len(part) - 1
+            elif tree.scores is None:
+                standings = _standings(tree)
+                self._standings.difference_update(standings)
+                self._standings.update(standings[node] for node in _nodes_of(tree, part))
+                self._known.clear()
 
     def budgets(self, budgets: list[Budget]) -> list[Budget]:
         """What may be drafted for every row."""
@@ -160,6 +191,6 @@ def _standings(tree: DraftTree) -> list[int]:
     for parent in tree.parents[1:]:
         rank = next_ranks[parent]
         next_ranks[parent] = rank + 1
-        standings.append(WIDEST * standings[parent] + rank)
+        standings.append(256 * standings[parent] + rank)
         next_ranks.append(1)
     return standings

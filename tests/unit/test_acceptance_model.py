@@ -1,0 +1,54 @@
+"""How likely nodes are to be accepted: what is learned of kinds of nodes, of rows and of scores."""
+
+from __future__ import annotations
+
+import pytest
+
+from foretoken.engine.acceptance_model import AcceptanceModel
+from foretoken.tree import DraftTree
+
+
+def test_acceptance_is_learned_from_nodes_that_were_never_verified() -> None:
+    model = AcceptanceModel()
+    for number in range(60):
+        model.proposed(0, DraftTree.chain(1, [2, 3, 4 + number % 2], source="x"))
+        model.came(0, [2, 3, 4])
+    chances = {node: chance for chance, node in model.best_nodes(0, DraftTree.chain(1, [2, 3, 4]), 0.0)}
+    assert chances[1] > 0.5  # of another drafter, of which nothing is known
+    known = [chance for chance, _ in model.best_nodes(0, DraftTree.chain(1, [2, 3, 4], source="x"), 0.0)]
+    assert known[0] > 0.9
+    assert known[2] / known[1] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_row_that_fares_badly_expects_less_than_another() -> None:
+    model = AcceptanceModel()
+    for number in range(40):
+        model.proposed(number % 2, DraftTree.chain(1, [2], source="x"))
+        model.came(number % 2, [2 if number % 2 else 3])
+    bad, good = model.by_depth(0, 1)[0], model.by_depth(1, 1)[0]
+    assert bad < 0.35 < 0.6 < good
+    model.forget(0)
+    assert model.by_depth(0, 1)[0] > bad
+
+
+def test_a_row_that_fares_well_is_not_believed_level_by_level() -> None:
+    """Scores say how sure one can be further on; multiplied at every level, luck made the deepest nodes certain."""
+    model = AcceptanceModel()
+    chain = DraftTree(tuple(range(1, 8)), tuple(range(-1, 6)), scores=tuple(0.5**depth for depth in range(7)))
+    for place in range(120):
+        model.proposed(place % 2, chain)
+        model.came(place % 2, (9,) if place % 2 else (2, 3, 9))
+    lucky, unlucky = ([chance for chance, _ in model.best_nodes(row, chain, 0.0)] for row in (0, 1))
+    assert model.factor(0) > 1.1 > 0.9 > model.factor(1)
+    assert lucky[0] > unlucky[0]
+    assert lucky[3] / lucky[0] == pytest.approx(unlucky[3] / unlucky[0])
+
+
+def test_what_scores_are_worth_is_learned() -> None:
+    model = AcceptanceModel()
+    assert model.trust == 1.0
+    chain = DraftTree((1, 2), (-1, 0), scores=(1.0, 0.8))
+    for place in range(400):
+        model.proposed(0, chain)
+        model.came(0, (2 if place % 5 < 2 else 9,))
+    assert model.trust == pytest.approx(0.5, abs=0.1)
