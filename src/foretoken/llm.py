@@ -214,7 +214,7 @@ class LLM:
         self.engine_config = replace(self.engine_config, acceptance=acceptance, typical=limits)
         self.drafting = self._pairing.drafting(config)
         payoff = PayoffWatch(config.title, config.num_speculative_tokens, self._model_argument)
-        self._runner = Runner(self._new_engine, self.tokenizer, config.num_speculative_tokens, self._lock, payoff)
+        self._runner = Runner(self._new_engine, config.num_speculative_tokens, self._lock, payoff)
 
     # -- generation --------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.governing import Governing
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.law.faults import is_fatal, told
@@ -161,7 +162,7 @@ def test_a_target_that_turns_nan_as_its_own_drafter_leaves_nothing_of_it(
     """
     drafter = layer_skip()
     engine = Engine(target(), drafter, CONTAINED)
-    monkeypatch.setattr(engine._governing, "trimmed", lambda rows, _: [DraftTree.root(row.pending) for row in rows])
+    monkeypatch.setattr(Governing, "trimmed", lambda _, rows, trees: [DraftTree.root(row.pending) for row in rows])
     forward = drafter.model.forward
 
     def overflowing(nodes: Any, cache: Any, **others: Any) -> torch.Tensor:

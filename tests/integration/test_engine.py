@@ -24,6 +24,8 @@ from foretoken.engine import decoding
 from foretoken.engine import engine as engine_module
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.forwards import Forwards
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, NumericsError, TreeError
 from foretoken.model.lm import CausalLM
@@ -100,32 +102,12 @@ def breaking(function: Callable[..., Any], countdown: list[int], *, after: bool)
 def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
-        (engine_module, "propose"),
-        (engine_module, "accept_rows"),
-        (engine_module, "emit"),
+        *((engine_module, verb) for verb in ("propose", "accept_rows", "emit", "observe")),
         (decoding, "logprobs_of"),
-        (engine, "_read"),
-        (engine_module, "observe"),
-        (engine._scheduler, "start"),
-        (engine._scheduler, "_enter"),
-        (engine._scheduler, "retire"),
-        (engine._scheduler, "_recall"),
-        (engine._scheduler, "_keep"),
-        (engine._scheduler, "_remove"),
-        (engine._forwards, "read"),
-        (engine._forwards, "verify"),
-        (engine.cache, "commit"),
-        (engine.cache, "open"),
-        (engine.cache, "reserve"),
-        (engine.cache, "swap"),
-        (engine.cache, "fork"),
-        (engine.cache, "remove"),
-        (engine.cache, "add_rows"),
-        (engine.drafter, "start"),
-        (engine.drafter, "fork"),
-        (engine.drafter, "propose"),
-        (engine.drafter, "observe"),
-        (engine.drafter, "forget"),
+        *((Scheduler, verb) for verb in ("admit", "to_read", "next_chunk", "start", "to_decode", "retire")),
+        *((Forwards, verb) for verb in ("read", "verify")),
+        *((engine.cache, verb) for verb in ("commit", "open", "reserve", "swap", "fork", "remove", "add_rows")),
+        *((engine.drafter, verb) for verb in ("start", "fork", "propose", "observe", "forget")),
     ]
     inner = getattr(engine.drafter, "_cache", None)
     if inner is not None:

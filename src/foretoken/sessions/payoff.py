@@ -60,33 +60,6 @@ class SingleRowTimes:
         return self.num_tokens * (self.plain_seconds / self.num_plain_steps) / self.seconds
 
 
-class Undrafted:
-    """The newest steps, as far back as none of them verified a draft.
-
-    Attributes:
-      cuts: why not.
-    """
-
-    def __init__(self) -> None:
-        self.cuts = Cuts()
-
-    def add(self, step: Cuts) -> None:
-        """Take in the newest step of a row."""
-        if not step.latest:
-            if self.cuts.steps:
-                self.cuts = Cuts()
-            return
-        self.cuts.steps[step.latest] += 1
-        self.cuts.tokens.update(step.latest_tokens)
-
-    def describe(self, method: str) -> str | None:
-        """Sentence on what keeps a method from drafting; None where nothing did, or not for so long."""
-        if self.cuts.num_held_steps < MOST_UNDRAFTED:
-            return None
-        num_steps = self.cuts.steps.total()
-        return f"method {method} has had no draft verified in {num_steps} steps: {describe_cuts(self.cuts)}."
-
-
 def describe_cuts(cuts: Cuts) -> str:
     """Why steps had no draft, in counts: what was cut or held back, and how often nothing was found."""
     nothing, held = cuts.steps[NOTHING_FOUND], cuts.describe()
@@ -115,7 +88,7 @@ class PayoffWatch:
         self._times = SingleRowTimes()
         self._warm_up = StepProfile()
         self._before: tuple[int, int] = (-1, 0)  # of the row that ran last, alone: its id, and steps that drafted
-        self._undrafted = Undrafted()
+        self._undrafted = Cuts()  # of the newest steps, as far back as none of them verified a draft
         self._has_told = False
         self._is_done = method == "none" or num_draft_tokens == 0
 
@@ -126,8 +99,8 @@ class PayoffWatch:
         if profile.num_steps <= WARM_UP_STEPS:
             self._warm_up = replace(profile)
         for output in outputs:
-            self._undrafted.add(output.row.stats.cuts)
-        if not self._has_told:
+            self._note(output.row.stats.cuts)
+        if not self._has_told and self._undrafted.num_held_steps >= MOST_UNDRAFTED:
             self._tell_what_holds()
         if len(outputs) > 1:
             return
@@ -151,13 +124,21 @@ class PayoffWatch:
             self._is_done = True
             logger.warning("%s %s", loss, self._remedy())
 
+    def _note(self, step: Cuts) -> None:
+        """Take in why the newest step of a row had no draft; begin anew where it had one."""
+        if step.latest:
+            self._undrafted.steps[step.latest] += 1
+            self._undrafted.tokens.update(step.latest_tokens)
+        elif self._undrafted.steps:
+            self._undrafted = Cuts()
+
     def _tell_what_holds(self) -> None:
         """Name what keeps the method from drafting, once; that is no fault where it is the governor."""
-        held, cause = self._undrafted.describe(self._method), self._undrafted.cuts.main_cause
-        if held is not None:
-            self._has_told = True
-            level = logging.INFO if cause == "governor" else logging.WARNING
-            logger.log(level, "%s %s", held, REMEDIES.get(cause) or self._remedy())
+        self._has_told = True
+        cuts = self._undrafted
+        level = logging.INFO if cuts.main_cause == "governor" else logging.WARNING
+        held = f"method {self._method} has had no draft verified in {cuts.steps.total()} steps: {describe_cuts(cuts)}."
+        logger.log(level, "%s %s", held, REMEDIES.get(cuts.main_cause) or self._remedy())
 
     def _remedy(self) -> str:
         shorter = self._num_draft_tokens // 2

@@ -11,8 +11,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NoReturn
 
-from transformers import PreTrainedTokenizerBase
-
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.exclusive_use import ExclusiveUse
@@ -33,7 +31,6 @@ class Runner:
 
     Args:
       new_engine: makes the engine, and another one when the target runs in another way than it did.
-      tokenizer: for the text of results.
       num_spec_tokens: K, for the metrics.
       lock: held while the target runs; runners of one target share it.
       payoff: told of steps and of rows that have ended.
@@ -42,7 +39,6 @@ class Runner:
     def __init__(
         self,
         new_engine: Callable[[], Engine],
-        tokenizer: PreTrainedTokenizerBase | None,
         num_spec_tokens: int,
         lock: threading.RLock,
         payoff: PayoffWatch,
@@ -51,7 +47,6 @@ class Runner:
         self._engine = new_engine()
         self._execution = self._engine.target.execution
         self._num_changes = self._engine.target.num_changes
-        self._tokenizer = tokenizer
         self._num_spec_tokens = num_spec_tokens
         self._lock = lock
         self._payoff = payoff
@@ -90,16 +85,7 @@ class Runner:
                 for request in requests:
                     self._engine.abort(request.id)
                 raise
-            engine = self._engine
-            session = Session(
-                requests,
-                self._tokenizer,
-                drafter_name=self._engine.drafter.name,
-                num_spec_tokens=self._num_spec_tokens,
-                is_lossless=self._engine.config.rule.is_lossless,
-                governor=engine.governor,
-                promise=engine.target.promise(engine.config.exactness) if engine.config.rule.keeps_tokens else None,
-            )
+            session = Session(requests, self._engine, self._num_spec_tokens)
             self._session_of.update(dict.fromkeys(session.row_ids, session))
             return session
 
@@ -235,12 +221,12 @@ class Stream(Iterator[StreamOutput]):
 
     @property
     def num_finished(self) -> int:
-        """Prompts all of whose samples have ended."""
+        """Prompts all of whose texts have ended."""
         return self._session.num_finished
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated so far, by all samples."""
+        """Tokens generated so far, in all texts."""
         return self._session.num_tokens
 
     def outputs(self) -> list[RequestOutput]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.engine import RowOutput, TokenLogprobs
+from foretoken.engine.engine import Engine, RowOutput, TokenLogprobs
 from foretoken.engine.stats import SequenceStats
 from foretoken.law.faults import is_fatal
 from foretoken.sessions.outputs import (
@@ -24,10 +22,6 @@ from foretoken.sessions.outputs import (
 )
 from foretoken.sessions.prompts import Prompt
 from foretoken.sessions.textstream import TextStream
-
-if TYPE_CHECKING:
-    from foretoken.engine.governing import AnyGovernor
-    from foretoken.model.promise import Promise
 
 
 @dataclass(eq=False)
@@ -50,35 +44,23 @@ class Session:
 
     Args:
       requests: in the order of the prompts.
-      drafter_name: who proposed accepted tokens.
+      engine: that runs them; its acceptance rule, promise and governor go into the results.
       num_spec_tokens: K, for the metrics.
-      is_lossless: whether the acceptance rule keeps the law of the target.
-      governor: of the engine, where one decides how much is drafted.
-      promise: what holds of the tokens, compared with plain decoding.
     """
 
-    def __init__(
-        self,
-        requests: Seq[Request],
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        drafter_name: str,
-        num_spec_tokens: int,
-        is_lossless: bool,
-        governor: AnyGovernor | None = None,
-        promise: Promise | None = None,
-    ) -> None:
+    def __init__(self, requests: Seq[Request], engine: Engine, num_spec_tokens: int) -> None:
         self.requests = list(requests)
         self.news: deque[StreamOutput] = deque()
         self.failure: BaseException | None = None
         self.is_closed = False
-        self._tokenizer = tokenizer
-        self._drafter_name = drafter_name
+        rule = engine.config.rule
+        self._tokenizer = engine.tokenizer
+        self._drafter_name = engine.drafter.name
         self._num_spec_tokens = num_spec_tokens
-        self._is_lossless = is_lossless
-        self._promise = promise
-        self._governor = governor
-        self._before = None if governor is None else replace(governor.totals)
+        self._is_lossless = rule.is_lossless
+        self._promise = engine.target.promise(engine.config.exactness) if rule.keeps_tokens else None
+        self._governor = engine.governor
+        self._before = None if self._governor is None else replace(self._governor.totals)
         self._place_of = {
             text.row.id: (place, request, text) for place, request in enumerate(self.requests) for text in request.texts
         }
