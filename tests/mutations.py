@@ -13,7 +13,7 @@ import torch
 from foretoken.accept.rules import Verdict
 from foretoken.drafters.parts.rows import Place
 from foretoken.engine import accepting as accept
-from foretoken.engine import engine as engine_module
+from foretoken.engine import decoding
 from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.model.cache.ragged import KVCache
@@ -234,18 +234,18 @@ def mixes_up_the_rows(patch: pytest.MonkeyPatch) -> None:
 
 def overlooks_the_end_inside_a_draft(patch: pytest.MonkeyPatch) -> None:
     """Only the last token of a step is looked at."""
-    emit = engine_module.emit
+    emit_row = decoding.emit_row
 
-    def wrong(member: Any, tree: DraftTree, verdict: Verdict, *others: Any) -> Any:
-        check = member.checker.check
+    def wrong(row: Any, tree: DraftTree, verdict: Verdict, *others: Any) -> Any:
+        check = row.checker.check
         remaining = itertools.count(len(verdict.path), -1)
-        member.checker.check = lambda token: check(token) if next(remaining) == 1 else None
+        row.checker.check = lambda token: check(token) if next(remaining) == 1 else None
         try:
-            return emit(member, tree, verdict, *others)
+            return emit_row(row, tree, verdict, *others)
         finally:
-            member.checker.check = check
+            row.checker.check = check
 
-    patch.setattr(engine_module, "emit", wrong)
+    patch.setattr(decoding, "emit_row", wrong)
 
 
 def ends_one_token_late(patch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,16 @@ def propose(
 
 
 def emit(
+    rows: Seq[Sequence], trees: Seq[DraftTree], verdicts: Seq[Verdict], logits: Logits, config: EngineConfig
+) -> list[RowOutput]:
+    """Append what was decided to every row; the outputs of the step."""
+    return [
+        emit_row(row, tree, verdict, logits, i, config)
+        for i, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True))
+    ]
+
+
+def emit_row(
     row: Sequence, tree: DraftTree, verdict: Verdict, logits: Logits, place: int, config: EngineConfig
 ) -> RowOutput:
     """Append the accepted tokens and the bonus to a row, count them, and end the row where it ends.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -31,7 +31,6 @@ from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.law.noise import fresh_seed, mix
 from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.prefixes import PrefixStore
-from foretoken.model.execution.native import loaded_helpers
 from foretoken.model.lm import CausalLM
 
 if TYPE_CHECKING:
@@ -93,7 +92,6 @@ class Engine:
         self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._guarded)
         self._scheduler = Scheduler(target, self.cache, self._guarded, self.config, plan=self._plan, prefixes=prefixes)
         self._governing = Governing(self.governor, self._forwards, self._scheduler)
-        self._helpers = loaded_helpers() if target.device.type == "cpu" else None
         self._ids = count()  # unique also when requests are added from several threads
         self._use = ExclusiveUse()
         self._is_broken = False
@@ -262,17 +260,13 @@ class Engine:
         trees = propose(rows, self._guarded, self._forwards, self._governing, self._scheduler.max_nodes)
         self._erase_doubtful(rows)
         clock.lap("propose_seconds")
-        with self._helpers.watched() if self._helpers is not None else nullcontext():
-            output = self._forwards.verify(trees)
+        output = self._forwards.verify(trees)
         logits = output.logits
         clock.lap("verify_seconds")
         choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
         verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
-        outputs = [
-            emit(row, tree, verdict, logits, i, self.config)
-            for i, (row, tree, verdict) in enumerate(zip(rows, trees, verdicts, strict=True))
-        ]
+        outputs = emit(rows, trees, verdicts, logits, self.config)
         clock.lap("emit_seconds")
         paths = [verdict.path[: len(output.token_ids)] for verdict, output in zip(verdicts, outputs, strict=True)]
         self.cache.commit(paths)

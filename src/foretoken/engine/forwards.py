@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import Requirements
 from foretoken.model.capture import Output, Wanted
+from foretoken.model.execution.native import loaded_helpers
 from foretoken.model.nodes import Nodes
 from foretoken.model.promise import Promise
 from foretoken.tree import DraftTree
@@ -44,6 +46,7 @@ class Forwards:
         self._max_model_len = max_model_len
         self._wanted = Wanted(requires.last_hidden, requires.layer_inputs)
         self._keeps_prompt_logits = requires.prompt_logits
+        self._helpers = loaded_helpers() if target.device.type == "cpu" else None
         self.promise: Promise = target.promise(config.exactness)
 
     def begin_step(self) -> None:
@@ -90,8 +93,9 @@ class Forwards:
 
     def verify(self, trees: Seq[DraftTree]) -> Output:
         """Run drafts, one for each of the first rows; logits of every node."""
-        if self.has_one_shape:
+        with self._helpers.watched() if self._helpers is not None else nullcontext():
+            if not self.has_one_shape:
+                return self._target.forward_with(self._wanted, Nodes.from_trees(trees), self._cache, listed=True)
             padding = [DraftTree.root(trees[0].tokens[0])] * (self._config.max_num_seqs - len(trees))
             nodes = Nodes.from_trees([*trees, *padding], self._config.strict_width)
             return self._target.forward_with(self._wanted, nodes, self._cache, view_length=self._view_length)
-        return self._target.forward_with(self._wanted, Nodes.from_trees(trees), self._cache, listed=True)
