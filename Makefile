@@ -23,9 +23,9 @@ SAME_ON_EVERY_VERSION = tests/conformance \
 	cli_options.py compiling.py composition.py costs.py cuts.py datastore.py datastore_resume.py defaults.py \
 	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py \
 	flat_nodes.py growth.py habit.py heads_checkpoint.py hostile_kernels.py imports.py jacobi.py kept_kernels.py length_policies.py \
-	lengths.py lookahead.py medusa_hydra_layouts.py mutants.py nasd.py neighbours.py ngram.py noise.py pages.py params.py \
+	lengths.py lookahead.py medusa_hydra_layouts.py methods.py mutants.py nasd.py neighbours.py ngram.py noise.py pages.py params.py \
 	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
-	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py which.py)
+	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py)
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo picture test test-full test-oldest check lint format bench clean

@@ -1,18 +1,16 @@
 """Drafting over a constant part of the cache on long documents: acceptance by budget, costs, and speed by batch.
 
     python benchmarks/sparse_kv.py acceptance --documents BOOKS --contexts 1024 2048 --budgets 64 256 1024
-    python benchmarks/sparse_kv.py cost --documents BOOKS --contexts 1024 2048 4096 7168
     python benchmarks/sparse_kv.py speed --documents BOOKS --contexts 2048 7168 --batch-sizes 1 2 4 8 16
-    python benchmarks/sparse_kv.py governed --documents BOOKS --contexts 2048 7168 --batch-sizes 1 4 --budgets 256
-    python benchmarks/sparse_kv.py view --contexts 1024 7168 --batch-sizes 1 8
+    python benchmarks/sparse_kv.py speed --documents BOOKS --governed --contexts 2048 7168 --batch-sizes 1 4
     python benchmarks/sparse_kv.py steps --contexts 2048 7168 --batch-sizes 1 2 4 8 16 > costs.jsonl
     python benchmarks/sparse_kv.py table --costs costs.jsonl --acceptance accepted.jsonl
 
 BOOKS is a folder of .txt files; a prompt is a piece of one, followed by one of three tasks: go on, answer, summarise.
 Every text is compared with plain decoding of the same prompt. Acceptance can be taken on a busy machine; the others
-take times, interleaved with plain decoding: leave the machine alone meanwhile, or let `speed` count the processor time
-of one thread (--processor-time). "governed" says what the governor makes of it, and which of several methods `auto`
-picks; one thread's processor time stands for the clock, for the governor, too.
+take times, interleaved with plain decoding: leave the machine alone meanwhile, or count the processor time of one
+thread instead (--processor-time), for the governor, too. ``--governed`` says what the governor makes of drafts, and
+which of several methods `auto` picks.
 
 "steps" and "table" replay costs, by batch and context: MagicDec's question. Costs are those of whole steps of the
 engine, plain ones and ones that draft and verify K tokens, in turns over the same rows: the least processor time of
@@ -31,6 +29,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -44,11 +43,9 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine import costs as forward_costs
 from foretoken.engine import stats
 from foretoken.engine.budget import Budget
-from foretoken.engine.costs import Forward, filled_cache, forward_times
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governing import AnyGovernor
@@ -145,168 +142,60 @@ def acceptance(llm: LLM, options: argparse.Namespace) -> None:
                 )
 
 
-def cost(llm: LLM, options: argparse.Namespace) -> None:
-    """Milliseconds of one node over the whole cache and over a view of it, of a verification, and of a choice."""
-    for context in options.contexts:
-        cache, length = filled_cache(llm.target, context, 64)
-        for budget in options.budgets:
-            if budget > length:
-                continue
-            drafter = sparse(llm, options.num_drafted[0], kv_budget=budget, kv_selector=options.selectors[0])
-            assert isinstance(drafter, SparseKVDrafter)
-            drafter.bind(llm.target, cache)
-            view = drafter._view
-            assert view is not None
-            row = view.cache.add_rows()
-            columns = (range(view.sinks), range(length - budget + view.sinks, length))
-            start = perf_counter()
-            view.cache.choose(row, cache, 0, [columns] * llm.target.num_layers)
-            chosen = perf_counter() - start
-            widths = (1, options.num_drafted[0] + 1)
-            forwards = [Forward(llm.target, cache, width) for width in widths]
-            times = forward_times([*forwards, Forward(drafter.model, view.cache)], options.repeats)
-            whole, verify, draft = (1e3 * min(taken) for taken in times)
+def speed(llm: LLM, options: argparse.Namespace) -> None:
+    """Speed relative to plain decoding of the same batch, in turns (A B B A), and who drafted what share of nodes."""
+    for context, batch_size in product(options.contexts, options.batch_sizes):
+        texts = list(prompts(llm, options.documents, context, batch_size))
+        prefixes = PrefixStore(len(texts))
+        run(llm, EmptyDrafter(), texts, options, prefixes)
+        expected = [row.output_ids for row in run(llm, EmptyDrafter(), texts, options, prefixes)[0]]
+        for name, config in configs(options, context).items():
+            drafting = llm.with_speculative_config(config).drafting
+            seconds: dict[bool, list[float]] = {True: [], False: []}
+            rows: list[Sequence] = []
+            for is_plain in [True, False, False, True] * options.repeats:
+                drafter = EmptyDrafter() if is_plain else drafting.new_drafter()
+                governor = drafting.governor(llm.target, drafter) if options.governed and not is_plain else None
+                found, taken = run(llm, drafter, texts, options, prefixes, governor)
+                seconds[is_plain].append(taken)
+                rows = rows if is_plain else found
+            ratios = [slow / fast for slow, fast in zip(seconds[True], seconds[False], strict=True)]
+            steps = sum(row.stats.num_steps for row in rows)
+            drafted = sum((Counter(row.stats.drafted_by) for row in rows), Counter[str]())
             show(
                 options,
-                context=length,
-                budget=budget,
-                plain_ms=round(whole, 2),
-                verify_ms=round(verify, 2),
-                draft_ms=round(draft, 2),
-                choice_ms=round(1e3 * chosen, 2),
+                context=context,
+                batch=batch_size,
+                method=name,
+                plain_tokens_per_second=round(batch_size * options.new_tokens / median(seconds[True]), 1),
+                speed=round(median(ratios), 2),
+                lowest=round(min(ratios), 2),
+                highest=round(max(ratios), 2),
+                steps_with_drafts=round(sum(row.stats.num_spec_steps for row in rows) / steps, 2),
+                tokens_per_step=round(sum(row.stats.num_emitted_tokens for row in rows) / steps, 2),
+                drafted={who: round(count / drafted.total(), 2) for who, count in drafted.most_common()},
+                equal=f"{sum(row.output_ids == ids for row, ids in zip(rows, expected, strict=True))}/{batch_size}",
             )
 
 
-def speed(llm: LLM, options: argparse.Namespace) -> None:
-    """Speed relative to plain decoding of the same batch, in turns: A B B A."""
-    for context in options.contexts:
-        for batch_size in options.batch_sizes:
-            texts = list(prompts(llm, options.documents, context, batch_size))
-            prefixes = PrefixStore(len(texts))
-            configs = [(s, b) for s in options.selectors for b in options.budgets if b <= context]
-            run(llm, EmptyDrafter(), texts, options, prefixes)
-            expected = [row.output_ids for row in run(llm, EmptyDrafter(), texts, options, prefixes)[0]]
-            for selector, budget in configs:
-                ratios, plain_rates, equal = [], [], 0
-                for turn in range(options.repeats):
-                    seconds = {}
-                    for arm in ("plain", "sparse") if turn % 2 == 0 else ("sparse", "plain"):
-                        drafter = (
-                            EmptyDrafter()
-                            if arm == "plain"
-                            else sparse(
-                                llm, options.num_drafted[0], kv_budget=budget, kv_selector=selector, **options.keys
-                            )
-                        )
-                        rows, seconds[arm] = run(llm, drafter, texts, options, prefixes)
-                        if arm == "sparse":
-                            equal = sum(row.output_ids == ids for row, ids in zip(rows, expected, strict=True))
-                    ratios.append(seconds["plain"] / seconds["sparse"])
-                    plain_rates.append(batch_size * options.new_tokens / seconds["plain"])
-                show(
-                    options,
-                    context=context,
-                    batch=batch_size,
-                    selector=selector,
-                    budget=budget,
-                    plain_tokens_per_second=round(median(plain_rates), 1),
-                    speed=round(median(ratios), 2),
-                    lowest=round(min(ratios), 2),
-                    highest=round(max(ratios), 2),
-                    equal=f"{equal}/{batch_size}",
-                )
-
-
-@torch.inference_mode()
-def view(llm: LLM, options: argparse.Namespace) -> None:
-    """One layer of a draft: over a copy of chosen columns that is made once, or gathered anew for every token.
-
-    Microseconds of processor time, least of many, in turns. The copy has what may be kept besides, 64 columns, as well.
-    """
-    config, dtype = llm.target.config, llm.target.dtype
-    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    group = config.num_attention_heads // heads
-    for context in options.contexts:
-        for rows in options.batch_sizes:
-            keys, values = (torch.randn(rows, heads, context, size).to(dtype) for _ in range(2))
-            query = torch.randn(rows, heads, group, size).to(dtype)
-            for budget in options.budgets:
-                if budget > context:
-                    continue
-                chosen = torch.rand(rows, heads, context).topk(budget).indices.sort().values
-                index = chosen[..., None].expand(-1, -1, -1, size)
-                wide = torch.arange(min(context, budget + 64))
-                kept = [part[:, :, wide].clone() for part in (keys, values)]
-                arms = {
-                    "copy": lambda kept=kept: attend(query, *kept),  # noqa: B023
-                    "gather": lambda index=index: attend(query, keys.gather(2, index), values.gather(2, index)),  # noqa: B023
-                    "slices": lambda budget=budget: attend(query, ends(keys, budget), ends(values, budget)),  # noqa: B023
-                    "copying": lambda index=index: (keys.gather(2, index), values.gather(2, index)),  # noqa: B023
-                }
-                taken: dict[str, list[float]] = {name: [] for name in arms}
-                for _ in range(options.repeats):
-                    for name, arm in arms.items():
-                        start = process_time()
-                        for _ in range(20):
-                            arm()
-                        taken[name].append((process_time() - start) / 20)
-                least = {f"{name}_us": round(1e6 * min(times), 1) for name, times in taken.items()}
-                show(options, context=context, batch=rows, budget=budget, **least)
-
-
-def ends(states: torch.Tensor, budget: int) -> torch.Tensor:
-    """The first four and the last columns."""
-    return torch.cat([states[:, :, :4], states[:, :, 4 - budget :]], dim=2)
-
-
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+def configs(options: argparse.Namespace, context: int) -> dict[str, Any]:
+    """What is raced: every selector and budget at a fixed length, or governed beside other methods and `auto`."""
+    sparse_kv = {
+        f"{selector} {budget}": {"method": "sparse_kv", "kv_budget": budget, "kv_selector": selector, **options.keys}
+        for selector in options.selectors
+        for budget in options.budgets
+        if budget <= context
+    }
+    if not options.governed:
+        return {name: {**one, "num_speculative_tokens": options.num_drafted[0]} for name, one in sparse_kv.items()}
+    auto = {"method": "auto", "drafters": ["ngram", "suffix", next(iter(sparse_kv.values()))]}
+    return {**sparse_kv, "ngram": "ngram", "suffix": "suffix", "auto": auto}
 
 
 def show(options: argparse.Namespace, **found: Any) -> None:
     print(
         json.dumps(found) if options.json else "  ".join(f"{key} {value}" for key, value in found.items()), flush=True
     )
-
-
-def governed(llm: LLM, options: argparse.Namespace) -> None:
-    """Speed by plain decoding under a governor, and who drafted what share of the nodes that were verified."""
-    sparse_config = {"method": "sparse_kv", "kv_budget": options.budgets[0]}
-    configs: dict[str, Any] = {
-        "sparse_kv": sparse_config,
-        "ngram": "ngram",
-        "suffix": "suffix",
-        "auto": {"method": "auto", "drafters": ["ngram", "suffix", sparse_config]},
-    }
-    for context in options.contexts:
-        for batch_size in options.batch_sizes:
-            texts = list(prompts(llm, options.documents, context, batch_size))
-            prefixes = PrefixStore(len(texts))
-            run(llm, EmptyDrafter(), texts, options, prefixes)
-            seconds = [run(llm, EmptyDrafter(), texts, options, prefixes)[1]]
-            found = {}
-            for name, config in configs.items():
-                drafting = llm.with_speculative_config(config).drafting
-                drafter = drafting.new_drafter()
-                found[name] = run(llm, drafter, texts, options, prefixes, drafting.governor(llm.target, drafter))
-                seconds.append(run(llm, EmptyDrafter(), texts, options, prefixes)[1])
-            for name, (rows, taken) in found.items():
-                counted = [row.stats for row in rows]
-                drafted = sum((Counter(one.drafted_by) for one in counted), Counter[str]())
-                show(
-                    options,
-                    context=context,
-                    batch=batch_size,
-                    method=name,
-                    speed=round(median(seconds) / taken, 2),
-                    steps_with_drafts=round(
-                        sum(one.num_spec_steps for one in counted) / sum(one.num_steps for one in counted), 2
-                    ),
-                    tokens_per_step=round(
-                        sum(one.num_emitted_tokens for one in counted) / sum(one.num_steps for one in counted), 2
-                    ),
-                    drafted={who: round(count / drafted.total(), 2) for who, count in drafted.most_common()},
-                )
 
 
 # -- a replay of costs -------------------------------------------------------------------------------------------------
@@ -503,7 +392,7 @@ def table(options: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    todo = {"acceptance": acceptance, "cost": cost, "speed": speed, "governed": governed, "view": view, "steps": steps}
+    todo = {"acceptance": acceptance, "speed": speed, "steps": steps}
     parser.add_argument("what", choices=(*todo, "table"))
     parser.add_argument("--documents", type=Path, help="folder of .txt files")
     parser.add_argument("--model", default="zoo:smollm2")
@@ -520,6 +409,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--keys", type=json.loads, default={}, help="further keys of sparse_kv, as JSON")
     parser.add_argument("--processor-time", action="store_true", help="count it instead of the clock; one thread")
+    parser.add_argument("--governed", action="store_true", help="of speed: under a governor, beside other methods")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--costs", type=Path, nargs="+", help="files of lines of steps")
     parser.add_argument("--acceptance", type=Path, nargs="+", help="files of lines of acceptance --json")
@@ -527,7 +417,7 @@ def main() -> int:
     if options.what == "table":
         table(options)
         return 0
-    if options.processor_time or options.what == "governed":
+    if options.processor_time:
         torch.set_num_threads(1)
         for module in (stats, forward_costs):
             module.perf_counter = process_time  # type: ignore[attr-defined]

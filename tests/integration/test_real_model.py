@@ -1,8 +1,7 @@
 """A real chat model, every method: drafted texts are plain texts, and those of transformers.
 
-zoo:smollm2 on prompts through its chat template, greedy and sampled. The prompts, the methods and how they are compared
-are those of ``benchmarks/real_model.py``, which prints the same evidence as a table. Plain decoding runs every request
-alone, drafting runs them in batches which rows join and leave.
+zoo:smollm2 on prompts through its chat template, greedy and sampled. Plain decoding runs every request alone, drafting
+runs them in batches which rows join and leave.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from real_model import CHAINS, METHODS, QUESTIONS, TREES, Evidence, Study, chat_requests
 
 from foretoken import zoo
+from real_model import CHAINS, METHODS, QUESTIONS, TREES, Evidence, Study, chat_requests
 
 pytestmark = pytest.mark.smollm2
 

@@ -41,7 +41,6 @@ LONGER = {
     "bench/forwards.py": "recording forwards, replaying them, and what lies around them: one measurement",
     "bench/outcome.py": "one comparison: its rows, what is shown of them, and what follows",
     "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
-    "bench/peers/outcome.py": "one race: its rows, ratios, and what is shown of them",
     "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
     "engine/acceptance_model.py": "one model with the rates that it is made of",
     "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",

@@ -163,8 +163,9 @@ def test_ratios_are_those_of_the_times_and_texts_come_first(track: Track) -> Non
     found = rows(outcome)
     assert found["other plain"].tokens_per_second == pytest.approx(100)
     same = found["other lookup"].sameness
-    assert (same.num_same_rows, same.num_rows, same.same_share) == (0, 2, 0.5)
-    assert [(one.prompt, one.position, one.gap) for one in same.departures] == [("a", 3, 3.25), ("b", 3, 3.25)]
+    assert (same["num_same_rows"], same["num_rows"], same["same_share"]) == (0, 2, 0.5)
+    departures = [(one["prompt"], one["position"], one["gap"]) for one in same["departures"]]
+    assert departures == [("a", 3, 3.25), ("b", 3, 3.25)]
     assert outcome.skipped == ("short",)
     assert (outcome.prompts, outcome.tuning_prompts) == (("a", "b"), ("t",))
     text = shown(outcome)
@@ -248,7 +249,7 @@ def test_own_runs_that_differ_from_each_other_are_wrong_in_any_dtype(track: Trac
     outcome = track.run([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])])
     assert outcome.wrong == ()
     with track.race([track.launch("foretoken", OWN), track.launch("other", [entry("plain")])]) as race:
-        same = outcome.heats[0].rows[0].sameness
+        same = outcome.heats[0].rows[0].equality
         arm = type("Arm", (), {"worker": race._workers[0]})()
         assert not race._is_wrong(arm, same)
         assert race._is_wrong(arm, replace(same, is_repeatable=False))
@@ -324,9 +325,9 @@ def test_batches_run_in_groups_beside_single_rows(track: Track) -> None:
     alone = [ids for engine, arm, ids in track.decoded() if (engine, arm) == ("other", "plain")]
     assert alone[-1] == [[3, 4]]
     found = rows(outcome)
-    same, single = found["other plain, 2 rows"].sameness, found["other plain"].sameness
-    assert (same.num_rows, same.num_same_rows) == (4, 1)  # one has ended by then
-    assert (single.num_rows, single.num_same_rows) == (2, 2)
+    same, single = found["other plain, 2 rows"].equality, found["other plain"].equality
+    assert (same.num_prompts, same.num_identical) == (4, 1)  # one has ended by then
+    assert (single.num_prompts, single.num_identical) == (2, 2)
 
 
 # -- own methods -------------------------------------------------------------------------------------------------

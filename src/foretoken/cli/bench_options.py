@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from foretoken.bench.parts import Settings
     from foretoken.bench.peers.launching import Arming
     from foretoken.bench.peers.race import RaceSettings
+
+S = TypeVar("S")
 
 PARTS = ("speed", "copying", "sampling", "efficiency", "lookup-efficiency", "batch")
 EXTRA_PARTS = ("profile", "drafting", "accepted")
@@ -188,24 +191,8 @@ class BenchOptions:
         """
         from foretoken.bench.parts import Settings
 
-        settings = Settings(
-            num_prompts=self.num_prompts or Settings.num_prompts,
-            max_new_tokens=self.max_new_tokens,
-            repeats=self.repeats,
-            contexts=_integers(self.contexts, "contexts"),
-            draft_costs=_numbers(self.draft_costs, "draft-costs"),
-            num_draft_tokens=self.num_speculative_tokens,
-            assisted_lengths=_integers(self.assisted_lengths, "assisted-lengths"),
-            lookup_lengths=_integers(self.lookup_lengths, "lookup-lengths"),
-            batch_size=self.batch_size,
-            draft_contexts=_integers(self.draft_contexts, "draft-contexts"),
-            datastore_sizes=_integers(self.datastore_sizes, "datastore-sizes"),
-            ignore_eos=not self.stop_at_eos,
-            seed=self.seed,
-            execution=self.execution,
-            prompts_file=self.prompts_file,
-        )
-        return replace(settings, **_QUICK) if self.quick else settings
+        given = {"num_draft_tokens": self.num_speculative_tokens, "ignore_eos": not self.stop_at_eos}
+        return self._filled(Settings, given, _QUICK)
 
     def methods_settings(self, *, is_toy: bool) -> MethodsSettings:
         """Of a comparison of methods; a toy goes on at the end of its text unless that is asked for."""
@@ -213,20 +200,8 @@ class BenchOptions:
         from foretoken.bench.trial import Sampling
 
         ignore_eos = is_toy if self.stop_at_eos is None else not self.stop_at_eos
-        wanted = {
-            "num_prompts": self.num_prompts,
-            "max_new_tokens": self.max_new_tokens,
-            "kinds": None if self.kinds is None else tuple(_split(self.kinds)),
-            **(_QUICK_METHODS if self.quick else {}),
-        }
-        return MethodsSettings(
-            repeats=self.repeats,
-            prompts_file=self.prompts_file,
-            sampling=Sampling(self.temperature, self.top_p, self.seed, ignore_eos),
-            execution=self.execution,
-            exactness=self.exactness,
-            **{name: value for name, value in wanted.items() if value is not None},
-        )
+        sampling = Sampling(self.temperature, self.top_p, self.seed, ignore_eos)
+        return self._filled(MethodsSettings, {"sampling": sampling}, _QUICK_METHODS)
 
     def race_settings(self, threads: int) -> RaceSettings:
         """Of a race beside other engines.
@@ -235,20 +210,7 @@ class BenchOptions:
         """
         from foretoken.bench.peers.race import RaceSettings
 
-        wanted = {
-            "num_prompts": self.num_prompts,
-            "kinds": None if self.kinds is None else tuple(_split(self.kinds)),
-            "max_new_tokens": self.max_new_tokens,
-            "num_tuning_prompts": self.num_tuning_prompts,
-            **(_QUICK_RACE if self.quick else {}),
-        }
-        return RaceSettings(
-            repeats=self.repeats,
-            threads=threads,
-            batch_sizes=_integers(self.batch_sizes, "batch-sizes"),
-            prompts_file=self.prompts_file,
-            **{name: value for name, value in wanted.items() if value is not None},
-        )
+        return self._filled(RaceSettings, {"threads": threads}, _QUICK_RACE)
 
     def arming(self, has_draft: bool) -> Arming:
         """What takes part in a race beside plain decoding. Batches are of plain decoding, unless methods are named.
@@ -258,18 +220,25 @@ class BenchOptions:
         from foretoken.bench.candidates import read_candidates
         from foretoken.bench.peers.launching import Arming, default_methods
 
-        sizes = _integers(self.batch_sizes, "batch-sizes")
-        names = self.methods or (None if sizes else default_methods(has_draft))
+        names = self.methods or (None if self.batch_sizes else default_methods(has_draft))
         methods = [] if names is None else read_candidates(names, self.draft_model, self.num_speculative_tokens)
-        return Arming(
-            methods=methods,
-            execution=self.execution,
-            exactness=self.exactness,
-            quantised=self.quantised,
-            assisted_lengths=_integers(self.assisted_lengths, "assisted-lengths"),
-            lookup_lengths=_integers(self.lookup_lengths, "lookup-lengths"),
-            batch_sizes=sizes,
-        )
+        return self._filled(Arming, {"methods": methods}, {})
+
+    def _filled(self, kind: type[S], given: dict[str, Any], quick: dict[str, Any]) -> S:
+        """Settings of a kind: its fields from the options of the same names, where these say anything.
+
+        Args:
+          given: fields that are no options.
+          quick: fields, where everything is to be quick.
+        """
+        options = {field.name for field in fields(self)} - set(given)
+        every: Any = kind  # a dataclass
+        wanted = {field.name: getattr(self, field.name) for field in fields(every) if field.name in options}
+        for name, read in _READ.items():
+            if wanted.get(name) is not None:
+                wanted[name] = read(wanted[name], name)
+        wanted |= given | (quick if self.quick else {})
+        return kind(**{name: value for name, value in wanted.items() if value is not None})
 
 
 def _split(text: str) -> list[str]:
@@ -286,4 +255,17 @@ def _numbers(text: str, name: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, _split(text)))
     except ValueError:
-        raise ConfigError(f"--{name} is {text!r}; give numbers with commas between them") from None
+        raise ConfigError(f"--{name.replace('_', '-')} is {text!r}; give numbers with commas between them") from None
+
+
+def _names(text: str, name: str) -> tuple[str, ...]:
+    return tuple(_split(text))
+
+
+_READ: dict[str, Callable[[str, str], tuple[Any, ...]]] = {
+    **dict.fromkeys(("contexts", "draft_contexts", "datastore_sizes", "batch_sizes"), _integers),
+    **dict.fromkeys(("assisted_lengths", "lookup_lengths"), _integers),
+    "draft_costs": _numbers,
+    "kinds": _names,
+}
+"""Options that are lists by comma."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from foretoken.bench.equality import MAX_FLOAT32_GAP, Equality
+from foretoken.bench.equality import Equality
 from foretoken.bench.peers.client import RemoteArm
 from foretoken.bench.peers.workers.protocol import DRAFT, LOOKUP, PLAIN
 from foretoken.bench.report import NOTHING, Column, Line, Table, count, figure, load_lines
+from foretoken.bench.tables import same_of
 from foretoken.bench.trial import Comparison, Trial, compare
 
 OWN = "foretoken"
@@ -21,54 +22,6 @@ COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "
 
 _BUSY = 0.05
 """Share of a processor that a waiting engine may use before it is told."""
-
-
-@dataclass(frozen=True)
-class Departure:
-    """The first place where a row leaves the reference's text.
-
-    Args:
-      tokens: of the reference and of the arm; -1 where one has ended.
-      gap: by how much foretoken's target prefers one to the other there, in logits.
-    """
-
-    prompt: str
-    position: int
-    tokens: tuple[int, int]
-    gap: float
-
-
-@dataclass(frozen=True)
-class Sameness:
-    """An arm's texts beside those of foretoken's plain decoding.
-
-    Args:
-      same_share: of the reference's tokens, those before the first difference of their row.
-      is_repeatable: two runs of one prompt gave the same tokens.
-    """
-
-    num_rows: int
-    num_same_rows: int
-    same_share: float
-    is_repeatable: bool
-    departures: tuple[Departure, ...]
-
-    @classmethod
-    def of(cls, found: Equality) -> Sameness:
-        """As the results of a race have it."""
-        departures = (
-            Departure(one.prompt, one.position, (one.expected, one.found), one.gap) for one in found.divergences
-        )
-        return cls(found.num_prompts, found.num_identical, found.same_share, found.is_repeatable, tuple(departures))
-
-    @property
-    def largest_gap(self) -> float:
-        return max((one.gap for one in self.departures), default=0.0)
-
-    @property
-    def is_kept_in_full_precision(self) -> bool:
-        """What two float32 computations of one function may differ by."""
-        return self.is_repeatable and self.largest_gap < MAX_FLOAT32_GAP
 
 
 @dataclass(frozen=True)
@@ -92,8 +45,27 @@ class PeerRow:
     tuned_tokens_per_second: float
     tokens_per_second: float
     num_busy_threads: float
-    sameness: Sameness
+    equality: Equality = field(repr=False)
     runs: tuple[tuple[tuple[int, float, float], ...], ...]
+
+    @property
+    def sameness(self) -> dict[str, Any]:
+        """Its texts beside those of foretoken's plain decoding, as results have it.
+
+        ``tokens`` are those of the reference and of the arm where a row departs, -1 where one has ended.
+        """
+        found = self.equality
+        return {
+            "num_rows": found.num_prompts,
+            "num_same_rows": found.num_identical,
+            "same_share": found.same_share,
+            "is_repeatable": found.is_repeatable,
+            "departures": [
+                {"prompt": one.prompt, "position": one.position, "tokens": (one.expected, one.found), "gap": one.gap}
+                for one in found.divergences
+            ],
+            "largest_gap": found.largest_gap,
+        }
 
     def label(self) -> str:
         """For tables."""
@@ -180,15 +152,14 @@ def _interval(found: Comparison) -> str:
 
 
 def _same_rows(row: PeerRow) -> str:
-    same = row.sameness
-    return f"{same.num_same_rows}/{same.num_rows}" + ("" if same.is_repeatable else " (not repeatable)")
+    return same_of(row.equality) + ("" if row.equality.is_repeatable else " (not repeatable)")
 
 
 _TEXT_COLUMNS = (
     Column("arm", PeerRow.label, is_text=True),
     Column("same rows", _same_rows),
-    Column("same tokens", lambda row: f"{row.sameness.same_share:.1%}"),
-    Column("largest gap", lambda row: f"{row.sameness.largest_gap:.2g}"),
+    Column("same tokens", lambda row: f"{row.equality.same_share:.1%}"),
+    Column("largest gap", lambda row: f"{row.equality.largest_gap:.2g}"),
 )
 _SPEED_COLUMNS = (
     Column("arm", PeerRow.label, is_text=True),
@@ -247,7 +218,7 @@ class Outcome:
             yield from heat.shown()
 
 
-def row_of(trial: Trial, arm: RemoteArm, same: Sameness) -> PeerRow:
+def row_of(trial: Trial, arm: RemoteArm, equality: Equality) -> PeerRow:
     """What a trial has shown of an arm."""
     facts: Mapping[str, Any] = arm.facts
     return PeerRow(
@@ -261,7 +232,7 @@ def row_of(trial: Trial, arm: RemoteArm, same: Sameness) -> PeerRow:
         tuned_tokens_per_second=facts["tuned_tokens_per_second"],
         tokens_per_second=trial.tokens_per_second(arm.name),
         num_busy_threads=arm.num_busy_threads,
-        sameness=same,
+        equality=equality,
         runs=tuple(
             tuple((run.num_decoded, run.decode_seconds, run.first_seconds) for run in runs)
             for runs in trial.runs[arm.name]

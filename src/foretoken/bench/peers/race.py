@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foretoken.bench.equality import check
+import torch
+
+from foretoken.bench.equality import Equality, check
 from foretoken.bench.peers.client import Launch, RemoteArm, Worker, WorkerError
 from foretoken.bench.peers.export import Exported
-from foretoken.bench.peers.outcome import OWN, Heat, Outcome, Sameness, row_of, verdicts
+from foretoken.bench.peers.outcome import OWN, Heat, Outcome, row_of, verdicts
 from foretoken.bench.peers.workers.protocol import PLAIN
 from foretoken.bench.trial import Sampling, Trial, in_groups, interleave
 from foretoken.bench.workload import Prompt
@@ -194,7 +196,6 @@ class Race:
 
         def heat(trial: Trial, is_complete: bool) -> Heat:
             found = check(trial, self._gap, self._reference(size), [arm.name for arm in arms])
-            same = {one.arm: Sameness.of(one) for one in found}
             return Heat(
                 title=title,
                 num_rows=size,
@@ -202,9 +203,9 @@ class Race:
                 runs_per_prompt=2 * self._settings.repeats,
                 other_cpu_share=trial.other_cpu_share,
                 idle_shares=self._idle_shares(before, time.perf_counter() - started),
-                rows=tuple(row_of(trial, arm, same[arm.name]) for arm in arms),
+                rows=tuple(row_of(trial, arm, same) for arm, same in zip(arms, found, strict=True)),
                 verdicts=tuple(verdicts(trial, arms)),
-                wrong=tuple(arm.name for arm in arms if self._is_wrong(arm, same[arm.name])),
+                wrong=tuple(arm.name for arm, same in zip(arms, found, strict=True) if self._is_wrong(arm, same)),
                 is_complete=is_complete,
             )
 
@@ -246,11 +247,13 @@ class Race:
             self._gaps[key] = self._workers[0].ask(verb="gap", **request)["gap"]
         return self._gaps[key]
 
-    def _is_wrong(self, arm: RemoteArm, found: Sameness) -> bool:
+    def _is_wrong(self, arm: RemoteArm, found: Equality) -> bool:
         """Own arms always say the same again; in float32 they and transformers say what plain decoding says."""
         engine = arm.worker.launch.name
+        if engine == OWN and not found.is_repeatable:
+            return True
         is_judged = self._dtype == "float32" and engine in (OWN, "transformers")
-        return (engine == OWN and not found.is_repeatable) or (is_judged and not found.is_kept_in_full_precision)
+        return is_judged and not (found.is_repeatable and found.passes(torch.float32))
 
     def outcome(self, unfinished: Heat | None = None) -> Outcome:
         """What is known so far."""
