@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits, count_cuts
+from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
 from foretoken.engine.cost_model import CostCurve, CostModel
 from foretoken.engine.drafter import ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
 from foretoken.engine.memory import bytes_per_token
 from foretoken.engine.sequence import Sequence
-from foretoken.engine.stats import SequenceStats
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 from foretoken.tree import DraftPlan, DraftTree
@@ -29,9 +26,9 @@ ROOT = DraftTree.root(9)
 
 def counted(tree: DraftTree, budget: Budget, error: str = "") -> Cuts:
     """What is counted of one draft within a budget whose depth is that of the text's."""
-    row: Any = SimpleNamespace(stats=SequenceStats(drafter_error=error))
-    count_cuts(row, Limits(budget, "budget"), budget, tree, budget.cut(tree))
-    return row.stats.cuts
+    cuts = Cuts()
+    cuts.count(Limits(budget, "budget"), budget, tree, budget.cut(tree), has_failed=bool(error))
+    return cuts
 
 
 class Eager(ContextDrafter):

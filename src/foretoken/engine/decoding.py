@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.engine.budget import count_cuts, limits_of
 from foretoken.engine.drafter import StepResult
 from foretoken.engine.outputs import RowOutput, logprobs_of
 from foretoken.law import sampling
@@ -35,16 +34,16 @@ def propose(
     by what pays. The drafter is given what is left as a budget to aim at.
 
     Args:
-      forwards: know which drafts the promise covers, and which the rule of acceptance and the model take.
+      forwards: know what may be drafted for a row.
       governing: decides how much is drafted and verified of what may be.
       max_nodes: that the memory has room for.
     """
-    limits = limits_of(rows, forwards, max_nodes)
+    limits = forwards.limits(rows, max_nodes)
     budgets = governing.budgets(rows, [limit.budget for limit in limits])
     drafts = drafter.propose(rows, budgets)
     trees = governing.trimmed(rows, [budget.cut(draft) for budget, draft in zip(budgets, drafts, strict=True)])
     for row, limit, budget, draft, tree in zip(rows, limits, budgets, drafts, trees, strict=True):
-        count_cuts(row, limit, budget, draft, tree)
+        row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
     return trees
 
 

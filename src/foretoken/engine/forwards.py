@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from foretoken.engine.budget import Budget, Limits
 from foretoken.engine.drafter import Requirements
 from foretoken.model.capture import Output, Wanted
 from foretoken.model.execution.native import loaded_helpers
@@ -15,6 +16,7 @@ from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.config.engine import EngineConfig
+    from foretoken.engine.sequence import Sequence
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
@@ -58,13 +60,30 @@ class Forwards:
         """Whether every step costs what the largest costs."""
         return self.promise.kind == "fixed"
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether drafts may be more than chains."""
-        return self._config.rule.takes_trees and not self.has_one_shape and self._target.supports_trees
+    def limits(self, rows: Seq[Sequence], max_nodes: int) -> list[Limits]:
+        """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
+
+        A draft stays within what the promise covers and what the rule of acceptance and the model take. A row in doubt
+        runs without one.
+
+        Args:
+          max_nodes: that the memory has room for.
+        """
+        shape = "bits" if self.has_one_shape else "chains"
+        takes_trees = self._config.rule.takes_trees and not self.has_one_shape and self._target.supports_trees
+        nodes, of_nodes = (max_nodes, "memory") if max_nodes < self._max_nodes else (self._max_nodes, "bits")
+        found = []
+        for row in rows:
+            depth, cause = row.num_remaining_tokens - 1, "budget"
+            if nodes - 1 < depth:
+                depth, cause = nodes - 1, of_nodes
+            if row.is_in_doubt:
+                depth, cause = 0, "doubt"
+            found.append(Limits(Budget(depth, nodes, not takes_trees), cause, of_nodes, shape))
+        return found
 
     @property
-    def max_nodes(self) -> int:
+    def _max_nodes(self) -> int:
         """Largest number of nodes of a draft so that the promise covers it, root included."""
         if self._config.exactness == "relaxed":
             return NO_LIMIT
