@@ -26,6 +26,7 @@ from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
 from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.views import Piece, ViewCache
@@ -185,7 +186,8 @@ def draft_of(row_id: int, text: list[int]) -> GrowingDraft:
     """A draft that is about to grow after a text and the pending token 3."""
     params = SamplingParams(temperature=0.0)
     law = SamplingLaw(params, vocab_size=VOCAB_SIZE)
-    return GrowingDraft(Sequence(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100), cap=4)
+    checker = StopChecker(params, (), len(text), 100)
+    return GrowingDraft(Sequence(row_id, "0", 0, [*text, 3], len(text), params, 7, law, 100, checker), cap=4)
 
 
 def naive_choice(attentions: torch.Tensor, budget: int, sinks: int, window: int, num_kv_heads: int) -> list[set[int]]:

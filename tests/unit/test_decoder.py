@@ -30,6 +30,7 @@ from foretoken.drafters.parts.reduced_output import reduced_model
 from foretoken.engine.drafter import StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law.processors import SamplingLaw
 from foretoken.model.execution import decodable, native
@@ -179,7 +180,8 @@ def test_a_chain_ends_where_logits_are_no_numbers() -> None:
 def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 100, **params})
     law = SamplingLaw(replace(sampling, seed=row_id), vocab_size=V, prompt_ids=text)
-    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400)
+    checker = StopChecker(sampling, (), len(text), 400)
+    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 400, checker)
 
 
 def drafts_of(drafter: DraftModelDrafter, num_steps: int = 6, **params: float) -> list[list[tuple[int, ...]]]:

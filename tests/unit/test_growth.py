@@ -21,6 +21,7 @@ from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.growth import Growth
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
+from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw
@@ -34,7 +35,8 @@ VOCAB_SIZE = 7
 def row_of(row_id: int, text: Seq[int], **params: float) -> Sequence:
     sampling = SamplingParams(**{"temperature": 0.0, **params})
     law = SamplingLaw(sampling, vocab_size=VOCAB_SIZE, prompt_ids=list(text))
-    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100)
+    checker = StopChecker(sampling, (), len(text), 100)
+    return Sequence(row_id, "0", 0, list(text), len(text), sampling, 7, law, 100, checker)
 
 
 class Oracle:
