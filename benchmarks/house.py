@@ -65,11 +65,10 @@ def counted(root: Path) -> dict[str, Any]:
             length >= 40 for length in lengths
         ),
     }  # fmt: skip
-    for name, pages in (
-        ("docs", [root / "README.md", *(root / "docs").rglob("*.md")]),
-        ("dev", (root / "dev").rglob("*.md")),
-    ):
-        figures[name] = {"words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages)}
+    docs, dev = [root / "README.md", *(root / "docs").rglob("*.md")], list((root / "dev").rglob("*.md"))
+    for name, pages in (("docs", docs), ("dev", dev)):
+        words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+        figures[name] = {"pages": len(pages), "words": words}
     return figures
 
 

@@ -411,6 +411,7 @@ def test_efficiency_is_speed_up_over_what_is_allowed(target: CausalLM, drafter: 
     assert found.allowed == pytest.approx(allowed)
     assert found.efficiency == pytest.approx(found.speedup / allowed)
     assert found.nodes_per_step <= 4
+    assert found.drafter_seconds > 0, "also where it drafts in one call that is no forward"
     assert found.efficiency == pytest.approx(found.forward_share / found.plain_forward_share)
     assert forwards.column_medians([(1.0, 9.0), (2.0, 3.0), (5.0, 4.0)]) == [2.0, 4.0]
 
@@ -451,6 +452,27 @@ def test_plain_data_is_json() -> None:
     assert json.loads(json.dumps(data))["x"][0]["ratio"] is None
     assert data["x"][0]["high"] is None
     assert data["x"][0]["low"] == 1.0
+
+
+def test_results_are_kept_as_json_or_as_lines_of_it(tmp_path: Path) -> None:
+    """Whatever was kept last; a file that cannot be written loses nothing."""
+    table, said = SpeedTable("all", "greedy", 64, 1, 64.0, 2, 0.0, ()), list[str]()
+    for name in ("found.jsonl", "found.json", "found.json/below"):
+        made = report.Report(Console(file=io.StringIO()), tmp_path / name, said.append)
+        made.begin({"num_threads": 3}, Settings(), models="a", dtype="float32", execution="eager")
+        made.add("speed", table)
+        made.add("speed", table)
+        made.keep(batch=[BatchRow("plain", 2, 3.0, 1.5)], reason="none")
+        assert made.results["batch"][0]["gain"] == 2.0
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert [line["result"] for line in lines] == ["conditions", "speed", "speed", "batch", "reason"]
+    assert lines[0]["provenance"]["num_threads"] == 3
+    assert lines[0]["settings"]["prompts_file"] == "own"
+    whole = json.loads((tmp_path / "found.json").read_text())
+    assert whole.keys() == made.results.keys()
+    assert whole["speed"] == made.results["speed"]
+    assert len(said) == 3
+    assert "cannot be written" in said[0]
 
 
 def app():

@@ -72,7 +72,8 @@ class Efficiency:
     """Measured speed-up over own plain decoding, against what tau and the forwards allow.
 
     ``allowed`` = tau T(1) / (T_draft + T(n)); ``efficiency`` = ``speedup`` / ``allowed``. Shares of the loop that
-    the forwards take stand beside it, since slow plain decoding would flatter it.
+    the forwards take stand beside it, since slow plain decoding would flatter it. A small model that drafts in one call
+    instead of forwards counts with its proposals.
     """
 
     arm: str
@@ -207,12 +208,19 @@ def efficiencies(
         replay = Replay([noted for noted, _ in notes.values()])
         forwards: dict[str, list[Seq[float]]] = {name: [] for name in notes}
         steps: dict[str, list[Seq[float]]] = {name: [] for name in notes}
+        drafts: dict[str, list[float]] = {name: [] for name in notes}
         for arm in [*everyone, *reversed(everyone)] * repeats:
+            before = arm.engine.profile.propose_seconds
             with no_garbage_collection():
                 steps[arm.name].append(arm.run(prompt, max_new_tokens, sampling).step_seconds)
                 forwards[arm.name].append(replay.seconds(notes[arm.name][0]))
-        for name, (noted, run) in notes.items():
-            totals[name].add(noted, run, column_medians(forwards[name]), sum(column_medians(steps[name])))
+            drafts[arm.name].append(arm.engine.profile.propose_seconds - before)
+        for arm in everyone:
+            noted, run = notes[arm.name]
+            total = totals[arm.name]
+            total.add(noted, run, column_medians(forwards[arm.name]), sum(column_medians(steps[arm.name])))
+            if drafter_models(arm) and all(forward.is_target for forward in noted.forwards):
+                total.drafter_seconds += statistics.median(drafts[arm.name])  # it drafts in calls that are no forwards
     base = totals[plain.name]
     return [_efficiency(arm.name, totals[arm.name], base) for arm in arms] if base.num_steps else []
 
