@@ -32,7 +32,6 @@ from foretoken.drafters.parts.composite import CompositeDrafter
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.ngram_pool import NgramPool
-from foretoken.drafters.parts.treeshape import TreeShape
 from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft import layer_skip
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
@@ -599,13 +598,13 @@ TOKEN_RECYCLING = (
     ),
     Mutant(
         "token 0 follows where no successor is known",
-        with_result(AdjacencyMatrix, "after", lambda found, call: [max(found[0], 0), *found[1:]]),
+        with_result(AdjacencyMatrix, "after", lambda found, call: found or [0]),
         _FILLED,
         keeps_tokens="token-recycling",
     ),
     Mutant(
         "a static tree is filled one level too deep",
-        with_arguments(TreeShape, "filled", lambda call: {"max_depth": call.max_depth + 1}),
+        with_arguments(token_recycling, "filled", lambda call: {"max_depth": call.max_depth + 1}),
         _FILLED,
     ),
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foretoken.accept.rules import Verdict
-from foretoken.drafters.parts.rows import Place
+from foretoken.drafters.parts.rows import CachedRow
 from foretoken.engine import accepting as accept
 from foretoken.engine import decoding
 from foretoken.engine.sequence import Sequence
@@ -287,5 +287,5 @@ def keeps_the_first_columns(patch: pytest.MonkeyPatch) -> None:
 
 
 def _patch_kept(patch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
-    fed_along = Place.fed_along
-    patch.setattr(Place, "fed_along", lambda self, draft, tokens: change(fed_along(self, draft, tokens)))
+    fed_along = CachedRow.fed_along
+    patch.setattr(CachedRow, "fed_along", lambda self, draft, tokens: change(fed_along(self, draft, tokens)))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model

@@ -15,10 +15,7 @@ import pytest
 import eagle_heads
 import toy_heads
 from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.eagle3 import Eagle3Drafter
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed, Heuristic
@@ -99,9 +96,9 @@ def heads_drafter(kind: str, **options: str) -> MakeDrafter:
 
     def make(depth: int) -> Drafter:
         growth: dict[str, Any] = {"tree": tree, "target_vocab_size": VOCAB_SIZE, "max_depth": depth, **options}
-        if kind.startswith("medusa"):
-            return MedusaDrafter(toy_heads.medusa_heads(kind == "medusa"), **growth)
-        return HydraDrafter(toy_heads.hydra_heads(kind == "hydra++"), 2, **growth)
+        is_medusa = kind.startswith("medusa")
+        heads = toy_heads.medusa_heads(kind == "medusa") if is_medusa else toy_heads.hydra_heads(kind == "hydra++")
+        return MultiHeadDrafter(heads, 2, **growth)
 
     return make
 
@@ -115,8 +112,7 @@ def eagle_drafter(method: str) -> MakeDrafter:
         if method == "eagle":
             tree = RankTree.published("eagle")
             return EagleDrafter(head(), target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=depth)
-        kind = Eagle3Drafter if method == "eagle3" else Eagle2Drafter
-        return kind(head(), target(), policy=Fixed(depth), **dynamic)
+        return EagleDrafter(head(), target(), policy=Fixed(depth), **dynamic)
 
     return make
 

@@ -114,7 +114,7 @@ def places(engine: Engine) -> list[tuple[Any, str]]:
         found += [(inner, name) for name in ("commit", "open", "swap", "fork", "remove", "add_rows", "rollback")]
         found += [(engine.drafter, name) for name in ("_feed", "open", "expand")]
         found += [(engine.drafter._rows, name) for name in ("enter", "fork", "align", "remove")]
-        found += [(engine.drafter.growth, name) for name in ("begin", "grow", "_extend", "tree")]
+        found += [(engine.drafter.growth, name) for name in ("begin", "grow", "_extend", "finish")]
     return found
 
 

@@ -20,9 +20,8 @@ import eagle_heads
 import toy_heads
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, make_drafter
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.head_states import PrefixStates
@@ -56,15 +55,15 @@ def made(method: str, **keys: Any) -> Callable[[], Drafter]:
     return lambda: make_drafter(config, DrafterContext(target(), draft_model=small()))
 
 
-def heads(kind: type[MedusaDrafter] | type[HydraDrafter]) -> Drafter:
+def heads(kind: type[MultiHeadDrafter] | type[MultiHeadDrafter]) -> Drafter:
     growth: dict[str, Any] = {
         "tree": RankTree.grown([[0.6, 0.1, 0.05]] * 3, 8),
         "target_vocab_size": VOCAB_SIZE,
         "max_depth": 3,
     }
-    if kind is MedusaDrafter:
-        return MedusaDrafter(toy_heads.medusa_heads(), **growth)
-    return HydraDrafter(toy_heads.hydra_heads(True), 2, **growth)
+    if kind is MultiHeadDrafter:
+        return MultiHeadDrafter(toy_heads.medusa_heads(), 2, **growth)
+    return MultiHeadDrafter(toy_heads.hydra_heads(True), 2, **growth)
 
 
 VIEW = {"kv_budget": 48, "kv_refresh": 16, "num_speculative_tokens": 3}
@@ -82,9 +81,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "sparse_kv-snapkv": made("sparse_kv", kv_selector="snapkv", kv_window=16, **VIEW),
     "sparse_kv-model": made("sparse_kv", model="small", **VIEW),
     "ngram+suffix": made("ngram+suffix"),
-    "medusa": lambda: heads(MedusaDrafter),
-    "hydra++": lambda: heads(HydraDrafter),
-    "eagle2": lambda: Eagle2Drafter(
+    "medusa": lambda: heads(MultiHeadDrafter),
+    "hydra++": lambda: heads(MultiHeadDrafter),
+    "eagle2": lambda: EagleDrafter(
         eagle_heads.trained(1), target(), policy=Fixed(3), num_branches=2, reranks=True, max_nodes=6,
         target_vocab_size=VOCAB_SIZE,
     ),

@@ -14,16 +14,15 @@ import torch
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.head_states import LastStates, PrefixStates, RowContexts, last_hidden
+from foretoken.drafters.parts.head_states import HeadStates, LastStates, PrefixStates, last_hidden
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ShapeError
-from foretoken.heads.hydra import HydraHeads, PrefixLayer
+from foretoken.heads.medusa_hydra import HydraHeads, PrefixLayer
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
@@ -48,9 +47,7 @@ def heads_of(kind: str) -> Any:
 
 def make(kind: str, tree: RankTree = TREES["grown"], max_depth: int = NUM_HEADS, **options: Any) -> Drafter:
     growth: dict[str, Any] = {"tree": tree, "target_vocab_size": VOCAB_SIZE, "max_depth": max_depth, **options}
-    if kind.startswith("medusa"):
-        return MedusaDrafter(heads_of(kind), **growth)
-    return HydraDrafter(heads_of(kind), target().num_layers, **growth)
+    return MultiHeadDrafter(heads_of(kind), target().num_layers, **growth)
 
 
 def run(
@@ -87,7 +84,7 @@ def ranks_along(kind: str, text: tuple[int, ...]) -> list[tuple[int, ...]]:
     heads = heads_of(kind)
     table = target().shadow.get_input_embeddings().weight
     found: list[list[int]] = [[] for _ in text]
-    contexts = heads.contexts(states) if isinstance(heads, HydraHeads) else states
+    contexts = heads.contexts(states)
     output = target().shadow.get_output_embeddings()
     for head in range(NUM_HEADS):
         answers = ids[2 + head :]
@@ -305,7 +302,7 @@ def test_prefixes_of_earlier_rows_are_used(kind: str) -> None:
 def test_an_earlier_state_of_the_target_is_read_where_heads_want_it() -> None:
     """``hidden_state_offset`` 1: the input of the last layer."""
     heads = HydraHeads(replace(hydra_heads(False).shape, offset=1)).double().requires_grad_(False)
-    drafter = HydraDrafter(
+    drafter = MultiHeadDrafter(
         heads, target().num_layers, tree=TREES["grown"], target_vocab_size=VOCAB_SIZE, max_depth=NUM_HEADS
     )
     assert drafter.requires.layer_inputs == (1,)
@@ -328,7 +325,7 @@ def shifts_features_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def keeps_stale_features(patch: pytest.MonkeyPatch) -> None:
     """What steps commit is never taken in."""
-    patch.setattr(RowContexts, "observe", lambda *_: None)
+    patch.setattr(HeadStates, "observe", lambda *_: None)
 
 
 def takes_features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:

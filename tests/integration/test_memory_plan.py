@@ -17,8 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.memory import available_bytes, memory_size
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.hydra import HydraDrafter
+from foretoken.drafters.heads.eagle import EagleDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -160,14 +160,16 @@ def make_counted(method: str) -> tuple[CausalLM, Drafter]:
     if method == "eagle2":
         growth: dict[str, Any] = {"num_branches": 2, "reranks": True, "max_nodes": 6}
         lm = eagle_heads.target()
-        drafter: Drafter = Eagle2Drafter(
+        drafter: Drafter = EagleDrafter(
             eagle_heads.trained(1), lm, policy=Fixed(3), target_vocab_size=VOCAB_SIZE, **growth
         )
         return lm, drafter
     if method == "hydra++":
         tree = RankTree.grown([[0.6, 0.1]] * 3, 6)
         lm = toy_heads.target()
-        return lm, HydraDrafter(toy_heads.hydra_heads(True), 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=3)
+        return lm, MultiHeadDrafter(
+            toy_heads.hydra_heads(True), 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=3
+        )
     if method == "union":
         return target(), UnionDrafter([DRAFTERS["ngram"](), DRAFTERS["draft-model"]()])
     return target(), DRAFTERS[method]()

@@ -14,8 +14,7 @@ import torch
 import toy_heads
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.nasd import NasdDrafter
@@ -53,7 +52,7 @@ def random_drafter(rng: random.Random, dtype: torch.dtype) -> Drafter:
         growth: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "max_depth": min(depth, 4)}
         growth["tree"] = RankTree.published("zephyr_stage2").first(rng.randint(2, 24))
         heads = copy.deepcopy(heads).to(dtype)
-        return MedusaDrafter(heads, **growth) if kind == "medusa" else HydraDrafter(heads, 2, **growth)
+        return MultiHeadDrafter(heads, 2, **growth)
     if kind == "ngram":
         return NGramDrafter(depth, prompt_lookup_min=1, num_candidates=rng.randint(1, 3))
     if kind == "nasd":

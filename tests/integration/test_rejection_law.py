@@ -21,9 +21,7 @@ from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -32,9 +30,8 @@ from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.heads.eagle import EagleHead, EagleShape
-from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.law import noise
 from foretoken.model.lm import CausalLM
 from foretoken.testing import perturbed, toy_model
@@ -78,7 +75,7 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
         torch.manual_seed(7)
         heads = MedusaHeads(MedusaShape(32, VOCAB_SIZE, 2)).double().requires_grad_(False)
         tree = RankTree.cartesian((2, 2))
-        return MedusaDrafter(heads, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
+        return MultiHeadDrafter(heads, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
     if kind in ("eagle", "eagle2"):
         torch.manual_seed(7)
         layer = LayerShape(hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -89,13 +86,15 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
                 head, target(), tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance
             )
         growth = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(2), "num_branches": 2, "acceptance": acceptance}
-        return Eagle2Drafter(head, target(), **growth)
+        return EagleDrafter(head, target(), **growth)
     if kind in ("hydra", "hydra++"):
         torch.manual_seed(8)
         layer = LayerShape(32, 48, 4, 2, 8) if kind == "hydra++" else None
         grounded = HydraHeads(HydraShape(32, VOCAB_SIZE, 2, prefix=layer)).double().requires_grad_(False)
         tree = RankTree.cartesian((2, 2))
-        return HydraDrafter(grounded, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
+        return MultiHeadDrafter(
+            grounded, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance
+        )
     if kind == "ngram":
         return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
     return DraftModelDrafter(

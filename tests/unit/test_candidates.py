@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.parts.candidates import Candidates, Places
+from foretoken.drafters.parts.candidates import Candidates, Parents
 from foretoken.errors import ShapeError
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law import choice
@@ -23,9 +23,9 @@ PARAMS = {
 }
 
 
-def places(names: list[str], size: int) -> Places:
+def places(names: list[str], size: int) -> Parents:
     laws = [SamplingLaw(PARAMS[name], vocab_size=size, prompt_ids=[1, 2, 3]) for name in names]
-    return Places(laws, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
+    return Parents(laws, [(5, 6)[: i % 3] for i in range(len(names))], [10 + i for i in range(len(names))])
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])

@@ -14,13 +14,11 @@ import torch
 from eagle_heads import Unrolled, logits_of, model, random_head, streams_of, target, trained
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.eagle3 import Eagle3Drafter
+from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts import eagle_rows
 from foretoken.drafters.parts.eagle_rows import EagleRows
-from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
 from foretoken.engine.drafter import Budget
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -37,16 +35,14 @@ NUM_NODES, NUM_BRANCHES = 9, 3
 FORWARD = EagleHead.forward
 """As it is, whatever faults change."""
 
-DRAFTERS: dict[int, type[GrownEagleDrafter]] = {1: Eagle2Drafter, 3: Eagle3Drafter}
 
-
-def drafter(head: EagleHead, depth: int, lm: CausalLM | None = None, **growth: Any) -> GrownEagleDrafter:
+def drafter(head: EagleHead, depth: int, lm: CausalLM | None = None, **growth: Any) -> EagleDrafter:
     lm = lm or target()
     given = {"num_branches": NUM_BRANCHES, "reranks": True, "max_nodes": NUM_NODES, **growth}
-    return DRAFTERS[head.shape.generation](head, lm, target_vocab_size=lm.vocab_size, policy=Fixed(depth), **given)
+    return EagleDrafter(head, lm, target_vocab_size=lm.vocab_size, policy=Fixed(depth), **given)
 
 
-def chains(head: EagleHead, depth: int) -> GrownEagleDrafter:
+def chains(head: EagleHead, depth: int) -> EagleDrafter:
     return drafter(head, depth, num_branches=1, reranks=False, max_nodes=None)
 
 
@@ -69,7 +65,7 @@ def test_chains_and_hopeless_heads_conform(generation: int, is_hopeless: bool) -
 @pytest.mark.parametrize("make", [drafter, chains])
 @pytest.mark.parametrize("generation", [1, 3])
 def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(
-    generation: int, make: Callable[..., GrownEagleDrafter], params: SamplingParams
+    generation: int, make: Callable[..., EagleDrafter], params: SamplingParams
 ) -> None:
     """24 tokens, 6 per step at best: a shift, a wrong position or a wrong mask would show at the deeper levels."""
     engine = Engine(target(), make(trained(generation), 5))
@@ -148,7 +144,7 @@ def pool(head: EagleHead, row: Sequence, depth: int, sharpness: float) -> dict[t
 class Watched(EmptyDrafter):
     """Hands everything on, and checks drafts and entries after every call."""
 
-    def __init__(self, drafter: GrownEagleDrafter, depth: int, checks_trees: bool = True) -> None:
+    def __init__(self, drafter: EagleDrafter, depth: int, checks_trees: bool = True) -> None:
         self.drafter, self.depth, self.checks_trees = drafter, depth, checks_trees
         self.requires = drafter.requires
         self.num_trees = self.num_entries = 0
@@ -283,7 +279,7 @@ def stale_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def predicted_features_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fed of drafts is not forgotten."""
-    monkeypatch.setattr(EagleRows, "end", lambda self, places: None)
+    monkeypatch.setattr(EagleRows, "close", lambda self: None)
 
 
 def own_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +310,9 @@ def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted nodes are fed the output of the last one's parent."""
     original = EagleRows.feed
 
-    def changed(self: EagleRows, drafts: Any, places: Any, features: torch.Tensor, **options: Any) -> torch.Tensor:
-        return original(self, drafts, places, features[:, -1:].expand_as(features), **options)
+    def changed(self: EagleRows, drafts: Any, **options: Any) -> torch.Tensor:
+        self._number_of = [dict.fromkeys(numbers, max(numbers.values(), default=0)) for numbers in self._number_of]
+        return original(self, drafts, **options)
 
     monkeypatch.setattr(EagleRows, "feed", changed)
 
@@ -372,7 +369,7 @@ def trees_of(engine: Engine, prompt: Seq[int], seen: list[DraftTree]) -> list[Dr
 class Recording(EmptyDrafter):
     """Hands everything on, and remembers drafts and how much of prompts was read."""
 
-    def __init__(self, drafter: GrownEagleDrafter) -> None:
+    def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter, self.requires = drafter, drafter.requires
         self.trees: list[DraftTree] = []
         self.num_read = 0
@@ -418,7 +415,7 @@ def test_another_head_recalls_nothing() -> None:
 
 
 @pytest.fixture
-def started() -> tuple[GrownEagleDrafter, list[Sequence]]:
+def started() -> tuple[EagleDrafter, list[Sequence]]:
     """A drafter that has read two prompts."""
     own = drafter(trained(3), 5)
     engine = Engine(target(), own)
@@ -430,9 +427,7 @@ def started() -> tuple[GrownEagleDrafter, list[Sequence]]:
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 9, 50])
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_budgets_are_obeyed_to_the_node(
-    started: tuple[GrownEagleDrafter, list[Sequence]], depth: int, nodes: int
-) -> None:
+def test_budgets_are_obeyed_to_the_node(started: tuple[EagleDrafter, list[Sequence]], depth: int, nodes: int) -> None:
     own, rows = started
     for chains_only in (False, True):
         budget = Budget(depth, nodes, chains_only)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
-from foretoken.drafters.heads.eagle3 import Eagle3Drafter
+from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts import eagle_native, eagle_rows
-from foretoken.drafters.parts.grown_eagle import GrownEagleDrafter
 from foretoken.drafters.parts.head_loading import pack
 from foretoken.engine.engine import Engine
 from foretoken.heads import native
@@ -78,14 +76,13 @@ def runs(instruction: str) -> bool:
     return own is not None and order.index(instruction) >= order.index(own)
 
 
-def drafter(made: EagleHead, depth: int = 3, **growth: Any) -> GrownEagleDrafter:
-    kind = Eagle3Drafter if made.shape.generation == 3 else Eagle2Drafter
+def drafter(made: EagleHead, depth: int = 3, **growth: Any) -> EagleDrafter:
     given = {"num_branches": 3, "reranks": True, "max_nodes": 9, **growth}
-    return kind(made, target(made.dtype), target_vocab_size=320, policy=Fixed(depth), **given)
+    return EagleDrafter(made, target(made.dtype), target_vocab_size=320, policy=Fixed(depth), **given)
 
 
 def decoded(
-    made: GrownEagleDrafter | EmptyDrafter, params: Any, prompts: Any = TEXTS, dtype: torch.dtype = HALF
+    made: EagleDrafter | EmptyDrafter, params: Any, prompts: Any = TEXTS, dtype: torch.dtype = HALF
 ) -> list[list[int]]:
     engine = Engine(target(dtype), made)
     rows = [engine.add_request(prompt, replace(params, max_tokens=12, n=1))[0] for prompt in prompts]

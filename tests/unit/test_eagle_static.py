@@ -16,7 +16,6 @@ from eagle_heads import VOCAB_SIZE, kept_vocabulary, logits_of, model, random_he
 from foretoken import LLM, SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.heads.eagle import EagleDrafter
-from foretoken.drafters.heads.eagle2 import Eagle2Drafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
@@ -192,7 +191,7 @@ def test_heads_and_models_draft_frequent_tokens_alone(tmp_path: Path) -> None:
     kept_vocabulary().save(tmp_path / "tokens.json")
     known = set(kept_vocabulary().target_ids.tolist())
     file = str(tmp_path / "tokens.json")
-    own = Eagle2Drafter(
+    own = EagleDrafter(
         trained(1),
         target(),
         vocabulary=kept_vocabulary(),

@@ -58,19 +58,15 @@ class Oracle:
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
-        return torch.stack([self.logits(draft.row.token_ids) for draft in drafts])[:, None]
+        return torch.stack([self.logits(draft.row.token_ids) for draft in drafts])
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         self.num_calls += 1
-        width = max(len(draft.frontier) for draft in drafts)
-        padding = torch.zeros(VOCAB_SIZE, dtype=self._dtype)
         return torch.stack(
             [
-                torch.stack(
-                    [self.logits([*draft.row.token_ids, *draft.path_tokens(node)]) for node in draft.frontier]
-                    + [padding] * (width - len(draft.frontier))
-                )
+                self.logits([*draft.row.token_ids, *draft.path_tokens(node)])
                 for draft in drafts
+                for node in draft.frontier
             ]
         )
 
@@ -143,7 +139,7 @@ def test_reranking_keeps_the_likeliest_nodes_of_the_pool(
     for row, draft in zip(rows, drafts, strict=True):
         candidates = pool(oracle, row.token_ids, depth, siblings, beam)
         by_score = sorted(candidates, key=lambda path: -candidates[path])  # stable
-        tree = growth.tree(draft, "test")
+        tree = growth.finish(draft, "test")
         assert len(tree) == min(max_nodes, 1 + len(candidates))
         paths = [tree.path_tokens(node) for node in range(1, len(tree))]
         scores = sorted((candidates[path] for path in paths), reverse=True)
@@ -164,7 +160,7 @@ def test_siblings_and_beam_are_limits_of_their_own(seed: int, siblings: int, bea
     )
     draft = growth.begin(row_of(0, [1, 2, 3]), Budget(depth))
     growth.grow([draft], Oracle(seed, torch.float64))
-    tree = growth.tree(draft, "test")
+    tree = growth.finish(draft, "test")
     levels = [tree.depths.count(level) for level in range(1, depth + 1)]
     assert levels[0] == min(beam, siblings)
     assert all(count == min(beam, siblings * before) for before, count in pairwise(levels))
@@ -181,7 +177,7 @@ def test_a_budget_is_kept_to_the_node(budget: Budget, reranks: bool, temperature
     draft = growth.begin(row_of(0, [1, 2, 3], temperature=temperature, seed=5), budget)
     if draft.cap:
         growth.grow([draft], Oracle(3, torch.float64))
-    tree = growth.tree(draft, "test")
+    tree = growth.finish(draft, "test")
     assert tree.depth <= budget.depth
     assert len(tree) <= budget.nodes
     assert tree.is_chain or not budget.chains_only

@@ -14,10 +14,9 @@ from transformers import LlamaConfig, LlamaModel
 
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint
-from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.hydra_layout import read_hydra, write_hydra
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.heads.medusa_layout import read_medusa, write_medusa
 from foretoken.heads.names import is_hydra, is_medusa
 

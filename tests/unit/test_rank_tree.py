@@ -88,18 +88,19 @@ def test_a_tree_obeys_its_budget_to_the_node(depth: int, nodes: int, chains_only
     tree = RankTree.published("mc_sim_7b_63")
     shape = tree.within(Budget(depth, nodes, chains_only))
     allowed = [path for path in tree.paths if len(path) <= depth and (not chains_only or not any(path))]
-    assert len(shape.parents) == 1 + min(nodes - 1, len(allowed))
-    assert len(shape.ends) - 1 <= depth
+    assert len(shape.children) == 1 + min(nodes - 1, len(allowed))
+    assert shape.depth <= depth
     if chains_only:
-        assert shape.parents == tuple(range(-1, len(shape.parents) - 1))
-    for node, parent in enumerate(shape.parents[1:], 1):
-        assert 0 <= parent < node
+        assert all(shape.widest(level) == 1 for level in range(shape.depth))
+    below = [child for children in shape.children for child in children]
+    assert below == list(range(1, len(shape.children)))
+    assert all(child > node for node, children in enumerate(shape.children) for child in children)
 
 
 def test_what_is_left_out_first_is_worth_least() -> None:
     tree = RankTree.of([[0], [0, 0], [1], [0, 0, 0]])
-    assert tree.within(Budget(3, 4)).ranks == (0, 0, 1, 0)
-    assert tree.within(Budget(3, 3)).parents == (-1, 0, 1)
+    assert tree.within(Budget(3, 4)).children == (range(1, 3), range(3, 4), range(4, 4), range(4, 4))
+    assert tree.within(Budget(3, 3)).children == (range(1, 2), range(2, 3), range(3, 3))
     assert RankTree.of([[1], [0, 0], [0]]).paths == ((0,), (1,), (0, 0))
 
 

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, last_of_all
+from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter, best_tree, filled, last_of_all
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.drafters.parts.treeshape import TreeShape, best_shape
-from foretoken.drafters.parts.vocabulary import vocabulary_matrix
+from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
 from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, decode, toy_model
@@ -50,10 +51,11 @@ def num_steps(one: TokenRecyclingDrafter, prompt: tuple[int, ...] = PROMPTS[0]) 
 
 def test_a_small_shape_is_the_one_computed_by_hand() -> None:
     """Shares 0.5, 0.3, 0.1 and six nodes below the root: 0.5, 0.3, then 0.25, 0.15, 0.15 and 0.125."""
-    shape = best_shape(7, 3, 3, (0.5, 0.3, 0.1))
-    assert shape.parents == (-1, 0, 0, 1, 1, 2, 3)
-    assert shape.ranks == (0, 0, 1, 0, 1, 0, 0)
-    assert shape.ends == (1, 3, 6, 7)
+    tree = best_tree(7, 3, 3, (0.5, 0.3, 0.1))
+    assert sorted(tree.paths) == [(0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)]
+    shape = TreeShape.of(tree.paths)
+    assert list(map(list, shape.children)) == [[1, 2], [3, 4], [5], [6], [], [], []]
+    assert list(map(list, shape.levels)) == [[0], [1, 2], [3, 4, 5], [6]]
 
 
 @given(
@@ -63,15 +65,13 @@ def test_a_small_shape_is_the_one_computed_by_hand() -> None:
 )
 def test_the_shape_is_worth_as_much_as_the_best_of_all(shares: list[float], num_nodes: int, depth: int) -> None:
     """No tree accepts more: the worth of all paths, and the largest of them, which always form a tree."""
-    shape = best_shape(num_nodes, depth, len(shares), shares)
-    worth = [1.0]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-        worth.append(worth[parent] * shares[rank])
+    tree = best_tree(num_nodes, depth, len(shares), shares)
+    worth = [math.prod(shares[rank] for rank in path) for path in tree.paths]
     paths = itertools.chain.from_iterable(itertools.product(shares, repeat=length) for length in range(1, depth + 1))
     best = sorted((math.prod(path) for path in paths), reverse=True)[: num_nodes - 1]
-    assert sum(worth[1:]) == pytest.approx(sum(best))
-    assert len(shape.parents) == len(best) + 1
-    assert len(shape.ends) <= depth + 1
+    assert sum(worth) == pytest.approx(sum(best))
+    assert len(tree.paths) == len(best)
+    assert tree.depth <= depth
 
 
 @st.composite
@@ -83,14 +83,18 @@ def matrices(draw: Any) -> AdjacencyMatrix:
     return matrix
 
 
-def filled_slowly(shape: TreeShape, pending: int, depth: int, matrix: AdjacencyMatrix) -> list[tuple[int, ...]]:
+def filled_slowly(tree: RankTree, pending: int, depth: int, matrix: AdjacencyMatrix) -> list[tuple[int, ...]]:
     """The paths of the tree, node by node."""
-    paths: list[tuple[int, ...] | None] = [()]
-    for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
-        above = paths[parent]
-        found = -1 if above is None else int(matrix.candidates[(pending, *above)[-1], rank])
-        paths.append(None if above is None or found < 0 or len(above) == depth else (*above, found))
-    return [path for path in paths if path is not None]
+    paths: dict[tuple[int, ...], tuple[int, ...] | None] = {(): ()}
+    for ranks in sorted(tree.paths, key=lambda ranks: (len(ranks), ranks)):
+        above = paths[ranks[:-1]]
+        found = -1 if above is None else int(matrix.candidates[(pending, *above)[-1], ranks[-1]])
+        paths[ranks] = None if above is None or found < 0 or len(above) == depth else (*above, found)
+    return [path for path in paths.values() if path is not None]
+
+
+def tree_of(shape: TreeShape, pending: int, depth: int, matrix: AdjacencyMatrix) -> DraftTree:
+    return filled(cast("Sequence", SimpleNamespace(pending=pending)), shape, depth, matrix).tree("name")
 
 
 @given(matrices(), st.integers(0, 5), st.integers(1, 20), st.integers(1, 5))
@@ -98,10 +102,10 @@ def filled_slowly(shape: TreeShape, pending: int, depth: int, matrix: AdjacencyM
 def test_the_tree_is_filled_breadth_first_with_what_is_known(
     matrix: AdjacencyMatrix, pending: int, num_nodes: int, depth: int
 ) -> None:
-    shape = best_shape(num_nodes + 1, 4, 3)
-    tree = shape.filled(pending, depth, matrix)
+    best = best_tree(num_nodes + 1, 4, 3)
+    tree = tree_of(TreeShape.of(best.paths), pending, depth, matrix)
     assert tree.tokens[0] == pending
-    assert [tree.path_tokens(node) for node in range(len(tree))] == filled_slowly(shape, pending, depth, matrix)
+    assert [tree.path_tokens(node) for node in range(len(tree))] == filled_slowly(best, pending, depth, matrix)
 
 
 # -- the matrix ----------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ def test_rows_are_the_targets_candidates_along_prompt_and_tree() -> None:
 
 def test_the_vocabulary_is_asked_token_by_token() -> None:
     model = toy_model(VOCAB_SIZE)
-    matrix = vocabulary_matrix(CausalLM(model, execution="eager"), 3, batch_size=7)
+    matrix = AdjacencyMatrix.of_vocabulary(CausalLM(model, execution="eager"), 3, batch_size=7)
     with torch.no_grad():
         logits = model(input_ids=torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0]
     assert matrix.candidates.tolist() == logits.topk(3).indices.tolist()
@@ -300,7 +304,7 @@ def test_the_tree_is_small_where_nodes_cost(keys: dict[str, int], expected: int)
     """80 nodes, as published, take three forwards of one in float32, and five at 4,096 tokens of context."""
     made = drafter_factory(SpeculativeConfig(method="token_recycling", **keys), DrafterContext(target()))()
     assert isinstance(made, TokenRecyclingDrafter)
-    assert len(made._shape.parents) == expected
+    assert len(made._shape.children) == expected
 
 
 def test_the_block_rule_is_refused() -> None:
@@ -325,6 +329,6 @@ def test_a_model_of_the_zoo_brings_the_candidates_of_its_vocabulary() -> None:
 
 
 def test_the_empty_draft_of_an_unknown_token() -> None:
-    tree = best_shape(9, 3, 2).filled(4, 3, AdjacencyMatrix(9, 2), "name")
+    tree = tree_of(TreeShape.of(best_tree(9, 3, 2).paths), 4, 3, AdjacencyMatrix(9, 2))
     assert (tree.tokens, tree.parents, tree.source) == ((4,), (-1,), "name")
     assert isinstance(tree, DraftTree)

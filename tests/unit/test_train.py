@@ -55,21 +55,20 @@ def new_heads(method: str, num_layers: int | None) -> Any:
 def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of the head at every depth of chains that follow the text, in float64; a shifted token, feature, position
     or mask would change them at the first place."""
-    from test_eagle import DRAFTERS
-
+    from foretoken.drafters.heads.eagle import EagleDrafter
     from foretoken.drafters.lengths import Fixed
-    from foretoken.drafters.parts.eagle_levels import EagleLevels
+    from foretoken.drafters.parts.eagle_rows import EagleRows
     from foretoken.engine.engine import Engine
     from foretoken.testing import PROMPTS
 
     head, lm = eagle_heads.trained(generation), eagle_heads.target()
     seen: list[list[Tensor]] = []
-    real_open, real_feed = EagleLevels.open, EagleLevels.feed
-    monkeypatch.setattr(EagleLevels, "open", lambda self, rows: seen.append([real_open(self, rows)]) or seen[-1][0])
+    real_open, real_feed = EagleRows.open, EagleRows.feed
+    monkeypatch.setattr(EagleRows, "open", lambda self, rows: seen.append([real_open(self, rows)]) or seen[-1][0])
     monkeypatch.setattr(
-        EagleLevels, "feed", lambda self, *a, **k: seen[-1].append(real_feed(self, *a, **k)) or seen[-1][-1]
+        EagleRows, "feed", lambda self, *a, **k: seen[-1].append(real_feed(self, *a, **k)) or seen[-1][-1]
     )
-    drafter = DRAFTERS[generation](
+    drafter = EagleDrafter(
         head, lm, target_vocab_size=lm.vocab_size, policy=Fixed(4), num_branches=1, reranks=False, max_nodes=None
     )
     engine = Engine(lm, drafter)
@@ -93,7 +92,7 @@ def test_unrolled_steps_are_what_decoding_computes(generation: int, monkeypatch:
         for depth, output in enumerate(outputs):
             is_on_text = tuple(tree.tokens[1 : 1 + depth]) == text[length : length + depth]
             if is_on_text and entry < len(along[depth]):
-                torch.testing.assert_close(output[0, 0], along[depth][entry], atol=1e-9, rtol=1e-9)
+                torch.testing.assert_close(output[0], along[depth][entry], atol=1e-9, rtol=1e-9)
                 compared[depth] += 1
     assert all(compared[:3]), compared
 

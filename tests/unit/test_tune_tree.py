@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 
 from foretoken.cli import app
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.heads.hydra import HydraDrafter
-from foretoken.drafters.heads.medusa import MedusaDrafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import ConfigError
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import MedusaHeads, MedusaShape
 from foretoken.heads.medusa_layout import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
@@ -30,8 +29,8 @@ def drafter(kind: str, tree: RankTree | None = None) -> Any:
     growth: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "max_depth": 4}
     growth["tree"] = tree or RankTree.cartesian((1,))
     if kind == "medusa":
-        return MedusaDrafter(medusa_heads(), **growth)
-    return HydraDrafter(hydra_heads(True), 2, **growth)
+        return MultiHeadDrafter(medusa_heads(), 2, **growth)
+    return MultiHeadDrafter(hydra_heads(True), 2, **growth)
 
 
 def test_accuracies_are_means_over_the_places_that_have_a_token() -> None:

@@ -125,12 +125,11 @@ def _drafter(llm: LLM) -> Any:
     Raises: ConfigError for any other, saying which method it is.
     """
     from foretoken.drafters.heads.eagle import EagleDrafter
-    from foretoken.drafters.heads.hydra import HydraDrafter
-    from foretoken.drafters.heads.medusa import MedusaDrafter
+    from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
     from foretoken.errors import ConfigError
 
     drafter = llm.drafting.new_drafter()
-    if not isinstance(drafter, (MedusaDrafter, HydraDrafter, EagleDrafter)):
+    if not isinstance(drafter, (MultiHeadDrafter, MultiHeadDrafter, EagleDrafter)):
         method = llm.speculative_config.method
         raise ConfigError(f"this search is for the static trees of medusa, hydra and eagle, not for {method!r}")
     return drafter

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 GROUP = "foretoken.drafters"
 """The entry point group by which other packages add methods, and the package that holds those of this one."""
 
-ATTRIBUTE = "METHOD"
-"""The name under which a module exposes its method."""
+ATTRIBUTES = ("METHOD", "METHODS")
+"""The names under which a module exposes its method, or several that are one family."""
 
 WITHOUT_METHODS = ("lengths", "parts")
 """Packages inside of `GROUP` that hold what drafters are made of."""
@@ -152,9 +152,9 @@ def compositions() -> dict[str, str]:
 
 
 def _own() -> Iterator[Method]:
-    names = [name for name in _modules(GROUP) if hasattr(import_module(name), ATTRIBUTE)]
-    for name in sorted(names, key=lambda name: (ORDER.index(name.split(".")[2]), name)):
-        yield getattr(import_module(name), ATTRIBUTE)
+    for name in sorted(_modules(GROUP), key=lambda name: (ORDER.index(name.split(".")[2]), name)):
+        one, several = (getattr(import_module(name), attribute, None) for attribute in ATTRIBUTES)
+        yield from several or ([] if one is None else [one])
 
 
 def _modules(package: str) -> Iterator[str]:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
-from foretoken.heads.hydra import HydraHeads, HydraShape
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.linears import replacement
 from foretoken.model.execution.packing import PackedLinear

@@ -11,9 +11,9 @@ import torch
 from foretoken.bench.forwards import replaced
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.parts.candidates import Places
+from foretoken.drafters.parts.candidates import Parents
+from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
-from foretoken.drafters.parts.ranked import RankedGrowth
 from foretoken.engine.drafter import Budget, Requirements
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -29,11 +29,11 @@ _CHUNK = 512
 
 
 class RankedDrafter(Protocol):
-    """A drafter of heads with a static tree: `MedusaDrafter`, `HydraDrafter`."""
+    """A drafter of heads with a static tree: `MultiHeadDrafter`, `MultiHeadDrafter`."""
 
     name: str
     requires: Requirements
-    growth: RankedGrowth
+    growth: Growth
 
     def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
         """What head ``depth`` says along a text; row i guesses token first + i + 2 + depth."""
@@ -125,7 +125,7 @@ def watched_hits(
     best ones stand before it; a level that no text has come to counts as never right.
 
     Args:
-      drafter: one with a `RankedGrowth`.
+      drafter: one with a `Growth`.
       depth: levels that are looked at.
     """
     comb = [(0,) * above + (rank,) for above in range(depth) for rank in range(MAX_SIBLINGS)]
@@ -179,7 +179,7 @@ def _ranks_of(target: CausalLM, drafter: RankedDrafter, row: Sequence, num_heads
             break
         logits = drafter.along(depth, states, token_ids, first)
         positions = range(first + 2 + depth, len(tokens))
-        places = Places([row.law] * len(logits), [()] * len(logits), list(positions))
+        places = Parents([row.law] * len(logits), [()] * len(logits), list(positions))
         for i, (best, position) in enumerate(
             zip(drafter.growth.ranked(logits, places, MAX_SIBLINGS), positions, strict=True)
         ):

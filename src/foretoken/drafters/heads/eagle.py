@@ -1,33 +1,50 @@
-"""EAGLE: a head that extrapolates the last hidden state, token by token along the branches of a static tree."""
+"""EAGLE, EAGLE-2 and EAGLE-3: a head that is fed its own predictions of what the target computes.
+
+A head of generation 1 extrapolates the last hidden state, one of generation 3 fuses three layers; a checkpoint tells
+which it is. Methods ``eagle`` and ``eagle2`` are two uses of the former, in a static tree and in one that grows where
+the head is sure; ``eagle3`` grows trees with the latter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from foretoken.config.drafting import ModelOptions, branches, draft_length, node_limit
 from foretoken.config.method import Method
+from foretoken.config.options import flag, number, option
 from foretoken.drafters.heads.options import HeadOptions
-from foretoken.drafters.parts.eagle_levels import EagleLevels
-from foretoken.drafters.parts.eagle_options import EagleHeadOptions, eagle_head
+from foretoken.drafters.parts.eagle_native import MOST_GROWN
 from foretoken.drafters.parts.eagle_rows import EagleRows
-from foretoken.drafters.parts.ranked import Pick, RankedDraft, RankedGrowth
-from foretoken.drafters.parts.reduced_output import chosen_vocabulary, output_of
-from foretoken.drafters.parts.states_drafter import StatesDrafter
-from foretoken.engine.drafter import Budget
-from foretoken.engine.sequence import Sequence
+from foretoken.drafters.parts.growth import Growth
+from foretoken.drafters.parts.growth_options import GrowthOptions
+from foretoken.drafters.parts.head_loading import load_head
+from foretoken.drafters.parts.head_states import HeadDrafter
+from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, output_of
+from foretoken.heads.recognition import eagle_generation
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.heads.eagle as eagle
+    import foretoken.heads.eagle_layouts as layouts
+    import foretoken.heads.eagle_structure as structure
+    import foretoken.heads.published as published
+    from foretoken.config.contents import Contents
     from foretoken.drafters.context import DrafterContext
+    from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.heads.checkpoint import Checkpoint
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
-    from foretoken.tree import DraftTree
 else:
-    torch = Lazy("torch")
+    eagle = Lazy("foretoken.heads.eagle")
+    layouts = Lazy("foretoken.heads.eagle_layouts")
+    structure = Lazy("foretoken.heads.eagle_structure")
+    published = Lazy("foretoken.heads.published")
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -35,6 +52,44 @@ those of the published heads, which lose little from depth to depth; the others 
 
 MAX_DEPTH = 64
 """Of a tree: one head drafts as deep as it is asked to, and nobody can want more."""
+
+MOST_CAP = 60
+"""Levels of a draft that is grown in one call."""
+
+LEAST_MASS = 0.05
+"""Chances of the nodes of a level together, below which it has no children: a further level takes about a fiftieth of a
+step on a CPU, and would bring fewer tokens than that time does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleHeadOptions(ModelOptions, VocabularyOptions):
+    """The head.
+
+    Attributes:
+      model_is_head: that ``model`` names a head, not a causal language model.
+    """
+
+    model_is_head: ClassVar[bool] = True
+
+    draft_rope_theta: float | None = option(
+        number(0.0, above=True),
+        help="base of the head's rotary positions; by default its config's, which some heads were not trained with",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTreeOptions(GrowthOptions, EagleHeadOptions):
+    """Keys of dynamic trees: wide where the head is in doubt, deep where it is sure."""
+
+    num_speculative_tokens: int = draft_length(5)
+    num_draft_branches: int = branches(4)
+    max_draft_nodes: int | None = node_limit(12)
+    draft_rerank: bool = option(
+        flag(), True, "keep all siblings while a draft grows, and the likeliest max_draft_nodes of them in the end"
+    )
+
+    def growth(self, target_vocab_size: int) -> dict[str, Any]:
+        return {**super().growth(target_vocab_size), "least_mass": LEAST_MASS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,110 +99,146 @@ class EagleOptions(HeadOptions, EagleHeadOptions):
     method: ClassVar[str] = "eagle"
 
 
-@dataclass
-class _Level:
-    """The nodes of one depth of a static tree, as they are fed."""
+@dataclass(frozen=True, kw_only=True)
+class Eagle2Options(DynamicTreeOptions):
+    """Keys of drafting as EAGLE-2 does."""
 
-    draft: RankedDraft
-    frontier: list[int]
-
-    @property
-    def tokens(self) -> Seq[int]:
-        return self.draft.tokens
-
-    @property
-    def parents(self) -> Seq[int]:
-        return self.draft.shape.parents
-
-    @property
-    def depths(self) -> Seq[int]:
-        return [len(self.path(node)) for node in range(len(self.parents))]
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from below the root to this one."""
-        nodes: list[int] = []
-        while node > 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
+    method: ClassVar[str] = "eagle2"
+    head: ClassVar[str] = "eagle"
 
 
-class EagleDrafter(StatesDrafter[EagleRows]):
-    """A static tree from a head that is fed its own predictions of the target's features.
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(DynamicTreeOptions):
+    """Keys of drafting as EAGLE-3 does."""
 
-    Source: EAGLE (Li et al. 2024, arXiv:2401.15077); its tree is ``speculative_token_tree="eagle"``. Deviations: where
-    the target draws tokens, siblings share its noise, under "match"; "standard" draws as published.
+    method: ClassVar[str] = "eagle3"
+
+
+class EagleDrafter(HeadDrafter[EagleRows]):
+    """Drafts with a head of EAGLE, a static tree or one that takes shape by what the head is sure of.
+
+    Source: EAGLE (Li et al. 2024, arXiv:2401.15077), whose tree is ``speculative_token_tree="eagle"``; EAGLE-2 (Li et
+    al. 2024, arXiv:2406.16858) for trees that grow; EAGLE-3 (Li et al. 2025, arXiv:2503.01840). Deviations: where the
+    target draws tokens, siblings share its noise under "match" (see `Growth`); "standard" draws as published; children,
+    frontier and final nodes have limits of their own.
 
     Args:
       head: on the device of the target, in its dtype.
       target: whose features it reads.
-      vocabulary: tokens that may be drafted; None for all.
-      growth: arguments of `RankedGrowth`.
+      vocabulary: tokens that may be drafted, of a head without an output layer of its own; None for all.
+      growth: arguments of `Growth`.
 
     Exactness: lossless for any head, but for acceptance="typical".
-    Randomness: keyed, see ``acceptance`` of `RankedGrowth`; none when greedy.
+    Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     Cost: a step runs the head once over the committed tokens and once per further level, for all rows together.
     """
-
-    name = "eagle"
 
     def __init__(
         self, head: EagleHead, target: CausalLM, *, vocabulary: DraftVocabulary | None = None, **growth: Any
     ) -> None:
         kept, output = output_of(head, target, vocabulary)
-        self.growth = RankedGrowth(vocabulary=kept, **growth)
+        self.growth = Growth(vocabulary=kept, **growth)
         self.growth.takes_trees = target.supports_trees
         self.states = EagleRows(head, target, output, kept)
         self.requires = self.states.requires
-        self._levels = EagleLevels(self.states)
-        self._growing: list[RankedDraft] = []
+        uses = {1: "eagle2" if self.growth.tree is None else "eagle", 3: "eagle3"}
+        self.name = uses[head.shape.generation]
 
-    # -- rows --------------------------------------------------------------------------------------------------
+    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+        if len(drafts) <= MOST_GROWN and all(self._grows_at_once(draft) for draft in drafts):
+            for draft in drafts:
+                self.states.grow(draft, self.growth.least_mass, self.growth.sharpness)
+            return
+        try:
+            self.growth.grow(drafts, self)
+        finally:
+            self.states.close()
 
-    # -- propose -----------------------------------------------------------------------------------------------
+    def _grows_at_once(self, draft: GrowingDraft) -> bool:
+        """Whether a draft can be grown by the library's own kernels: nothing but the head has a say in it."""
+        has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
+        return self.states.native is not None and has_room and draft.row.law.is_argmax
 
-    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        drafts = [self.growth.begin(row, budget) for row, budget in self.within(rows, budgets)]
-        self._growing = [draft for draft in drafts if draft.depth > 0]
-        if self._growing:
-            try:
-                self.growth.fill(self._growing, self)
-            finally:
-                self._growing = []
-                self._levels.close()
-        return [draft.tree(self.name) for draft in drafts]
+    def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """What follows the pending tokens was computed when these became known; the output layer is missing."""
+        return self.states.logits(self.states.open([draft.row for draft in drafts]))
 
-    def level(self, depth: int, picks: Seq[Pick]) -> torch.Tensor:
-        """What follows every picked node; only these are fed, and only they go through the output layer."""
-        if depth == 0:
-            outputs = self._levels.open([draft.row for draft in self._growing])
-        else:
-            levels = [_Level(draft, []) for draft in self._growing]
-            for pick in picks:
-                levels[pick.index].frontier.append(pick.node)
-            outputs = self._levels.feed(levels)
-        columns = [0] * len(self._growing)
-        places = []
-        for pick in picks:
-            places.append((pick.index, columns[pick.index]))
-            columns[pick.index] += 1
-        index, column = (list(values) for values in zip(*places, strict=True))
-        return self.states.logits(outputs[index, column])
+    def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+        """Feed the frontier of every draft, each node with the output of its parent."""
+        return self.states.logits(self.states.feed(drafts, are_chains=self.growth.drafts_chains))
 
 
-def build(options: EagleOptions, context: DrafterContext) -> EagleDrafter:
+def build(options: EagleOptions | DynamicTreeOptions, context: DrafterContext) -> EagleDrafter:
     """Drafts with the head that the config names."""
     target = context.target
-    context.check_trees(options.method)
-    head = eagle_head(options, context, generation=1)
-    tree = options.tree(target, USUAL_ACCURACIES, MAX_DEPTH)
+    if isinstance(options, EagleOptions):
+        context.check_trees(options.method)
+    head = eagle_head(options, context, 3 if options.method == "eagle3" else 1)
     vocabulary = chosen_vocabulary(options, context)
-    return EagleDrafter(head, target, vocabulary=vocabulary, **options.growth(tree, target))
+    if isinstance(options, EagleOptions):
+        growth = options.growth(options.tree(target, USUAL_ACCURACIES, MAX_DEPTH), target)
+    else:
+        growth = options.growth(target.vocab_size)
+    return EagleDrafter(head, target, vocabulary=vocabulary, **growth)
 
 
-METHOD = Method(
-    EagleOptions,
-    build,
-    summary="with a head that extrapolates the target's features, along a static tree",
-    aliases=("eagle1", "eagle_1"),
+def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: int) -> EagleHead:
+    """The head of this generation that the config names, fitted to the target.
+
+    Raises: ConfigError, CheckpointError; see `load_head`.
+    """
+    target = context.target
+    facts = _facts(context)
+
+    def read(found: Checkpoint) -> tuple[EagleHead, Seq[str]]:
+        layout = layouts.read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
+        return layout.head, layout.notes
+
+    known = published.published_eagle(facts.hidden_size, target.num_layers, target.vocab_size, generation)
+    head = load_head(options, context, eagle.EagleHead, read, known)
+    layouts.check_fits(head, facts, generation)
+    return head
+
+
+def _facts(context: DrafterContext) -> structure.TargetFacts:
+    """What a head must fit."""
+    target = context.target
+    eos = getattr(context.tokenizer, "eos_token_id", None)
+    embedding = target.shadow.get_input_embeddings().weight
+    return structure.TargetFacts(
+        name=target.name,
+        hidden_size=int(target.config.hidden_size),
+        vocab_size=target.vocab_size,
+        num_layers=target.num_layers,
+        eos_token_ids=() if eos is None else (int(eos),),
+        embedding=embedding.detach(),
+    )
+
+
+def _is_of(generation: int, contents: Contents) -> bool:
+    """Whether this is a head of this generation; of the first, a tree that grows is the better use."""
+    return eagle_generation(contents.config, contents.names) == generation
+
+
+METHODS = (
+    Method(
+        EagleOptions,
+        build,
+        summary="with a head that extrapolates the target's features, along a static tree",
+        aliases=("eagle1", "eagle_1"),
+    ),
+    Method(
+        Eagle2Options,
+        build,
+        summary="with a head that extrapolates the target's features, in a tree that grows where it is sure",
+        aliases=("eagle_2",),
+        recognizes=partial(_is_of, 1),
+    ),
+    Method(
+        Eagle3Options,
+        build,
+        summary="with a head that fuses three layers of the target, in a tree that grows where it is sure",
+        aliases=("draft_eagle3", "eagle_3"),
+        recognizes=partial(_is_of, 3),
+    ),
 )

@@ -14,7 +14,16 @@ from foretoken.drafters.parts.decoder_rows import DecoderRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
-from foretoken.drafters.parts.rows import CachedRows, Place, feed, known_tokens, neighbours, reach
+from foretoken.drafters.parts.rows import (
+    CachedRow,
+    CachedRows,
+    CacheMemory,
+    feed,
+    known_tokens,
+    neighbours,
+    reach,
+    unpadded,
+)
 from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.drafters.parts.sparse_view import SparseView
-    from foretoken.model.cache.ragged import KVCache, RowStates
+    from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
     from foretoken.tree import DraftTree
 else:
@@ -46,25 +55,6 @@ class DraftModelOptions(GrowthOptions, ModelOptions, VocabularyOptions):
 
 
 PREFILL_CHUNK = 512
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The beginning of a text in a drafter's cache, in copies of its own.
-
-    Args:
-      version: of the model that wrote it; see `CausalLM.num_changes`.
-      length: columns.
-    """
-
-    model: CausalLM
-    version: int
-    states: RowStates
-    length: int
-
-    def is_from(self, model: CausalLM) -> bool:
-        """Whether this model wrote it, as it is now."""
-        return self.model is model and self.version == model.num_changes
 
 
 class DraftModelDrafter(Drafter):
@@ -120,10 +110,8 @@ class DraftModelDrafter(Drafter):
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """Load what an earlier row has left; what is missing of the prompt is fed at the start."""
-        if isinstance(memory, Memory) and memory.is_from(self.model) and self._fits(row):
-            place = self._rows.enter(row.id)
-            place.trunk = min(memory.length, num_tokens)
-            self._cache.load(place.slot, memory.states, place.trunk)
+        if isinstance(memory, CacheMemory) and memory.writer == self._writer and self._fits(row):
+            self._rows.recall(row.id, memory, num_tokens)
         return num_tokens
 
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
@@ -150,15 +138,17 @@ class DraftModelDrafter(Drafter):
         for copy in copies:
             self._rows.fork(row.id, copy.id)
 
-    def keep(self, row: Sequence) -> Memory | None:
-        if row.id not in self._rows:
-            return None
-        place = self._rows[row.id]
-        if self._view is not None:
+    def keep(self, row: Sequence) -> CacheMemory | None:
+        if self._view is not None and row.id in self._rows:
+            place = self._rows[row.id]
             self._view.give_back(row, place.slot)
             place.trunk = self._cache.lengths[place.slot]
-        states = self._cache.export(place.slot, place.trunk)
-        return Memory(self.model, self.model.num_changes, states, place.trunk)
+        return self._rows.keep(row.id, self._writer)
+
+    @property
+    def _writer(self) -> object:
+        """The model as it is now; see `CausalLM.num_changes`."""
+        return self.model, self.model.num_changes
 
     def forget(self, rows: Seq[Sequence]) -> None:
         self.growth.forget(rows)
@@ -197,7 +187,7 @@ class DraftModelDrafter(Drafter):
         growing = [draft for draft in drafts if draft.cap > 0]
         if growing and not self._grow_at_once(growing):
             self.growth.grow(growing, self)
-        return [self.growth.tree(draft, self.name) for draft in drafts]
+        return [self.growth.finish(draft, self.name) for draft in drafts]
 
     def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
         """Grow drafts in one call where these are chains of a small model's likeliest tokens; whether they are."""
@@ -222,9 +212,9 @@ class DraftModelDrafter(Drafter):
         for place, count in zip(places, counts, strict=True):
             place.trunk += count
         last = torch.tensor([count - 1 - first for count in counts], device=logits.device)
-        return logits[torch.arange(len(drafts), device=logits.device), last][:, None]
+        return logits[torch.arange(len(drafts), device=logits.device), last]
 
-    def _unseen(self, drafts: Seq[GrowingDraft]) -> tuple[list[Place], list[list[int]]]:
+    def _unseen(self, drafts: Seq[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
         """Places of rows in front, and what is to be fed of their texts, which is short."""
         places = self._rows.align([draft.row.id for draft in drafts])
         self._cache.rollback([place.trunk for place in places])
@@ -235,7 +225,7 @@ class DraftModelDrafter(Drafter):
                 place.trunk = self._cache.lengths[place.slot]
         return places, [draft.row.token_ids[place.trunk :] for draft, place in zip(drafts, places, strict=True)]
 
-    def _unseen_in(self, view: SparseView, drafts: Seq[GrowingDraft]) -> tuple[list[Place], list[list[int]]]:
+    def _unseen_in(self, view: SparseView, drafts: Seq[GrowingDraft]) -> tuple[list[CachedRow], list[list[int]]]:
         """The same over a view. A longer text is fed in pieces, between which columns are chosen anew."""
         source_rows = [self._rows[draft.row.id].slot for draft in drafts]
         places = view.follow(drafts, source_rows)
@@ -252,7 +242,7 @@ class DraftModelDrafter(Drafter):
         ]
         return places, chains
 
-    def _place(self, row: Sequence) -> Place | None:
+    def _place(self, row: Sequence) -> CachedRow | None:
         """Where a row lies in the cache that drafts see; None as long as it has not been drafted for."""
         return (self._rows if self._view is None else self._view.rows).get(row.id)
 
@@ -261,7 +251,8 @@ class DraftModelDrafter(Drafter):
         places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
         if self._at_once is not None and self._at_once.takes([len(draft.frontier) for draft in drafts]):
             return self._at_once.feed(drafts, places, are_chains=self.growth.drafts_chains)
-        return feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
+        logits = feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
+        return unpadded(logits, drafts)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         """Keep the accepted nodes that were fed; the next catch-up brings the rest."""

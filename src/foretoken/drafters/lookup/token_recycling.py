@@ -13,7 +13,8 @@ from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, one_of, option, path, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.drafters.parts.treeshape import best_shape
+from foretoken.drafters.parts.draft import GrowingDraft
+from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
 
+
+RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
+"""How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
 
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
 """Nodes of the tree where the config names none: as published, and where every node costs."""
@@ -57,7 +61,7 @@ class TokenRecyclingDrafter(ContextDrafter):
     Source: token recycling (Luo et al. 2024, arXiv:2408.08696; Luowaterbi/TokenRecycling). Deviations: unknown
     successors are left out of the tree, where the published code drafts token 0; the text of the prompt fills rows
     before the first step; where a token stands at several nodes its row comes from the accepted one; the matrix ends
-    with its request unless it is shared. The published tree is not described by a rule; see `best_shape` for ours.
+    with its request unless it is shared. The published tree is not described by a rule; see `best_tree` for ours.
 
     Args:
       vocab_size: of the target.
@@ -104,7 +108,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         num_candidates = min(num_candidates, vocab_size)
         self.requires = Requirements(prompt_logits=initial_state != "empty")
         self._num_candidates = num_candidates
-        self._shape = best_shape(max_nodes, num_speculative_tokens, num_candidates)
+        self._shape = TreeShape.of(best_tree(max_nodes, num_speculative_tokens, num_candidates).paths)
         self._shared = shared
         self._learns_vocabulary = initial_state == "vocabulary"
         self._state_file = None if state_file is None else Path(state_file).expanduser()
@@ -117,9 +121,7 @@ class TokenRecyclingDrafter(ContextDrafter):
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         if self._is_blank and self._learns_vocabulary:
-            from foretoken.drafters.parts.vocabulary import vocabulary_matrix
-
-            self._start = vocabulary_matrix(target, self._start.num_candidates)
+            self._start = AdjacencyMatrix.of_vocabulary(target, self._start.num_candidates)
             self._is_blank = False
             if self._state_file is not None:
                 self._start.save(self._state_file)
@@ -146,7 +148,7 @@ class TokenRecyclingDrafter(ContextDrafter):
             self._matrix_of[copy.id] = matrix if self._shared else matrix.copy()
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        return self._shape.filled(row.pending, budget, self._matrix_of[row.id], self.name)
+        return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -199,6 +201,27 @@ class TokenRecyclingDrafter(ContextDrafter):
         if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
             return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
         return self._start.copy()
+
+
+def best_tree(num_nodes: int, max_depth: int, num_candidates: int, shares: Seq[float] = RANK_SHARES) -> RankTree:
+    """The tree that accepts most when the candidate of rank r is right with probability ``shares[r]`` everywhere.
+
+    Source: Sequoia (Chen et al. 2024, arXiv:2402.12374), for shares that do not grow; see `RankTree.grown`.
+
+    Args:
+      num_nodes: root included.
+    """
+    shares = [*shares, *(shares[-1] * 0.5**i for i in range(1, num_candidates + 1))][:num_candidates]
+    return RankTree.grown([shares] * max_depth, num_nodes, num_candidates, "best tree")
+
+
+def filled(row: Sequence, shape: TreeShape, max_depth: int, matrix: AdjacencyMatrix) -> GrowingDraft:
+    """The tree below a pending token with what the matrix knows, as deep as allowed; nothing follows the unknown."""
+    draft = GrowingDraft(row, max_depth, shape=shape)
+    for _ in range(max_depth):
+        for node in draft.take_frontier():
+            draft.fill(node, matrix.after(draft.tokens[node]))
+    return draft
 
 
 def last_of_all(num_nodes: int, path: Seq[int]) -> list[int]:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    import foretoken.model.nodes as nodes_of
+    from foretoken.model.lm import CausalLM
+else:
+    torch = Lazy("torch")
+    nodes_of = Lazy("foretoken.model.nodes")
 
 _FORMAT = "foretoken token_recycling 1"
 _TENSOR = "candidates"
@@ -30,6 +41,25 @@ class AdjacencyMatrix:
 
     def __init__(self, vocab_size: int, num_candidates: int) -> None:
         self._successors = np.zeros((vocab_size, num_candidates), dtype=np.int32)  # ids plus one; 0 is unknown
+
+    @classmethod
+    def of_vocabulary(cls, target: CausalLM, num_candidates: int, batch_size: int = 256) -> AdjacencyMatrix:
+        """What a target says after every token of its vocabulary that stands alone, at the beginning of a text.
+
+        The tokens of a forward stand side by side in one row, each seeing itself only. That is the work of a prompt as
+        long as the vocabulary, once.
+
+        Exactness: any state is as good as another for what is generated. Randomness: none.
+        """
+        matrix = cls(target.vocab_size, num_candidates)
+        with torch.inference_mode():
+            for start in range(0, target.vocab_size, batch_size):
+                tokens = torch.arange(start, min(start + batch_size, target.vocab_size))
+                alone = torch.eye(len(tokens), dtype=torch.bool)
+                nodes = nodes_of.Nodes(tokens[None], torch.zeros_like(tokens)[None], (len(tokens),), alone[None])
+                logits = target.forward(nodes, target.new_cache(1))
+                matrix.update(tokens.tolist(), logits[0].topk(num_candidates, dim=-1).indices.cpu().numpy())
+        return matrix
 
     @property
     def vocab_size(self) -> int:
@@ -51,8 +81,8 @@ class AdjacencyMatrix:
         return matrix
 
     def after(self, token: int) -> list[int]:
-        """The successors of a token, best first; -1 where they are not known."""
-        return [following - 1 for following in self._successors[token].tolist()]
+        """The successors of a token as far as they are known, best first."""
+        return [following - 1 for following in self._successors[token].tolist() if following]
 
     def update(self, tokens: Seq[int], top_ids: np.ndarray) -> None:
         """Put the target's best ids (M, k) after each token in its row; of equal tokens the last one counts."""

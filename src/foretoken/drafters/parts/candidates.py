@@ -35,7 +35,7 @@ Scored = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Places:
+class Parents:
     """M nodes that get children.
 
     Args:
@@ -48,9 +48,9 @@ class Places:
     paths: Seq[tuple[int, ...]]
     positions: Seq[int]
 
-    def of(self, rows: Seq[int]) -> Places:
+    def of(self, rows: Seq[int]) -> Parents:
         """Some of them."""
-        return Places(
+        return Parents(
             [self.laws[row] for row in rows], [self.paths[row] for row in rows], [self.positions[row] for row in rows]
         )
 
@@ -88,17 +88,17 @@ class Candidates:
             return self._vocab_size, None
         return len(self._vocabulary), self._vocabulary.target_ids
 
-    def log_probs(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+    def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
-        if self._vocabulary is None or any(law.is_processed for law in places.laws):
-            return self.whole(logits, places)
-        return sampling.log_probs(logits, places.laws, places.paths)
+        if self._vocabulary is None or any(law.is_processed for law in parents.laws):
+            return self.whole(logits, parents)
+        return sampling.log_probs(logits, parents.laws, parents.paths)
 
-    def whole(self, logits: torch.Tensor, places: Places) -> torch.Tensor:
+    def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node over all of the target's tokens (M, V)."""
-        return sampling.log_probs(self._spread(logits), places.laws, places.paths)
+        return sampling.log_probs(self._spread(logits), parents.laws, parents.paths)
 
-    def best(self, logits: torch.Tensor, places: Places, k: int, *, as_chances: bool) -> list[Scored]:
+    def best(self, logits: torch.Tensor, parents: Parents, k: int, *, as_chances: bool) -> list[Scored]:
         """Up to k children of every node; equal ones in the order of their ids, none where there is no law.
 
         Args:
@@ -106,34 +106,34 @@ class Candidates:
             depths; else how far each is behind the best.
         """
 
-        def ranked(logits: torch.Tensor, places: Places, columns: torch.Tensor | None) -> list[Scored]:
-            found: list[Scored] = [[] for _ in places.laws]
+        def ranked(logits: torch.Tensor, parents: Parents, columns: torch.Tensor | None) -> list[Scored]:
+            found: list[Scored] = [[] for _ in parents.laws]
             for is_certain in (True, False):
                 # scores that only rank greedy rows need no law
-                by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in places.laws]
+                by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
                 rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
                 if rows:
                     some = logits if len(rows) == len(found) else logits[rows]
                     rank = self._by_law if is_certain else self._by_noise
-                    for i, scored in zip(rows, rank(some, places.of(rows), k, columns, as_chances), strict=True):
+                    for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
                         found[i] = scored
             return found
 
-        return self._mapped(logits, places, ranked)
+        return self._mapped(logits, parents, ranked)
 
-    def only(self, logits: torch.Tensor, places: Places) -> list[int]:
+    def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
         """The best child of every node, -1 where there is no law."""
 
-        def chosen(logits: torch.Tensor, places: Places, columns: torch.Tensor | None) -> list[int]:
+        def chosen(logits: torch.Tensor, parents: Parents, columns: torch.Tensor | None) -> list[int]:
             if self._is_greedy:
-                found = sampling.argmax(sampling.log_probs(logits, places.laws, places.paths))
+                found = sampling.argmax(sampling.log_probs(logits, parents.laws, parents.paths))
                 return _named(found, columns).tolist()
             if columns is None:
-                return sampling.choose(logits, places.laws, places.paths, places.positions).tolist()
-            best, _ = sampling.choose_siblings(logits, places.laws, places.paths, places.positions, 1, columns)
+                return sampling.choose(logits, parents.laws, parents.paths, parents.positions).tolist()
+            best, _ = sampling.choose_siblings(logits, parents.laws, parents.paths, parents.positions, 1, columns)
             return best[:, 0].tolist()
 
-        return self._mapped(logits, places, chosen)
+        return self._mapped(logits, parents, chosen)
 
     def follow(self, tree: DraftTree, emitted: int) -> None:
         """Sharpen the law where a draft's first choice is right more often than its score says, else flatten it."""
@@ -145,52 +145,52 @@ class Candidates:
     # -- one kind of rows ------------------------------------------------------------------------------------------
 
     def _by_law(
-        self, logits: torch.Tensor, places: Places, k: int, columns: torch.Tensor | None, as_chances: bool
+        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
     ) -> list[Scored]:
         k = min(k, logits.shape[-1])
-        if all(law.is_argmax for law in places.laws):  # the law is the softmax, which keeps the order of logits
+        if all(law.is_argmax for law in parents.laws):  # the law is the softmax, which keeps the order of logits
             found, scores = choice.likeliest(logits, k, self.sharpness) if as_chances else choice.largest(logits, k)
         else:
-            laws = sampling.log_probs(logits, places.laws, places.paths)
+            laws = sampling.log_probs(logits, parents.laws, parents.paths)
             found, scores = choice.largest(laws, k)
             if as_chances:
-                powers = [self.sharpness if law.is_greedy else 1.0 for law in places.laws]
+                powers = [self.sharpness if law.is_greedy else 1.0 for law in parents.laws]
                 chances = torch.log_softmax(laws * torch.tensor(powers, device=laws.device)[:, None], dim=-1)
                 scores = chances.gather(1, found.clamp(min=0)).double()
         return _paired(_named(found, columns), scores.where(found >= 0, -torch.inf))
 
     def _by_noise(
-        self, logits: torch.Tensor, places: Places, k: int, columns: torch.Tensor | None, as_chances: bool
+        self, logits: torch.Tensor, parents: Parents, k: int, columns: torch.Tensor | None, as_chances: bool
     ) -> list[Scored]:
         """By the noise that the target draws with.
 
         The token that wins here wins there unless another comes near: the chance of each is its share by its distance
         to the winner.
         """
-        laws, paths, positions = places.laws, places.paths, places.positions
+        laws, paths, positions = parents.laws, parents.paths, parents.positions
         found, gaps = sampling.choose_siblings(logits, laws, paths, positions, k, columns)
         return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
     def _mapped(
         self,
         logits: torch.Tensor,
-        places: Places,
-        function: Callable[[torch.Tensor, Places, torch.Tensor | None], list[Result]],
+        parents: Parents,
+        function: Callable[[torch.Tensor, Parents, torch.Tensor | None], list[Result]],
     ) -> list[Result]:
         """Call a function with nodes whose logits are of the whole vocabulary, and with those of the reduced one."""
         if self._vocabulary is None:
-            return function(lm.fit_vocabulary(logits, self._vocab_size), places, None)
+            return function(lm.fit_vocabulary(logits, self._vocab_size), parents, None)
         ids = self._vocabulary.target_ids
-        spread = [i for i, law in enumerate(places.laws) if law.is_processed]
+        spread = [i for i, law in enumerate(parents.laws) if law.is_processed]
         if not spread:
-            return function(logits, places, ids)
+            return function(logits, parents, ids)
         results: dict[int, Result] = dict(
-            zip(spread, function(self._spread(logits[spread]), places.of(spread), None), strict=True)
+            zip(spread, function(self._spread(logits[spread]), parents.of(spread), None), strict=True)
         )
-        rest = [i for i in range(len(places.laws)) if i not in results]
+        rest = [i for i in range(len(parents.laws)) if i not in results]
         if rest:
-            results |= dict(zip(rest, function(logits[rest], places.of(rest), ids), strict=True))
-        return [results[i] for i in range(len(places.laws))]
+            results |= dict(zip(rest, function(logits[rest], parents.of(rest), ids), strict=True))
+        return [results[i] for i in range(len(parents.laws))]
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""

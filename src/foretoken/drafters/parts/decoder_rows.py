@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.rows import frontier_list, in_rectangle
+from foretoken.drafters.parts.rows import frontier_list
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import foretoken.model.execution.node_lists as node_lists
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.drafters.parts.growth import Argmaxes
-    from foretoken.drafters.parts.rows import Place
+    from foretoken.drafters.parts.rows import CachedRow
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.execution.decoder import Decoder
     from foretoken.model.lm import CausalLM
@@ -44,8 +44,8 @@ class DecoderRows:
         """Whether so many nodes of every row are for this."""
         return calls.are_few(counts) and decodable.decoder_of(self._model) is not None
 
-    def open(self, places: Seq[Place], chains: Seq[Seq[int]]) -> torch.Tensor:
-        """Feed the next tokens of texts, one at least of each; logits (B, 1, V) after the last of each."""
+    def open(self, places: Seq[CachedRow], chains: Seq[Seq[int]]) -> torch.Tensor:
+        """Feed the next tokens of texts, one at least of each; logits (B, V) after the last of each."""
         fed = node_lists.NodeList.chains(chains, self._cache.row_lengths(0, len(chains)))
         ends = [sum(fed.counts[: row + 1]) - 1 for row in range(len(chains))]
         logits = self._decoder.logits(fed, self._cache, ends)
@@ -53,9 +53,9 @@ class DecoderRows:
         self._cache.commit([range(count) for count in fed.counts])
         for place, count in zip(places, fed.counts, strict=True):
             place.trunk += count
-        return logits[:, None]
+        return logits
 
-    def grow(self, drafts: Seq[GrowingDraft], places: Seq[Place], chains: Seq[Seq[int]], wanted: Argmaxes) -> None:
+    def grow(self, drafts: Seq[GrowingDraft], places: Seq[CachedRow], chains: Seq[Seq[int]], wanted: Argmaxes) -> None:
         """Feed the next tokens of texts, and add the likeliest tokens behind them to the drafts, one after another."""
         fed = node_lists.NodeList.chains(chains, self._cache.row_lengths(0, len(chains)))
         found, num_forwards = self._decoder.chains(fed, self._cache, wanted.depths, wanted.num_columns, wanted.names)
@@ -68,14 +68,14 @@ class DecoderRows:
             for node, token in enumerate(tokens):
                 draft.add(node, token)
 
-    def feed(self, drafts: Seq[GrowingDraft], places: Seq[Place], *, are_chains: bool) -> torch.Tensor:
-        """Feed the frontier of every draft, as `foretoken.drafters.parts.rows.feed` does; logits (B, F, V)."""
+    def feed(self, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool) -> torch.Tensor:
+        """Feed the frontier of every draft, as `foretoken.drafters.parts.rows.feed` does; logits (M, V)."""
         width = max(len(draft.frontier) for draft in drafts)
-        fed, numbers = frontier_list(self._cache, drafts, places, width, are_chains=are_chains)
-        found = self._decoder.logits(fed, self._cache, range(len(numbers)))
+        fed = frontier_list(self._cache, drafts, places, width, are_chains=are_chains)
+        found = self._decoder.logits(fed, self._cache, range(len(fed.tokens)))
         self._model.num_forwards += 1
         self._cache.commit([range(width)] * len(drafts))
-        return in_rectangle(found, numbers, len(drafts), width)
+        return found
 
     @property
     def _decoder(self) -> Decoder:

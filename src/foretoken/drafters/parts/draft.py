@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, inf
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from foretoken.tree import DraftPlan, DraftTree
 if TYPE_CHECKING:
     import torch
 
+    from foretoken.drafters.parts.rank_tree import TreeShape
     from foretoken.engine.sequence import Sequence
 else:
     torch = Lazy("torch")
@@ -29,12 +31,14 @@ class GrowingDraft:
       num_branches: siblings per node at most.
       beam_width: nodes of a level that are expanded at most.
       least: score from which on nodes are expanded.
+      shape: of a static tree, which is then all that there may be.
 
     Attributes:
       tokens, parents, depths: of the nodes.
       scores: of the nodes, the higher the likelier; of a path the sum, so never above the parent's.
       laws: by node, the law (V,) that its children were drawn from, where the acceptance rule needs it.
       frontier: nodes that are to be expanded next, the best one first.
+      spots: of a static tree, the node of the shape that every node fills.
     """
 
     row: Sequence
@@ -43,12 +47,14 @@ class GrowingDraft:
     num_branches: int = 1
     beam_width: int = 1
     least: float = -inf
+    shape: TreeShape | None = None
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=lambda: [-1])
     depths: list[int] = field(default_factory=lambda: [0])
     scores: list[float] = field(default_factory=lambda: [0.0])
     laws: dict[int, torch.Tensor] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
+    spots: list[int] = field(default_factory=lambda: [0])
 
     def __post_init__(self) -> None:
         self.tokens = [self.row.pending]
@@ -58,6 +64,10 @@ class GrowingDraft:
         """How many more nodes there may be."""
         return self.max_nodes - len(self.tokens)
 
+    def width(self, node: int) -> int:
+        """How many children a node may have."""
+        return self.num_branches if self.shape is None else len(self.shape.children[self.spots[node]])
+
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
         """Add a child; ``score`` is its own, at most 0."""
         self.tokens.append(token)
@@ -65,6 +75,20 @@ class GrowingDraft:
         self.depths.append(self.depths[parent] + 1)
         self.scores.append(self.scores[parent] + score)
         return len(self.tokens) - 1
+
+    def fill(self, parent: int, tokens: Iterable[int]) -> None:
+        """Give a node of a static tree its children, the best first; those that have any are to be expanded in turn."""
+        if self.shape is not None:
+            for spot, token in zip(self.shape.children[self.spots[parent]], tokens, strict=False):
+                node = self.add(parent, token)
+                self.spots.append(spot)
+                if self.shape.children[spot]:
+                    self.frontier.append(node)
+
+    def take_frontier(self) -> list[int]:
+        """The nodes that are to be expanded, whose children make the next frontier."""
+        frontier, self.frontier = self.frontier, []
+        return frontier
 
     def path(self, node: int) -> list[int]:
         """Nodes from below the root to ``node``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.rows import Frontier, Place, frontier_list, in_rectangle
+from foretoken.drafters.parts.rows import CachedRow, frontier_list
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -99,19 +99,17 @@ class NativeRows:
         self._cache.commit([range(len(chain)) for chain in chains], slots.start)
         return outputs
 
-    def feed(self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor) -> torch.Tensor:
-        """Run the frontiers of drafts behind what was fed before, draft i in row i: outputs (B, F, H) in float32."""
-        width = features.shape[1]
+    def feed(
+        self, drafts: Seq[GrowingDraft], places: Seq[CachedRow], features: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """Run the frontiers of drafts behind what was fed before, draft i in row i: (M, H) -> (M, H) in float32."""
         keys, values = self._buffers(0, len(drafts), width)
-        nodes, numbers = frontier_list(self._cache, drafts, places, width)
-        flat = features.flatten(0, 1)
-        is_full = len(numbers) == len(flat)
-        found = self.head.feed(nodes, keys, values, flat if is_full else flat[numbers], is_true=False)
-        return in_rectangle(found, numbers, len(drafts), width)
+        nodes = frontier_list(self._cache, drafts, places, width)
+        return self.head.feed(nodes, keys, values, features, is_true=False)
 
     def grow(
         self,
-        place: Place,
+        place: CachedRow,
         draft: GrowingDraft,
         last: torch.Tensor,
         owed: tuple[Seq[int], torch.Tensor] | None,

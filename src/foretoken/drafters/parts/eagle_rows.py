@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.parts.eagle_native import NativeRows, native_head
-from foretoken.drafters.parts.rows import CachedRows, Frontier, Place, frontier_nodes, spans
-from foretoken.engine.drafter import Features, OwnCache, PromptChunk, Requirements, StepResult
+from foretoken.drafters.parts.head_states import CachedStates
+from foretoken.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
+from foretoken.engine.drafter import Features, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.heads.layers as layers
-    import foretoken.model.cache.ragged as ragged
     import foretoken.model.masks as masks
     import foretoken.model.nodes as nodes_of
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     layers = Lazy("foretoken.heads.layers")
-    ragged = Lazy("foretoken.model.cache.ragged")
     masks = Lazy("foretoken.model.masks")
     nodes_of = Lazy("foretoken.model.nodes")
 
@@ -35,21 +34,7 @@ MOST_OWED = 32
 """Committed tokens of a row whose entries are made later, with the next draft."""
 
 
-@dataclass(frozen=True)
-class EagleMemory:
-    """The beginning of a text in a head's cache, in copies of its own.
-
-    Args:
-      head: that wrote it.
-      length: entries; entry t is made of tokens t and t + 1.
-    """
-
-    head: EagleHead
-    states: ragged.RowStates
-    length: int
-
-
-class EagleRows:
+class EagleRows(CachedStates):
     """Rows of a head's cache. Between steps every row has as many entries as the target has committed tokens.
 
     Entry t is made of what the target computed after token t, and of token t + 1: what a head itself has predicted
@@ -63,6 +48,8 @@ class EagleRows:
       vocabulary: of the output layer; None for all of the target's tokens.
     """
 
+    lag = 1
+
     def __init__(
         self,
         head: EagleHead,
@@ -70,17 +57,20 @@ class EagleRows:
         output: torch.nn.Module | None = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
+        super().__init__(lambda *nodes: self._streams(*nodes), head, head.shape.num_layers, target.device)
         self.head = head
         self._own_output = head.lm_head if head.lm_head is not None else output
         self._target = target
-        self.cache = ragged.KVCache(head.shape.num_layers, device=target.device)
-        self.rows = CachedRows(self.cache)
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
-        self._last: dict[int, torch.Tensor] = {}  # (H,) by row: the output of its last entry
         self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
         own = native_head(head, target, self._output_layer)
         is_alone = head.dtype == torch.float32  # its modules would keep keys in another dtype than the kernels
         self.native = None if own is None else NativeRows(own, self.cache, vocabulary, is_alone=is_alone)
+        dtype = head.dtype if self.native is None else torch.bfloat16
+        self.column_bytes = head.shape.num_layers * head.shape.layer.kv_numbers * dtype.itemsize
+        self._places: list[CachedRow] = []  # of rows whose drafts grow
+        self._fed: torch.Tensor  # (M, H), of the level that was fed last
+        self._number_of: list[dict[int, int]] = []  # by draft, of the nodes of this level
 
     @property
     def requires(self) -> Requirements:
@@ -89,100 +79,62 @@ class EagleRows:
         return Requirements(last_hidden=shape.reads_last_hidden, layer_inputs=shape.layer_inputs)
 
     def __contains__(self, row: Sequence) -> bool:
-        """Whether there is anything to draft from: a prompt of one token has no entry."""
         return row.id in self._last or row.id in self._owed
 
-    def own_caches(self) -> list[OwnCache]:
-        """Its cache, which grows with the text."""
-        shape = self.head.shape
-        dtype = self.head.dtype if self.native is None else torch.bfloat16
-        return [OwnCache(self.cache, shape.num_layers * shape.layer.kv_numbers * dtype.itemsize)]
+    def of(self, rows: Seq[Sequence]) -> torch.Tensor:
+        """The outputs of their last entries (B, H)."""
+        dtype = self.head.dtype if self.native is None else torch.float32
+        return torch.stack([self._last[row.id].to(dtype) for row in rows])
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        """Take over entries of an earlier row; that of the last shared token knows what followed there, not here."""
-        if not (isinstance(memory, EagleMemory) and memory.head is self.head):
-            return 0
-        length = max(0, min(memory.length, num_tokens - 1))
-        if length:
-            place = self.rows.enter(row.id)
-            self.cache.load(place.slot, memory.states, length)
-            place.trunk = length
-        return length
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        """Take in chunks of prompts."""
-        streams = [self._streams(chunk.features, chunk.num_tokens) for chunk in chunks]
-        self._take_in(rows, streams, [chunk.start for chunk in chunks])
-
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        """Take in what steps have committed: the token that was pending, and all that was emitted but the last."""
-        streams = [self._streams(result.committed, len(result.emitted)) for result in results]
-        starts = [len(row.token_ids) - 1 - len(result.emitted) for row, result in zip(rows, results, strict=True)]
         if self.native is None:
-            self._take_in(rows, streams, starts)
+            super().observe(rows, results)
         else:
-            self._owe(rows, streams, starts)
+            for row, result in zip(rows, results, strict=True):
+                self._owe(row, self._streams(result.committed, range(len(result.emitted))), len(result.emitted))
         if self.head.expectation is not None:
             for result in results:
                 self.head.expectation.add(result.tree.num_draft_tokens, result.num_accepted)
 
-    def _owe(self, rows: Seq[Sequence], streams: Seq[torch.Tensor], starts: Seq[int]) -> None:
-        """Make the entries of these tokens later."""
-        for row, stream, start in zip(rows, streams, starts, strict=True):
-            _, first, parts = self._owed.setdefault(row.id, (row, start, []))
-            parts.append(
-                stream.clone() if len(self.head.shape.streams) == 1 else stream
-            )  # one is a view of the forward
-            if start + len(stream) - first >= MOST_OWED:
-                self.settle([row])
+    def _owe(self, row: Sequence, stream: torch.Tensor, num_emitted: int) -> None:
+        """Make the entries of the newest committed tokens later."""
+        start = len(row.token_ids) - 1 - num_emitted
+        _, first, parts = self._owed.setdefault(row.id, (row, start, []))
+        parts.append(stream.clone() if len(self.head.shape.streams) == 1 else stream)  # one is a view of the forward
+        if start + len(stream) - first >= MOST_OWED:
+            self.settle([row])
 
     def settle(self, rows: Iterable[Sequence]) -> None:
-        """Make all entries of rows that are still to be made."""
         owed = [self._owed.pop(row.id) for row in rows if row.id in self._owed]
         if owed:
             streams = [parts[0] if len(parts) == 1 else torch.cat(parts) for _, _, parts in owed]
             self._take_in([row for row, _, _ in owed], streams, [start for _, start, _ in owed])
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        self.settle([row])
-        for copy in copies:
-            if row.id in self.rows:
-                self.rows.fork(row.id, copy.id)
-            if row.id in self._last:
-                self._last[copy.id] = self._last[row.id]
-
-    def keep(self, row: Sequence) -> EagleMemory | None:
-        if row.id not in self.rows:
-            return None
-        self.settle([row])
-        place = self.rows[row.id]
-        return EagleMemory(self.head, self.cache.export(place.slot, place.trunk), place.trunk)
-
     def forget(self, rows: Seq[Sequence]) -> None:
-        self.rows.remove(row.id for row in rows)
+        super().forget(rows)
         for row in rows:
-            self._last.pop(row.id, None)
             self._owed.pop(row.id, None)
 
-    def _streams(self, features: Features, num_nodes: int) -> torch.Tensor:
-        """What the head reads of the first nodes, side by side: (n, streams * H of the target)."""
-        shape, nodes = self.head.shape, range(num_nodes)
+    def _streams(self, features: Features, nodes: Seq[int]) -> torch.Tensor:
+        """What the head reads of nodes, side by side: (n, streams * H of the target)."""
+        shape = self.head.shape
         parts = [
             features.last_hidden(nodes) if layer == shape.num_layers_of_target else features.layer_input(layer, nodes)
             for layer in shape.streams
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _take_in(self, rows: Seq[Sequence], streams: Seq[torch.Tensor], starts: Seq[int]) -> None:
+    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
         """Make entries of the next committed tokens of rows, side by side where they lie together."""
         given = {}
-        for row, stream, start in zip(rows, streams, starts, strict=True):
-            place = self.rows.enter(row.id)
-            self.cache.rollback([start], place.slot)
-            place.trunk = start + len(stream)
-            given[place.slot] = row, row.token_ids[start + 1 : start + 1 + len(stream)], stream
+        for row, stream, start in zip(rows, states, starts, strict=True):
+            given[self._place(row, start, len(stream)).slot] = (
+                row,
+                row.token_ids[start + 1 : start + 1 + len(stream)],
+                stream,
+            )
         for slots in spans(given):
             chains = [given[slot][1] if slot in given else [] for slot in slots]
             if self.native is not None and self.native.takes(sum(map(len, chains))):
@@ -205,47 +157,60 @@ class EagleRows:
 
     # -- drafts ------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: Seq[Sequence]) -> tuple[list[Place], torch.Tensor]:
-        """Bring rows to the front of the cache; their places, and the outputs of their last entries (B, 1, H)."""
-        self.settle(rows)
-        places = self.rows.align([row.id for row in rows])
-        dtype = self.head.dtype if self.native is None else torch.float32
-        return places, torch.stack([self._last[row.id].to(dtype) for row in rows])[:, None]
-
-    def grow(
-        self, draft: GrowingDraft, least_mass: float, sharpness: float
-    ) -> tuple[list[int], list[int], list[float]]:
-        """The draft of a greedy row in one call of the library's own kernels: see `NativeHead.grow`."""
+    def grow(self, draft: GrowingDraft, least_mass: float, sharpness: float) -> None:
+        """Grow the draft of a greedy row in one call of the library's own kernels: see `NativeHead.grow`."""
         assert self.native is not None
         row = draft.row
-        place, owed = self.rows.get(row.id), self._owed.get(row.id)
-        if owed is None or place is None or place.trunk != owed[1]:
-            self.settle([row])
-            return self.native.grow(self.rows[row.id], draft, self._last[row.id].float(), None, least_mass, sharpness)
-        _, start, parts = self._owed.pop(row.id)
-        streams = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._last[row.id] = last = torch.empty(self.head.shape.layer.hidden_size)
-        tokens = row.token_ids[start + 1 : start + 1 + len(streams)]
-        return self.native.grow(place, draft, last, (tokens, streams), least_mass, sharpness)
+        place, owed = self.rows.get(row.id), None
+        if row.id in self._owed and place is not None and place.trunk == self._owed[row.id][1]:
+            _, start, parts = self._owed.pop(row.id)
+            streams = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._last[row.id] = torch.empty(self.head.shape.layer.hidden_size)
+            owed = row.token_ids[start + 1 : start + 1 + len(streams)], streams
+        self.settle([row])
+        last = self._last[row.id] if owed is not None else self._last[row.id].float()
+        draft.tokens, draft.parents, draft.scores = self.native.grow(
+            self.rows[row.id], draft, last, owed, least_mass, sharpness
+        )
 
-    def feed(
-        self, drafts: Seq[Frontier], places: Seq[Place], features: torch.Tensor, *, are_chains: bool
-    ) -> torch.Tensor:
-        """Run the frontier of every draft behind what was fed before, with the outputs of their parents (B, F, H)."""
-        if self.native is not None and self.native.takes(features.shape[0] * features.shape[1]):
-            outputs = self.native.feed(drafts, places, features)
-            self.cache.commit([range(features.shape[1])] * len(drafts))
-            return outputs
-        nodes = frontier_nodes(self.cache, drafts, places, are_chains=are_chains)
-        outputs = self._run(nodes, features.to(self.head.dtype), 0, is_true=False)
-        self.cache.commit([range(nodes.width)] * len(drafts))
-        return outputs
+    def open(self, rows: Seq[Sequence]) -> torch.Tensor:
+        """Begin drafts: the outputs (B, H) of the entries that hold the pending tokens, which were made before."""
+        self.settle(rows)
+        self._places = self.rows.align([row.id for row in rows])
+        self._fed = self.of(rows)
+        self._number_of = [{0: number} for number in range(len(rows))]
+        return self._fed
 
-    def end(self, places: Seq[Place]) -> None:
+    def feed(self, drafts: Seq[GrowingDraft], *, are_chains: bool = False) -> torch.Tensor:
+        """Run the frontier of every draft, each node with the output of its parent: outputs (M, H), draft by draft."""
+        counts = [len(draft.frontier) for draft in drafts]
+        width = max(1, *counts)
+        above = [
+            [number_of[draft.parents[node]] for node in draft.frontier]
+            for draft, number_of in zip(drafts, self._number_of, strict=True)
+        ]
+        if self.native is not None and self.native.takes(len(drafts) * width):
+            features = self._fed[[number for row in above for number in row]]
+            self._fed = self.native.feed(drafts, self._places, features, width)
+        else:
+            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=are_chains)
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._fed.device)
+            outputs = self._run(nodes, self._fed[padded].to(self.head.dtype), 0, is_true=False)
+            self._fed = unpadded(outputs, drafts)
+        self.cache.commit([range(width)] * len(drafts))
+        starts = accumulate(counts, initial=0)
+        self._number_of = [
+            {node: start + j for j, node in enumerate(draft.frontier)}
+            for draft, start in zip(drafts, starts, strict=False)
+        ]
+        return self._fed
+
+    def close(self) -> None:
         """Forget what was fed of drafts."""
-        self.cache.rollback([place.trunk for place in places])
-        for place in places:
+        self.cache.rollback([place.trunk for place in self._places])
+        for place in self._places:
             place.offset_of = {}
+        self._places = []
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""

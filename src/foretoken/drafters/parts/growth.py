@@ -1,16 +1,17 @@
-"""Grows drafts level by level with whatever can say what follows a node: a smaller model, the target itself, a head."""
+"""Grows drafts level by level with whatever can say what follows a node: a smaller model, the target itself, heads."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from math import inf, log
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
-from foretoken.drafters.lengths import NOTHING, LengthPolicy
-from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Places
+from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy
+from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
@@ -21,6 +22,7 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     import torch
 
+    from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.law import noise
 else:
@@ -32,11 +34,11 @@ class Expander(Protocol):
     """Says what follows the nodes of growing drafts. State per node is its own: nodes keep their numbers."""
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
-        """Logits (B, 1, V) after the pending token of every row."""
+        """Logits (B, V) after the pending token of every row."""
         ...
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
-        """Logits (B, F, V) after the nodes of every frontier, in its order; rows with a smaller one are padded."""
+        """Logits (M, V) after the nodes of all frontiers, draft by draft, each in its order."""
         ...
 
 
@@ -58,19 +60,25 @@ class Argmaxes:
 class Growth:
     """How drafts grow: which nodes get children, which of these stay, and which of these are expanded in turn.
 
-    A drafter has one and lends it an `Expander`. Every level costs one call of it, for all rows together.
+    A drafter has one and lends it an `Expander`. Every level costs one call of it, for all rows together. A dynamic
+    tree takes shape by what the expander says; of a static one every node is known beforehand but its token: the r-th
+    child of a node is the r-th best successor.
 
     Args:
       target_vocab_size: what the drafter's logits are cut or padded to.
-      policy: decides before every level whether to go on.
+      policy: of dynamic trees; decides before every level whether to go on.
       num_branches: siblings per node; 1 drafts chains.
       beam_width: nodes that are expanded per level; ``num_branches`` by default.
       reranks: let all children stay while the draft grows, and choose the best ``max_nodes`` of them all in the end;
         otherwise only the nodes that are expanded stay.
-      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its argmax.
-      acceptance: the rule of the engine. Under "match" the draws share the target's noise; otherwise they come from
-        a stream of their own, the tree carries their law, and only first draws are expanded.
-      max_nodes: limit of a draft, root included; None for what depth and branches amount to.
+      tree: static, whose most valuable nodes within the budget of a row are filled.
+      max_depth: of a static tree, levels below the root at most; None for all of them.
+      sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its likeliest tokens.
+      acceptance: the rule of the engine. Under "match" siblings are the Gumbel-top-k of the drafter's law with the
+        noise of the target, so the best one is what the target would draw from that law. Under rules that need a law
+        they are draws from a stream of their own, in draw order, none of them dropped, and the tree carries their law;
+        of a dynamic tree first draws alone are expanded. Under others they are the likeliest.
+      max_nodes: limit of a draft, root included; None for what depth and branches amount to, or all of the tree.
       vocabulary: tokens that the columns of the drafter's logits stand for, where these are not all.
       least_mass: with reranking, the sum of the chances of the nodes that would be expanded next, below which a level
         costs more than it can bring; 0 for any.
@@ -78,8 +86,9 @@ class Growth:
         which the first choices of drafts are right as often as they are said to be.
 
     Source: beams of siblings as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); reranking by the probability of the
-    path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858). Deviation: where the target draws with the same noise, by the
-    shares of siblings under that noise.
+    path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858); static trees as in Medusa (Cai et al. 2024,
+    arXiv:2401.10774); Gumbel-top-k (Kool et al. 2019, arXiv:1903.06059) for siblings. Deviation: where the target draws
+    with the same noise, nodes are ranked by the shares of siblings under that noise.
     Raises: ConfigError when a number is out of range.
     """
 
@@ -87,10 +96,12 @@ class Growth:
         self,
         *,
         target_vocab_size: int,
-        policy: LengthPolicy,
+        policy: LengthPolicy | None = None,
         num_branches: int = 1,
         beam_width: int | None = None,
         reranks: bool = False,
+        tree: RankTree | None = None,
+        max_depth: int | None = None,
         sample_method: str = "probabilistic",
         acceptance: str = "match",
         max_nodes: int | None = None,
@@ -101,21 +112,28 @@ class Growth:
         for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")
-        if reranks and (max_nodes is None or not RULES[acceptance].shares_noise):
+        rule = RULES[acceptance]
+        if reranks and (max_nodes is None or not rule.shares_noise):
             raise ConfigError("reranking drops nodes for their scores: it takes max_nodes, and acceptance='match'")
-        self.policy = policy
+        if policy is None and tree is None:
+            raise ConfigError("a draft is as long as a policy or a tree says; give one of them")
+        self.policy = policy or Fixed(0)
+        self.tree = tree
         self.takes_trees = True
         self.least_mass = least_mass
         self._learns = sharpness is None and reranks
         self._num_branches = num_branches
         self._beam_width = beam_width or num_branches
         self._reranks = reranks
-        self._max_nodes = max_nodes or sys.maxsize
-        self._is_greedy = sample_method == "greedy"
-        self._shares_noise = RULES[acceptance].shares_noise
+        self._max_depth = max_depth
+        self._max_nodes = max_nodes
+        self._is_greedy = sample_method == "greedy" or not (rule.shares_noise or rule.needs_law)
+        self._needs_law = rule.needs_law and not self._is_greedy
+        self._shares_noise = rule.shares_noise
         self._candidates = Candidates(
             target_vocab_size, vocabulary, is_greedy=self._is_greedy, sharpness=sharpness or SHARPNESS
         )
+        self._shapes: dict[tuple[int, int, bool], TreeShape] = {}
 
     @property
     def sharpness(self) -> float:
@@ -125,7 +143,7 @@ class Growth:
     @property
     def drafts_chains(self) -> bool:
         """Whether no draft ever branches."""
-        return not self.takes_trees or self._num_branches == self._beam_width == 1
+        return self.tree is None and (not self.takes_trees or self._num_branches == self._beam_width == 1)
 
     @property
     def is_unconditional(self) -> bool:
@@ -139,6 +157,9 @@ class Growth:
     def begin(self, row: Sequence, budget: Budget, reach: int = sys.maxsize) -> GrowingDraft:
         """An empty draft for one row, as deep as policy, budget and the drafter's own ``reach`` allow."""
         allowed = Budget.of(budget)
+        if self.tree is not None:
+            shape = self._shape(self.tree, allowed, reach)
+            return GrowingDraft(row, shape.depth, shape=shape)
         return GrowingDraft(
             row,
             cap=min(self.policy.begin(row), allowed.depth, reach),
@@ -147,6 +168,19 @@ class Growth:
             beam_width=allowed.width(self._beam_width) if self.takes_trees else 1,
             least=log(allowed.least) if self._reranks and allowed.least > 0.0 else -inf,
         )
+
+    def _shape(self, tree: RankTree, budget: Budget, reach: int) -> TreeShape:
+        """What of a static tree there is room for."""
+        depth = min(budget.depth, reach, tree.depth if self._max_depth is None else self._max_depth)
+        key = min(depth, tree.depth), min(budget.max_nodes(self._max_nodes), len(tree))
+        chains_only = budget.chains_only or not self.takes_trees
+        if (*key, chains_only) not in self._shapes:
+            self._shapes[*key, chains_only] = tree.within(Budget(*key, chains_only))
+        return self._shapes[*key, chains_only]
+
+    def use(self, tree: RankTree) -> None:
+        """Fill another tree from now on, all of it."""
+        self.tree, self._max_nodes, self._shapes = tree, None, {}
 
     def grow(self, drafts: Seq[GrowingDraft], expander: Expander) -> None:
         """Grow drafts to their end. Those with a cap of 0 stay as they are, but the expander is shown them."""
@@ -175,7 +209,7 @@ class Growth:
             depths.append(min(depth, most))
         return Argmaxes(depths, *self._candidates.columns)
 
-    def tree(self, draft: GrowingDraft, source: str) -> DraftTree:
+    def finish(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""
         tree = draft.tree(source, self.policy.take_plan(draft.row), has_chances=self._reranks)
         return tree.restricted(draft.best(draft.max_nodes)) if self._reranks else tree
@@ -198,90 +232,148 @@ class Growth:
 
     def _extend(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int) -> None:
         """Add the children of the frontier, and make the next frontier of them."""
-        growing = self._growing(drafts, logits, level)
-        picks = [_Pick(drafts[i], node, i, j) for i in growing for j, node in enumerate(drafts[i].frontier)]
+        starts = list(accumulate((len(draft.frontier) for draft in drafts), initial=0))
+        growing = self._growing(drafts, logits, level, starts)
+        picks = [_Pick.of(drafts[i], node, starts[i] + j) for i in growing for j, node in enumerate(drafts[i].frontier)]
         for draft in drafts:
             draft.frontier = []
-        for is_sampled in (False, True):
-            group = [pick for pick in picks if self._is_sampled(pick.draft.row) == is_sampled]
-            if group:
-                rows = _picked(logits, group)
-                if is_sampled:
-                    self._add_sampled(group, rows)
-                elif self.drafts_chains:
-                    self._add_only_children(group, rows)
-                else:
-                    self._add_best(group, rows)
+        pools: dict[int, tuple[GrowingDraft, list[_Candidate]]] = {}
+        for pick, (scored, law) in zip(picks, self._successors(picks, logits), strict=True):
+            draft, node = pick.draft, pick.node
+            if law is not None:
+                draft.laws[node] = law
+            if draft.shape is not None:
+                draft.fill(node, [token for token, _ in scored])
+            else:
+                _, pool = pools.setdefault(draft.row.id, (draft, []))
+                pool += [(draft.scores[node] + score, node, token, score) for token, score in scored]
+        for draft, pool in pools.values():
+            self._add(draft, pool)
 
-    def _growing(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int) -> list[int]:
+    def _growing(self, drafts: Seq[GrowingDraft], logits: torch.Tensor, level: int, starts: Seq[int]) -> list[int]:
         """Drafts that get another level. The policy sees the law at the first node of the frontier, the best one."""
         growing = [i for i, draft in enumerate(drafts) if self._is_open(draft, level)]
         laws: Seq[torch.Tensor | None] = [None] * len(growing)
         if growing and self.policy.wants_log_probs(level):
-            picks = [_Pick(drafts[i], drafts[i].frontier[0], i, 0) for i in growing]
-            laws = list(self._candidates.log_probs(logits[growing, 0], places_of(picks)))
+            picks = [_Pick.of(drafts[i], drafts[i].frontier[0], starts[i]) for i in growing]
+            laws = list(self._candidates.log_probs(_picked(logits, picks), _parents(picks)))
         return [i for i, law in zip(growing, laws, strict=True) if self.policy.keep_drafting(drafts[i].row, level, law)]
+
+    def _add(self, draft: GrowingDraft, pool: list[_Candidate]) -> None:
+        """Let the best children of a level stay, the best of which are expanded next."""
+        if self._is_sampled(
+            draft.row
+        ):  # none may be dropped for its value, so all stay, and the first draw is expanded
+            draft.frontier = [draft.add(node, token) for _, node, token, _ in pool][:1]
+            return
+        pool.sort(key=lambda candidate: -candidate[0])
+        staying = pool if self._reranks else pool[: min(draft.beam_width, draft.room)]
+        nodes = [draft.add(node, token, score) for _, node, token, score in staying]
+        draft.frontier = [node for node in nodes[: draft.beam_width] if draft.scores[node] >= draft.least]
+
+    def fill(self, drafts: Seq[GrowingDraft], logits: torch.Tensor) -> None:
+        """Fill static trees where what follows a node depends on its depth alone.
+
+        All nodes of a level have the same candidates; of draws, too, since only one of them can be reached, by choices
+        that the draws have no part in. What processors look at is the text without the draft.
+
+        Args:
+          logits: (B, D, V) after the nodes of depth 0, 1, ... of every draft.
+        """
+        picks = [
+            _Pick(draft, 0, i * logits.shape[1] + depth, (), depth, draft.shape.widest(depth), level.start)
+            for i, draft in enumerate(drafts)
+            if draft.shape is not None
+            for depth, level in enumerate(draft.shape.levels[:-1])
+        ]
+        found = iter(self._successors(picks, logits.flatten(0, 1)))
+        for draft in drafts:
+            for scored, law in islice(found, draft.cap):
+                for node in draft.take_frontier():
+                    draft.fill(node, [token for token, _ in scored])
+                    if law is not None:
+                        draft.laws[node] = law
+
+    # -- what follows nodes ------------------------------------------------------------------------------------
+
+    def _successors(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor | None]]:
+        """Tokens after every node, the best or the first drawn one first, and the law that draws are from."""
+        found: dict[int, tuple[Scored, torch.Tensor | None]] = {}
+        for is_sampled in (False, True):
+            group = [i for i, pick in enumerate(picks) if self._is_sampled(pick.draft.row) == is_sampled]
+            some = [picks[i] for i in group]
+            if some:
+                successors = self._drawn if is_sampled else self._best
+                found |= zip(group, successors(some, _picked(logits, some)), strict=True)
+        return [found[i] for i in range(len(picks))]
 
     def _is_sampled(self, row: Sequence) -> bool:
         """Whether the children of this row's nodes are draws from a law that the acceptance rule asks for."""
-        return not (self._shares_noise or self._is_greedy or row.law.is_greedy)
+        return self._needs_law and not row.law.is_greedy
 
-    def _add_best(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
-        """Children by the target's own noise, or the likeliest; the best nodes of every row are expanded next."""
-        found: dict[int, list[tuple[float, _Pick, int, float]]] = {}
-        children = self._candidates.best(logits, places_of(picks), self._num_branches, as_chances=self._reranks)
-        for pick, scored in zip(picks, children, strict=True):
-            for token, score in scored[: pick.draft.num_branches]:
-                total = pick.draft.scores[pick.node] + score
-                found.setdefault(pick.row_index, []).append((total, pick, token, score))
-        for of_row in found.values():
-            draft = of_row[0][1].draft
-            of_row.sort(key=lambda candidate: -candidate[0])
-            staying = of_row if self._reranks else of_row[: min(draft.beam_width, draft.room)]
-            nodes = [draft.add(pick.node, token, score) for _, pick, token, score in staying]
-            draft.frontier = [node for node in nodes[: draft.beam_width] if draft.scores[node] >= draft.least]
+    def _best(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, None]]:
+        """By the target's own noise, or the likeliest."""
+        parents = _parents(picks)
+        if self.drafts_chains:
+            return [([(token, 0.0)] if token >= 0 else [], None) for token in self._candidates.only(logits, parents)]
+        most = self._num_branches if self.tree is None else max(pick.width for pick in picks)
+        found = self._candidates.best(logits, parents, most, as_chances=self._reranks)
+        return [(scored[: pick.width], None) for pick, scored in zip(picks, found, strict=True)]
 
-    def _add_only_children(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
-        """One child per node: by the target's own noise, or the likeliest."""
-        for pick, token in zip(picks, self._candidates.only(logits, places_of(picks)), strict=True):
-            if token >= 0:
-                pick.draft.frontier.append(pick.draft.add(pick.node, token))
-
-    def _add_sampled(self, picks: Seq[_Pick], logits: torch.Tensor) -> None:
-        """Draw children from the drafter's own law, without replacement, from a stream that the target never uses.
-
-        None of them may be dropped for its value, so all stay and the first draw is the one that is expanded.
-        """
-        places = places_of(picks)
-        laws = self._candidates.whole(logits, places)
-        for pick, path, law in zip(picks, places.paths, laws, strict=True):
-            draft, row = pick.draft, pick.draft.row
+    def _drawn(self, picks: Seq[_Pick], logits: torch.Tensor) -> list[tuple[Scored, torch.Tensor]]:
+        """Draws without replacement from the drafter's own law, from a stream that the target never uses."""
+        found = []
+        for pick, law in zip(picks, self._candidates.whole(logits, _parents(picks)), strict=True):
+            row, probs = pick.draft.row, law.exp()
             own = noise.KeyedNoise(row.seed, row.num_steps, len(row.token_ids))
-            probs = law.exp()
-            tokens = own.draft(len(path), probs, min(draft.num_branches, draft.room))
-            draft.frontier = [draft.add(pick.node, token) for token in tokens][:1]
-            draft.laws[pick.node] = probs
+            tokens = own.draft(pick.depth, probs, min(pick.width, pick.draft.room), pick.branch)
+            found.append(([(token, 0.0) for token in tokens], probs))
+        return found
+
+    def ranked(self, logits: torch.Tensor, parents: Parents, k: int) -> list[list[int]]:
+        """The k best successors of nodes, best first, as they would fill a tree."""
+        found = self._candidates.best(logits, parents, k, as_chances=False)
+        return [[token for token, _ in scored] for scored in found]
+
+
+_Candidate = tuple[float, int, int, float]
+"""Score of the path, parent, token and own score of a child that may stay."""
 
 
 @dataclass(frozen=True)
 class _Pick:
-    """A frontier node that is about to get children, and where its logits lie: row and column."""
+    """A node that is about to get children.
+
+    Args:
+      index: of its logits in their list.
+      path: draft tokens up to the node, as far as they are known.
+      depth: of the node.
+      width: how many children it gets.
+      branch: tells nodes of equal depth apart, whose children are draws.
+    """
 
     draft: GrowingDraft
     node: int
-    row_index: int
-    column: int
+    index: int
+    path: tuple[int, ...]
+    depth: int
+    width: int
+    branch: int
+
+    @classmethod
+    def of(cls, draft: GrowingDraft, node: int, index: int) -> _Pick:
+        """A node of the frontier."""
+        branch = 0 if draft.shape is None else draft.spots[node]
+        return cls(draft, node, index, draft.path_tokens(node), draft.depths[node], draft.width(node), branch)
 
 
 def _picked(logits: torch.Tensor, picks: Seq[_Pick]) -> torch.Tensor:
-    """Logits (M, V) of the picked nodes, without a copy where these are all."""
-    if len(picks) == logits.shape[0] * logits.shape[1]:
-        return logits.flatten(0, 1)
-    return logits[[pick.row_index for pick in picks], [pick.column for pick in picks]]
+    """Logits of the picked nodes, without a copy where these are all."""
+    return logits if len(picks) == len(logits) else logits[[pick.index for pick in picks]]
 
 
-def places_of(picks: Seq[_Pick]) -> Places:
+def _parents(picks: Seq[_Pick]) -> Parents:
     """Laws and paths of the picked nodes, and the positions of the tokens that follow them."""
-    paths = [pick.draft.path_tokens(pick.node) for pick in picks]
-    positions = [len(pick.draft.row.token_ids) + len(path) for pick, path in zip(picks, paths, strict=True)]
-    return Places([pick.draft.row.law for pick in picks], paths, positions)
+    rows = [pick.draft.row for pick in picks]
+    positions = [len(row.token_ids) + pick.depth for row, pick in zip(rows, picks, strict=True)]
+    return Parents([row.law for row in rows], [pick.path for pick in picks], positions)

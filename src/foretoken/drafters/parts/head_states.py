@@ -1,15 +1,15 @@
-"""What heads know of a row: the target's state after its last committed token, or what a prefix layer makes of it."""
+"""What heads know of rows, and drafters over heads: they take in what the target computes of the text."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from foretoken.drafters.parts.rows import CachedRows, neighbours
-from foretoken.engine.drafter import Features, OwnCache, PromptChunk, StepResult
+from foretoken.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, neighbours
+from foretoken.engine.drafter import Budget, Drafter, Features, OwnCache, PromptChunk, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.model.cache.ragged as ragged
-    from foretoken.heads.hydra import PrefixLayer
+    from foretoken.drafters.parts.draft import GrowingDraft
+    from foretoken.drafters.parts.growth import Growth
+    from foretoken.heads.medusa_hydra import PrefixLayer
+    from foretoken.tree import DraftTree
 else:
     torch = Lazy("torch")
     ragged = Lazy("foretoken.model.cache.ragged")
@@ -31,19 +34,27 @@ def last_hidden(features: Features, nodes: Seq[int]) -> torch.Tensor:
     return features.last_hidden(nodes)
 
 
-class RowContexts(ABC):
-    """One vector (H,) per row, of the token before the pending one; none yet where the prompt is a single token."""
+class HeadStates(ABC):
+    """One vector (H,) per row, of its last committed token; none yet where the prompt is a single token.
+
+    Args:
+      take: the states that heads read.
+    """
+
+    lag = 0
+    """How many tokens after its own the entry of a token needs."""
 
     def __init__(self, take: TakeStates) -> None:
         self._take = take
-        self._of: dict[int, torch.Tensor] = {}
+        self._last: dict[int, torch.Tensor] = {}
 
     def __contains__(self, row: Sequence) -> bool:
-        return row.id in self._of
+        """Whether there is anything to draft from."""
+        return row.id in self._last
 
     def of(self, rows: Seq[Sequence]) -> torch.Tensor:
         """Of several rows, (B, H)."""
-        return torch.stack([self._of[row.id] for row in rows])
+        return torch.stack([self._last[row.id] for row in rows])
 
     def own_caches(self) -> list[OwnCache]:
         """Caches that grow with the text."""
@@ -52,14 +63,6 @@ class RowContexts(ABC):
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
         """How much of a prompt need not be read again: never its last token, whose state is wanted."""
         return max(0, min(num_tokens, len(row.token_ids) - 2))
-
-    @abstractmethod
-    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
-        """Take in the states (n, H) of the next tokens of rows.
-
-        Args:
-          starts: index in its text of the first token of every row.
-        """
 
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
         """Take in chunks of prompts."""
@@ -73,10 +76,18 @@ class RowContexts(ABC):
         if rows:
             self._take_in(rows, states, starts)
 
+    @abstractmethod
+    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
+        """Take in the states (n, H) of the next tokens of rows.
+
+        Args:
+          starts: index in its text of the first token of every row.
+        """
+
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         """Give other samples of a prompt what its row has."""
-        if row.id in self._of:
-            self._of.update((copy.id, self._of[row.id]) for copy in copies)
+        if row.id in self._last:
+            self._last.update((copy.id, self._last[row.id]) for copy in copies)
 
     def keep(self, row: Sequence) -> object:
         """For prompts that begin like this row."""
@@ -84,30 +95,75 @@ class RowContexts(ABC):
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
-            self._of.pop(row.id, None)
+            self._last.pop(row.id, None)
 
 
-class LastStates(RowContexts):
+class LastStates(HeadStates):
     """The states themselves."""
 
     def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
         for row, state in zip(rows, states, strict=True):
-            self._of[row.id] = state[-1].clone()
+            self._last[row.id] = state[-1].clone()
 
 
-@dataclass(frozen=True)
-class PrefixMemory:
-    """The beginning of a text in the cache of a prefix layer, in copies of its own."""
+class CachedStates(HeadStates):
+    """What layers of the heads' own make of the states of a whole text, over a cache: committed tokens only.
 
-    layer: PrefixLayer
-    states: ragged.RowStates
-    length: int
+    Args:
+      take: the states that they read.
+      writer: the module that these layers are.
+      num_layers: of it.
+      device: of the target.
+
+    Attributes:
+      column_bytes: of keys and values of a token in all layers.
+    """
+
+    column_bytes: int
+
+    def __init__(self, take: TakeStates, writer: torch.nn.Module, num_layers: int, device: torch.device) -> None:
+        super().__init__(take)
+        self._writer = writer
+        self.cache = ragged.KVCache(num_layers, device=device)
+        self.rows = CachedRows(self.cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [OwnCache(self.cache, self.column_bytes)]
+
+    def settle(self, rows: Iterable[Sequence]) -> None:
+        """Make all entries of rows that are still to be made."""
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        """Take over entries of an earlier row; an entry that knows what followed its token there is of no use here."""
+        if not isinstance(memory, CacheMemory) or memory.writer is not self._writer:
+            return 0
+        num_known = super().recall(row, memory, min(num_tokens - self.lag, memory.length))
+        return self.rows.recall(row.id, memory, num_known) if num_known else 0
+
+    def _place(self, row: Sequence, start: int, count: int) -> CachedRow:
+        """Where the entries of so many tokens are about to be put."""
+        place = self.rows.enter(row.id)
+        self.cache.rollback([start], place.slot)
+        place.trunk = start + count
+        return place
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.settle([row])
+        super().fork(row, copies)
+        for copy in copies if row.id in self.rows else ():
+            self.rows.fork(row.id, copy.id)
+
+    def keep(self, row: Sequence) -> CacheMemory | None:
+        self.settle([row])
+        return self.rows.keep(row.id, self._writer)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
+        self.rows.remove(row.id for row in rows)
 
 
-class PrefixStates(RowContexts):
-    """What Hydra++'s prefix layer makes of the states of a whole text, over a cache of its own.
-
-    Column t of a row holds token t, at position t: committed tokens only, never drafted ones.
+class PrefixStates(CachedStates):
+    """What Hydra++'s prefix layer makes of the states of a whole text. Column t of a row holds token t, at position t.
 
     Args:
       layer: see `PrefixLayer`.
@@ -116,34 +172,18 @@ class PrefixStates(RowContexts):
     """
 
     def __init__(self, layer: PrefixLayer, take: TakeStates, device: torch.device) -> None:
-        super().__init__(take)
+        super().__init__(take, layer, 1, device)
         self.layer = layer
-        self._column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
-        self.cache = ragged.KVCache(1, device=device)
-        self.rows = CachedRows(self.cache)
-
-    def own_caches(self) -> list[OwnCache]:
-        return [OwnCache(self.cache, self._column_bytes)]
-
-    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        if not (isinstance(memory, PrefixMemory) and memory.layer is self.layer):
-            return 0
-        num_known = super().recall(row, memory, min(num_tokens, memory.length))
-        if num_known:
-            place = self.rows.enter(row.id)
-            self.cache.load(place.slot, memory.states, num_known)
-        return num_known
+        self.column_bytes = layer.shape.kv_numbers * next(layer.parameters()).element_size()
 
     def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
         state_of = {}
         for row, state, start in zip(rows, states, starts, strict=True):
-            slot = self.rows.enter(row.id).slot
-            self.cache.rollback([start], slot)
-            state_of[slot] = (row.id, state)
+            state_of[self._place(row, start, len(state)).slot] = (row.id, state)
         for slots in neighbours(state_of):
             outputs = self._run([state_of[slot][1] for slot in slots], slots[0])
             for slot, output in zip(slots, outputs, strict=True):
-                self._of[state_of[slot][0]] = output
+                self._last[state_of[slot][0]] = output
 
     def _run(self, states: Seq[torch.Tensor], first_slot: int) -> list[torch.Tensor]:
         """Feed the next states of neighbouring rows; the last output (H,) of each."""
@@ -162,18 +202,57 @@ class PrefixStates(RowContexts):
         self.cache.commit([range(count) for count in counts], first_slot)
         return [output[count - 1].clone() for output, count in zip(outputs, counts, strict=True)]
 
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        super().fork(row, copies)
-        for copy in copies if row.id in self.rows else ():
-            self.rows.fork(row.id, copy.id)
 
-    def keep(self, row: Sequence) -> PrefixMemory | None:
-        if row.id not in self.rows:
-            return None
-        slot = self.rows[row.id].slot
-        length = self.cache.lengths[slot]
-        return PrefixMemory(self.layer, self.cache.export(slot, length), length)
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+States = TypeVar("States", bound=HeadStates)
+
+
+class HeadDrafter(Drafter, Generic[States]):
+    """A drafter over heads, which says how drafts grow; ``states`` are told of all that happens to its rows.
+
+    Attributes:
+      reach: levels that the heads can draft.
+    """
+
+    growth: Growth
+    states: States
+    reach = sys.maxsize
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        drafts = [
+            self.growth.begin(row, budget if row in self.states else Budget(0), self.reach)
+            for row, budget in zip(rows, budgets, strict=True)
+        ]
+        growing = [draft for draft in drafts if draft.cap > 0]
+        if growing:
+            self._grow(growing)
+        return [self.growth.finish(draft, self.name) for draft in drafts]
+
+    @abstractmethod
+    def _grow(self, drafts: Seq[GrowingDraft]) -> None:
+        """Grow drafts of rows whose states are known to their end."""
+
+    def own_caches(self) -> Seq[OwnCache]:
+        return self.states.own_caches()
+
+    def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
+        return self.states.recall(row, memory, num_tokens)
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        self.states.read(rows, chunks)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        self.states.fork(row, copies)
+
+    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        self.states.observe(rows, results)
+        for row, result in zip(rows, results, strict=True):
+            self.growth.end(row, result)
+
+    def keep(self, row: Sequence) -> object:
+        return self.states.keep(row)
 
     def forget(self, rows: Seq[Sequence]) -> None:
-        super().forget(rows)
-        self.rows.remove(row.id for row in rows)
+        self.growth.forget(rows)
+        self.states.forget(rows)

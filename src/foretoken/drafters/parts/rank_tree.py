@@ -6,16 +6,17 @@ import json
 import math
 import os
 from ast import literal_eval
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
-from itertools import product
+from itertools import accumulate, pairwise, product, starmap
 from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.parts.published_trees import PUBLISHED_TREES
-from foretoken.drafters.parts.treeshape import TreeShape
 from foretoken.engine.budget import Budget
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import keep_json
@@ -28,6 +29,43 @@ MAX_SIBLINGS = 10
 
 MAX_NODES = 4096
 """Of a tree; nobody can want more."""
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """A tree without tokens, breadth-first.
+
+    Args:
+      children: of every node, the best rank first: (range(1, 3), range(3, 4), range(4, 4), range(4, 4)) is a root with
+        two children, the better of which has one.
+    """
+
+    children: tuple[range, ...]
+
+    @classmethod
+    def of(cls, paths: Iterable[Ranks]) -> TreeShape:
+        """The nodes of paths that are a tree."""
+        ordered = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        widths = Counter(path[:-1] for path in ordered if path)
+        return cls(tuple(starmap(range, pairwise(accumulate((widths[path] for path in ordered), initial=1)))))
+
+    @cached_property
+    def levels(self) -> tuple[range, ...]:
+        """The nodes of every depth, that of the root first."""
+        levels, below = list[range](), range(1)
+        while below:
+            levels.append(below)
+            below = range(self.children[below.start].start, self.children[below.stop - 1].stop)
+        return tuple(levels)
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return len(self.levels) - 1
+
+    def widest(self, depth: int) -> int:
+        """The most children of a node of this depth."""
+        return max(len(self.children[node]) for node in self.levels[depth])
 
 
 @dataclass(frozen=True)
@@ -206,14 +244,7 @@ class RankTree:
         """What of it a budget allows, level by level: the most valuable nodes of those that are not too deep."""
         depth = budget.depth
         paths = [path for path in self.paths if len(path) <= depth and not (budget.chains_only and any(path))]
-        return shape_of(paths[: budget.max_nodes() - 1])
-
-
-def shape_of(paths: Iterable[Ranks]) -> TreeShape:
-    """The nodes of paths, breadth-first; siblings stand next to each other, the best one first."""
-    ordered = sorted(paths, key=lambda path: (len(path), path))
-    index = {path: node for node, path in enumerate([(), *ordered])}
-    return TreeShape((-1, *(index[path[:-1]] for path in ordered)), (0, *(path[-1] for path in ordered)))
+        return TreeShape.of(paths[: budget.max_nodes() - 1])
 
 
 def path_value(accuracies: Seq[Seq[float]], path: Ranks) -> float:

@@ -1,4 +1,4 @@
-"""The rows of a cache that belongs to a drafter: which row lies where, and how far it is filled."""
+"""The rows of a cache that belongs to a drafter: which lies where, how far it is filled, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.engine.sequence import Sequence
-    from foretoken.model.cache.ragged import KVCache
+    from foretoken.model.cache.ragged import KVCache, RowStates
     from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
@@ -32,10 +32,10 @@ MAX_GAP = 2
 
 
 @dataclass(eq=False)
-class Place:
-    """Where one row lies in a cache.
+class CachedRow:
+    """Where a row lies in a cache of a drafter's own, and what is there.
 
-    The first ``trunk`` tokens of its text are there. Nodes of a draft that were fed lie after them: node i in column
+    The first ``trunk`` entries are of its text. Nodes of a draft that were fed lie after them: node i in column
     ``trunk + offset_of[i]``.
     """
 
@@ -55,68 +55,96 @@ class Place:
         return offsets
 
 
+@dataclass(frozen=True)
+class CacheMemory:
+    """The beginning of a text in the cache of a drafter, in copies of its own, for texts that begin alike.
+
+    Args:
+      writer: who computed it; nobody else has a use for it.
+      length: columns.
+    """
+
+    writer: object
+    states: RowStates
+    length: int
+
+
 class CachedRows:
     """Rows of a drafter's own cache. They lie in an order of their own until the engine's is asked for."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self._order: list[int] = []  # row ids by slot
-        self._places: dict[int, Place] = {}
+        self._rows: dict[int, CachedRow] = {}
 
     def __contains__(self, row_id: int) -> bool:
-        return row_id in self._places
+        return row_id in self._rows
 
-    def __getitem__(self, row_id: int) -> Place:
-        return self._places[row_id]
+    def __getitem__(self, row_id: int) -> CachedRow:
+        return self._rows[row_id]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
-    def get(self, row_id: int) -> Place | None:
-        """The place of a row, if it has one."""
-        return self._places.get(row_id)
+    def get(self, row_id: int) -> CachedRow | None:
+        """Where a row lies, if it has a place."""
+        return self._rows.get(row_id)
 
-    def enter(self, row_id: int) -> Place:
-        """The place of a row, a new one at the end where it has none."""
-        if row_id not in self._places:
-            self._places[row_id] = Place(self.cache.add_rows())
+    def enter(self, row_id: int) -> CachedRow:
+        """Where a row lies; a new place at the end where it has none."""
+        if row_id not in self._rows:
+            self._rows[row_id] = CachedRow(self.cache.add_rows())
             self._order.append(row_id)
-        return self._places[row_id]
+        return self._rows[row_id]
 
     def fork(self, row_id: int, copy_id: int) -> None:
         """Give another row what this one holds."""
-        source = self._places[row_id]
-        self._places[copy_id] = Place(self.cache.fork(source.slot), source.trunk)
+        source = self._rows[row_id]
+        self._rows[copy_id] = CachedRow(self.cache.fork(source.slot), source.trunk)
         self._order.append(copy_id)
+
+    def keep(self, row_id: int, writer: object) -> CacheMemory | None:
+        """What the cache holds of the text of a row; None where that has no place in it."""
+        if row_id not in self._rows:
+            return None
+        row = self._rows[row_id]
+        return CacheMemory(writer, self.cache.export(row.slot, row.trunk), row.trunk)
+
+    def recall(self, row_id: int, memory: CacheMemory, most: int) -> int:
+        """Take over at most so many entries of a text that began alike; how many."""
+        row = self.enter(row_id)
+        row.trunk = min(memory.length, most)
+        self.cache.load(row.slot, memory.states, row.trunk)
+        return row.trunk
 
     def remove(self, row_ids: Iterable[int]) -> None:
         """Drop rows, as far as they are there."""
         leaving = set(row_ids)
-        if self._places.keys() <= leaving:  # no need to move anything, nor to trust the order
-            self._places, self._order = {}, []
+        if self._rows.keys() <= leaving:  # no need to move anything, nor to trust the order
+            self._rows, self._order = {}, []
             self.cache.clear()
             return
-        for row_id in leaving & self._places.keys():
-            slot = self._places.pop(row_id).slot
+        for row_id in leaving & self._rows.keys():
+            slot = self._rows.pop(row_id).slot
             self.cache.remove(slot)
             last = self._order.pop()
             if last != row_id:
                 self._order[slot] = last
-                self._places[last].slot = slot
+                self._rows[last].slot = slot
 
-    def align(self, row_ids: Seq[int]) -> list[Place]:
+    def align(self, row_ids: Seq[int]) -> list[CachedRow]:
         """Bring rows to the front of the cache, in this order. Moves nothing as long as the engine keeps its order."""
         for slot, row_id in enumerate(row_ids):
-            place, other = self._places[row_id], self._order[slot]
+            place, other = self._rows[row_id], self._order[slot]
             if other != row_id:
                 self.cache.swap(place.slot, slot)
                 self._order[place.slot], self._order[slot] = other, row_id
-                self._places[other].slot, place.slot = place.slot, slot
-        return [self._places[row_id] for row_id in row_ids]
+                self._rows[other].slot, place.slot = place.slot, slot
+        return [self._rows[row_id] for row_id in row_ids]
 
 
 def feed(
-    model: CausalLM, cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[Place], *, are_chains: bool
+    model: CausalLM, cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool
 ) -> torch.Tensor:
     """Run the frontier of every draft through a model, behind what was fed before; logits (B, F, V).
 
@@ -129,32 +157,15 @@ def feed(
     return logits
 
 
-class Frontier(Protocol):
-    """What is to be known of a draft whose nodes are fed level by level."""
-
-    @property
-    def tokens(self) -> Seq[int]: ...
-
-    @property
-    def depths(self) -> Seq[int]: ...
-
-    @property
-    def frontier(self) -> Seq[int]: ...
-
-    def path(self, node: int) -> Seq[int]:
-        """Nodes from below the root to this one."""
-        ...
-
-
 def frontier_list(
-    cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], width: int, *, are_chains: bool = False
-) -> tuple[node_lists.NodeList, list[int]]:
-    """`frontier_nodes` as a list without padding, and the place of every node in the rectangle (B, ``width``)."""
+    cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], width: int, *, are_chains: bool = False
+) -> node_lists.NodeList:
+    """`frontier_nodes` as a list without padding; rows take ``width`` columns all the same."""
     num_fed = cache.lengths[places[0].slot] - places[0].trunk
     tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
-    above, numbers = list[list[int]](), list[int]()
-    for row, (draft, place) in enumerate(zip(drafts, places, strict=True)):
-        trunk, depths = place.trunk, draft.depths if draft.frontier else ()
+    above = list[list[int]]()
+    for draft, place in zip(drafts, places, strict=True):
+        trunk, depths = place.trunk, draft.depths
         place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
         for j, node in enumerate(draft.frontier):
             tokens.append(draft.tokens[node])
@@ -165,19 +176,10 @@ def frontier_list(
             else:
                 prefixes.append(trunk)
                 above.append([trunk + place.offset_of[one] for one in draft.path(node)])
-            numbers.append(row * width + j)
-    counts = [len(draft.frontier) for draft in drafts]
-    return node_lists.NodeList(tokens, positions, columns, prefixes, counts, above), numbers
+    return node_lists.NodeList(tokens, positions, columns, prefixes, [len(draft.frontier) for draft in drafts], above)
 
 
-def in_rectangle(found: torch.Tensor, numbers: Seq[int], num_rows: int, width: int) -> torch.Tensor:
-    """What was computed for a list (n, ...) by row (B, F, ...): zeros where there is no node."""
-    if len(numbers) < num_rows * width:
-        found = found.new_zeros(num_rows * width, found.shape[1]).index_copy_(0, torch.tensor(numbers), found)
-    return found.view(num_rows, width, -1)
-
-
-def frontier_nodes(cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], *, are_chains: bool) -> lm.Nodes:
+def frontier_nodes(cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool) -> lm.Nodes:
     """The frontier of every draft, behind what was fed before, which its places note; draft i lies in row i."""
     width = max(1, *(len(draft.frontier) for draft in drafts))
     num_fed = cache.lengths[places[0].slot] - places[0].trunk
@@ -190,6 +192,15 @@ def frontier_nodes(cache: KVCache, drafts: Seq[Frontier], places: Seq[Place], *,
     if are_chains:
         return lm.Nodes(tokens, torch.tensor([[0 if count else -1 - num_fed] for count in counts]), counts)
     return lm.Nodes(tokens, *_shape(drafts, places, num_fed, width), num_fed=num_fed)
+
+
+def unpadded(values: torch.Tensor, drafts: Seq[GrowingDraft]) -> torch.Tensor:
+    """What was computed for frontiers, (B, F, ...) -> (M, ...), draft by draft; without a copy where none is padded."""
+    width, counts = values.shape[1], [len(draft.frontier) for draft in drafts]
+    flat = values.flatten(0, 1)
+    if min(counts) == width:
+        return flat
+    return flat[[row * width + j for row, count in enumerate(counts) for j in range(count)]]
 
 
 def known_tokens(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
@@ -226,7 +237,7 @@ def spans(slots: Iterable[int]) -> list[range]:
 
 
 def _shape(
-    drafts: Seq[Frontier], places: Seq[Place], num_fed: int, width: int
+    drafts: Seq[GrowingDraft], places: Seq[CachedRow], num_fed: int, width: int
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor]:
     """Depths (B, S + F), counts and ancestors (B, F, S + F) of a frontier after S fed columns.
 
@@ -235,9 +246,8 @@ def _shape(
     depths = np.full((len(drafts), num_fed + width), -1, dtype=np.int64)
     ancestors = np.zeros((len(drafts), width, num_fed + width), dtype=bool)
     for i, (draft, place) in enumerate(zip(drafts, places, strict=True)):
-        levels = draft.depths  # some are computed as they are asked for
         for node, offset in place.offset_of.items():
-            depths[i, offset] = levels[node] - 1  # the pending token is part of the trunk by now
+            depths[i, offset] = draft.depths[node] - 1  # the pending token is part of the trunk by now
         for j, node in enumerate(draft.frontier):
             ancestors[i, j, [place.offset_of[above] for above in draft.path(node)]] = True
         for j in range(len(draft.frontier), width):

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.drafters.parts.growth import Growth
-from foretoken.drafters.parts.rows import Place, feed, reach
+from foretoken.drafters.parts.rows import CachedRow, feed, reach, unpadded
 from foretoken.engine.drafter import Budget, Drafter, OwnCache, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
@@ -48,7 +48,7 @@ class SelfDrafter(Drafter):
         self.growth = Growth(**growth)
         self._view = view
         self._target: CausalLM | None = None
-        self._places: list[Place] = []  # of the rows of the cache, while a draft grows
+        self._places: list[CachedRow] = []  # of the rows of the cache, while a draft grows
         self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
 
     @abstractmethod
@@ -77,7 +77,7 @@ class SelfDrafter(Drafter):
             if self._view is not None:
                 self._view.follow(drafts[: last + 1])
             lengths = self._cache.lengths[: last + 1]
-            self._places = [Place(slot, length) for slot, length in enumerate(lengths)]
+            self._places = [CachedRow(slot, length) for slot, length in enumerate(lengths)]
             try:
                 self.growth.grow(drafts[: last + 1], self)  # they lie in the cache as they do for the target
             finally:
@@ -85,7 +85,7 @@ class SelfDrafter(Drafter):
                 while self._spoilt:
                     slot = self._spoilt.pop()
                     self._cache.erase(slot, lengths[slot])
-        return [self.growth.tree(draft, self.name) for draft in drafts]
+        return [self.growth.finish(draft, self.name) for draft in drafts]
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the pending tokens."""
@@ -93,12 +93,13 @@ class SelfDrafter(Drafter):
         self._cache.commit([range(1)] * len(drafts))
         for place in self._places[: len(drafts)]:
             place.trunk += 1
-        return self._watched(logits)
+        return self._watched(logits)[:, 0]
 
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = self._places[: len(drafts)]
-        return self._watched(feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains))
+        logits = feed(self.model, self._cache, drafts, places, are_chains=self.growth.drafts_chains)
+        return unpadded(self._watched(logits), drafts)
 
     def _watched(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits (B, F, V), looked through for NaN.

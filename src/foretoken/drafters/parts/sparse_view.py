@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.rows import CachedRows, Place
+from foretoken.drafters.parts.rows import CachedRow, CachedRows
 from foretoken.engine.drafter import OwnCache
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
@@ -136,7 +136,7 @@ class SparseView:
         """The cache of the view, whose rows do not grow with their text."""
         return OwnCache(self.cache, column_bytes, self.cache.capacity)
 
-    def follow(self, drafts: Seq[GrowingDraft], source_rows: Seq[int] | None = None) -> list[Place]:
+    def follow(self, drafts: Seq[GrowingDraft], source_rows: Seq[int] | None = None) -> list[CachedRow]:
         """Bring the view up to date; the places of the rows, in front and in this order, with nothing behind them.
 
         Rows that are not to be drafted for stay as they are.
