@@ -18,7 +18,7 @@ import pytest
 from foretoken.drafters.compose import union
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter, NgramPool, Window
 from foretoken.drafters.lookup import ngram, token_recycling
 from foretoken.drafters.lookup.nasd import RUNNER_UP_WEIGHT, NasdDrafter, NGramStorage, Successors
 from foretoken.drafters.lookup.ngram import NGramDrafter, SuffixIndex
@@ -27,12 +27,10 @@ from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.parts import composite
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
-from foretoken.drafters.parts.calibration import Calibration
-from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.ngram_pool import NgramPool
-from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft import layer_skip
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Features, StepResult
@@ -208,13 +206,13 @@ def _never_forgets_the_oldest(add: Any) -> Any:
     return wrong
 
 
-def _loses_equal_siblings(add: Any) -> Any:
+def _loses_equal_siblings(child: Any) -> Any:
     """A node that is there already is taken for one that lies too deep."""
 
-    def wrong(trie: Trie, parent: int | None, token: int) -> int | None:
-        size = len(trie)
-        node: int | None = add(trie, parent, token)
-        return node if len(trie) > size else None
+    def wrong(draft: GrowingDraft, parent: int | None, token: int) -> int | None:
+        size = len(draft.tokens)
+        node: int | None = child(draft, parent, token)
+        return node if len(draft.tokens) > size else None
 
     return wrong
 
@@ -329,20 +327,20 @@ LOOKAHEAD = (
         keeps_tokens="lookahead",
     ),
     Mutant(
-        "a trie grows one level too deep",
-        with_arguments(Trie, "__init__", lambda call: {"max_depth": call.max_depth + 1}),
+        "a draft grows one level too deep",
+        with_arguments(GrowingDraft, "__init__", lambda call: {"cap": call.cap + 1}),
         test_lookahead.test_columns_beyond_a_cut_give_no_ngram_and_start_anew,
     ),
     Mutant(
         "a cell whose node is there already ends its column",
-        wrapped(Trie, "add", _loses_equal_siblings),
+        wrapped(GrowingDraft, "child", _loses_equal_siblings),
         _NAIVE,
         (*_WIDE, True),
         keeps_tokens="lookahead",
     ),
     Mutant(
-        "a path of a trie has one node too many",
-        with_arguments(Trie, "add_path", lambda call: {"max_nodes": call.max_nodes and call.max_nodes + 1}),
+        "a path has one node too many",
+        with_arguments(GrowingDraft, "add_path", lambda call: {"max_nodes": call.max_nodes + 1}),
         test_drafter_state.test_a_path_ends_where_the_nodes_do,
         keeps_tokens="lookahead",
     ),

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate
 from foretoken.cli.writers import as_record
-from foretoken.drafters.heads import hydra as hydra_module
-from foretoken.drafters.heads import medusa as medusa_module
+from foretoken.drafters.heads import medusa_hydra
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads.hydra_layout import write_hydra
 from foretoken.heads.medusa_layout import write_medusa
@@ -103,8 +102,8 @@ def test_a_model_with_its_heads_inside_is_target_and_heads(tmp_path: Path) -> No
 
 def test_targets_of_a_known_size_are_told_of_published_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(toy_model(VOCAB_SIZE))
-    for module in (hydra_module, medusa_module):
-        monkeypatch.setitem(module.PUBLISHED, (32, 2, VOCAB_SIZE), ("owner/heads",))
+    for published in medusa_hydra.PUBLISHED.values():
+        monkeypatch.setitem(published, (32, 2, VOCAB_SIZE), ("owner/heads",))
     reasons = dict(llm.applicable_methods())
     for method in ("medusa", "hydra++"):
         assert str(reasons[method]).endswith("published for targets of this size: owner/heads")

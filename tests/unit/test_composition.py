@@ -24,7 +24,7 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.calibration import PRIOR_WEIGHT, Calibration
+from foretoken.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter, PromptChunk, Requirements, StepResult

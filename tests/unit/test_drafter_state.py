@@ -10,7 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.parts.trie import Trie
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
@@ -284,11 +284,11 @@ def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:
 
 
 def test_a_path_ends_where_the_nodes_do() -> None:
-    trie = Trie(9, 99)
-    trie.add_path([1, 2, 3, 4], 3)
-    assert trie.tree().tokens == (9, 1, 2)
-    trie.add_path([1, 5], 3)
-    assert len(trie) == 3
+    draft = GrowingDraft(cast("Sequence", SimpleNamespace(pending=9)), 99)
+    draft.add_path([1, 2, 3, 4], 3)
+    assert draft.tree("").tokens == (9, 1, 2)
+    draft.add_path([1, 5], 3)
+    assert len(draft.tokens) == 3
 
 
 class Fixedly(Drafter):

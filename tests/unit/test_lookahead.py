@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window, most_cells
+from foretoken.drafters.iterate.lookahead import LookaheadDrafter, NgramPool, Window, most_cells
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.guesses import PromptTokens
-from foretoken.drafters.parts.ngram_pool import NgramPool
-from foretoken.drafters.parts.trie import Trie
 from foretoken.engine.engine import Engine
+from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode, toy_model
@@ -60,6 +60,10 @@ def target() -> CausalLM:
     return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
+def draft_of(pending: int, max_depth: int) -> GrowingDraft:
+    return GrowingDraft(cast("Sequence", SimpleNamespace(pending=pending)), max_depth)
+
+
 def full_window(size: int, num_levels: int, first: list[int], levels: list[list[int]]) -> Window:
     window = Window(size, num_levels, lambda: 0, frozenset())
     window._first, window._levels = first, levels
@@ -69,11 +73,11 @@ def full_window(size: int, num_levels: int, first: list[int], levels: list[list[
 def test_the_window_before_merging_is_the_published_one() -> None:
     """With different tokens nothing merges: the ancestor mask of the tree is the published attention mask."""
     window = full_window(5, 3, [1, 2, 3, 4], [[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
-    trie = Trie(0, 99)
+    draft = draft_of(0, 99)
     for guess in ([30, 31, 32], [40, 41, 42], [50, 51, 52]):
-        trie.add_path(guess)
-    window.add_to(trie)
-    tree = trie.tree()
+        draft.add_path(guess)
+    window.add_to(draft)
+    tree = draft.tree("")
     published = [0, 1, 2, 3, 4, *range(10, 15), *range(20, 25), 30, 31, 32, 40, 41, 42, 50, 51, 52]
     nodes = [tree.tokens.index(token) for token in published]
     want = np.array([[mark == "1" for mark in line] for line in PUBLISHED_MASK.split()])
@@ -86,9 +90,9 @@ def test_the_window_before_merging_is_the_published_one() -> None:
 def test_equal_siblings_merge_and_every_cell_keeps_its_node() -> None:
     """Cells (0,1) and (1,0) are both a 5 below the pending token: one node, and two columns that pass through it."""
     window = full_window(3, 2, [5, 5], [[5, 6, 7]])
-    trie = Trie(9, 99)
-    window.add_to(trie)
-    tree = trie.tree()
+    draft = draft_of(9, 99)
+    window.add_to(draft)
+    tree = draft.tree("")
     assert tree.tokens == (9, 5, 5, 6, 7)
     assert tree.parents == (-1, 0, 1, 1, 2)
     assert window.advance(tree, [40, 41, 42, 43, 44]) == [(9, 5, 41), (5, 6, 43), (5, 7, 44)]
@@ -97,9 +101,9 @@ def test_equal_siblings_merge_and_every_cell_keeps_its_node() -> None:
 
 def test_columns_beyond_a_cut_give_no_ngram_and_start_anew() -> None:
     window = full_window(3, 2, [1, 2], [[3, 4, 5]])
-    trie = Trie(9, 2)
-    window.add_to(trie)
-    tree = trie.tree()
+    draft = draft_of(9, 2)
+    window.add_to(draft)
+    tree = draft.tree("")
     assert tree.depth == 2
     by_token = {token: node for node, token in enumerate(tree.tokens)}
     choices = [0] * len(tree)
@@ -112,9 +116,9 @@ def test_ends_and_failures_are_never_guessed() -> None:
     tokens = count(50)
     window = Window(2, 2, lambda: next(tokens), frozenset({50, 7}))
     assert window.levels == [[51, 52]]
-    trie = Trie(9, 99)
-    window.add_to(trie)
-    assert window.advance(trie.tree(), [1, 7, -1]) == []
+    draft = draft_of(9, 99)
+    window.add_to(draft)
+    assert window.advance(draft.tree(""), [1, 7, -1]) == []
     assert window.levels == [[52], [53, 54]]  # the end, and the token that there was not, are replaced
 
 
@@ -123,9 +127,9 @@ def test_the_window_fills_by_a_level_for_a_column() -> None:
     shapes = []
     for _ in range(4):
         shapes.append([len(level) for level in window.levels])
-        trie = Trie(0, 99)
-        window.add_to(trie)
-        window.advance(trie.tree(), list(range(2, 2 + len(trie))))
+        draft = draft_of(0, 99)
+        window.add_to(draft)
+        window.advance(draft.tree(""), list(range(2, 2 + len(draft.tokens))))
     assert shapes == [[5], [4, 5], [3, 4, 4], [3, 4, 4]]
     assert [most_cells(4, 3), most_cells(1, 4), most_cells(7, 1)] == [12, 6, 7]
 

@@ -9,12 +9,9 @@ from foretoken.config.composite import CompositeOptions
 from foretoken.config.method import Method
 from foretoken.config.options import number, option
 from foretoken.drafters.context import make_drafter
-from foretoken.drafters.parts.composite import CompositeDrafter
+from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
 from foretoken.engine.drafter import Budget
 from foretoken.tree import DraftTree
-
-if TYPE_CHECKING:
-    from foretoken.drafters.parts.calibration import Calibration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq

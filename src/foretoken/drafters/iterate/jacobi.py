@@ -84,14 +84,14 @@ class JacobiDrafter(PlannedDrafter):
         return DraftTree.chain(row.pending, self._guesses_of[row.id].first(length), source=self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             self._guesses_of[row.id].refresh(result.features.choices, len(result.emitted))
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
 
     def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
         for row in rows:
             self._guesses_of.pop(row.id, None)
-            self.length_policy.forget(row)
 
 
 def check_initial_guess(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
+from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.guesses import PromptTokens
-from foretoken.drafters.parts.ngram_pool import NgramPool
-from foretoken.drafters.parts.trie import Trie
 from foretoken.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -41,7 +41,7 @@ class LookaheadDrafter(ContextDrafter):
     Source: lookahead decoding (Fu et al. 2024, arXiv:2402.02057; hao-ai-lab/LookaheadDecoding). With the paper's N =
     ``num_speculative_tokens`` + 1, W = ``window_size`` and G = ``guess_set_size``, a full step has (W + G) (N - 1)
     nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
-    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a trie, in which what they
+    at its positions, not with the argmax, so that sampled text is guessed too; guesses form a tree, in which what they
     share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
     like any other node; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
 
@@ -89,7 +89,7 @@ class LookaheadDrafter(ContextDrafter):
         self._window_size = window_size
         self._guess_set_size = guess_set_size
         self._pool_from_prompt = pool_from_prompt
-        self._max_guess_nodes = None if max_nodes is None else max_nodes - num_cells + 1
+        self._max_guess_nodes = sys.maxsize if max_nodes is None else max_nodes - num_cells + 1
         self._window_of: dict[int, Window] = {}
         self._pool_of: dict[int, NgramPool] = {}
 
@@ -102,11 +102,11 @@ class LookaheadDrafter(ContextDrafter):
             self._learn(row, len(row.token_ids))
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
-        trie = Trie(row.pending, budget)
+        draft = GrowingDraft(row, budget.depth)
         for guess in self._pool_of[row.id].continuations(row.pending):
-            trie.add_path(guess, self._max_guess_nodes)
-        self._window_of[row.id].add_to(trie)
-        return trie.tree(self.name)
+            draft.add_path(guess, self._max_guess_nodes)
+        self._window_of[row.id].add_to(draft)
+        return draft.tree(self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
@@ -164,9 +164,9 @@ class Window:
         """Tokens by level and column, the first level without the pending token."""
         return [self._first, *self._levels]
 
-    def add_to(self, trie: Trie) -> None:
+    def add_to(self, draft: GrowingDraft) -> None:
         """Grow the window below the root."""
-        self._walk(trie.add)
+        self._walk(draft.child)
 
     def advance(self, tree: DraftTree, choices: Seq[int]) -> list[tuple[int, ...]]:
         """Move one step on with the target's tokens (N,) after the nodes of a tree that held this window.
@@ -209,6 +209,40 @@ class Window:
     def _guess(self, token: int) -> int:
         """The token, or an initial one in the place of an end or of nothing (-1)."""
         return self._initial() if token < 0 or token in self._ends else token
+
+
+class NgramPool:
+    """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
+
+    Source: the pool of lookahead decoding (Fu et al. 2024, arXiv:2402.02057): seen again means most recent, and the
+    least recent leaves first.
+    """
+
+    def __init__(self, length: int, limit: int) -> None:
+        self._length = length
+        self._limit = limit
+        self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # the most recent last
+
+    def add(self, token: int, continuation: tuple[int, ...]) -> None:
+        """Record what was seen after a token."""
+        known = self._continuations_of.setdefault(token, {})
+        known.pop(continuation, None)
+        known[continuation] = None
+        if len(known) > self._limit:
+            del known[next(iter(known))]
+
+    def add_text(self, tokens: Seq[int], first: int) -> None:
+        """Record the n-grams of a text whose last token stands at ``first`` or later.
+
+        Of 1 2 3 4 from 3 on, with two tokens after the first of each: 2 -> 3 4.
+        """
+        for end in range(max(first, self._length), len(tokens)):
+            start = end - self._length
+            self.add(tokens[start], tuple(tokens[start + 1 : end + 1]))
+
+    def continuations(self, token: int) -> list[tuple[int, ...]]:
+        """The continuations that were seen after a token, the most recent first."""
+        return list(reversed(self._continuations_of.get(token, {})))
 
 
 def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:

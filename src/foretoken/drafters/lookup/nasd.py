@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from foretoken.config.drafting import BranchOptions, draft_length, node_limit
+from foretoken.config.drafting import BranchOptions, depth_within, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
-from foretoken.drafters.parts.depth import depth_within
 from foretoken.drafters.parts.guesses import RandomTokens
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage, Successors
 from foretoken.drafters.parts.planned import PlannedDrafter
@@ -183,12 +182,12 @@ class NasdDrafter(PlannedDrafter):
         return lambda node: (tokens.at(len(row.token_ids), node), 1.0 / self._vocab_size)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
             num_emitted = len(result.emitted)
             first = len(row.token_ids) - num_emitted
             self._storage_of[row.id].extend(row.token_ids, self._runners_up(result.committed, num_emitted), first)
             self._num_counted_of[row.id] = len(row.token_ids)
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
 
     def _runners_up(self, features: Features, num_tokens: int) -> list[list[int]]:
         """The target's best tokens per place, best first; none where they are not learned."""
@@ -201,11 +200,11 @@ class NasdDrafter(PlannedDrafter):
         return None if self._shared is None else self._shared.epoch
 
     def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
         for row in rows:
             storage, num_counted = self._storage_of.pop(row.id, None), self._num_counted_of.pop(row.id, 1)
             if storage is not None and storage is self._shared:  # nothing was said of the last step of a row
                 storage.extend(row.token_ids, [], first=num_counted)
-            self.length_policy.forget(row)
         if self._shared is not None and self._state_file is not None and self._is_unsaved and not self._storage_of:
             self._is_unsaved = False
             try:

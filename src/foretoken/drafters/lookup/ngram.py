@@ -14,7 +14,7 @@ from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex, continuation
-from foretoken.engine.drafter import Budget, StepResult
+from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -124,14 +124,10 @@ class NGramDrafter(PlannedDrafter):
         paths = index.continuations(row.token_ids, length, num_paths) if length else []
         return DraftTree.from_paths(row.token_ids[-1], paths, budget.max_nodes(self._max_nodes), self.name)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        for row, result in zip(rows, results, strict=True):
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
-
     def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
         for row in rows:
             self._index_of.pop(row.id, None)
-            self.length_policy.forget(row)
 
 
 def build(options: NGramOptions, context: DrafterContext) -> NGramDrafter:

@@ -12,7 +12,7 @@ from foretoken.config.options import flag, option, path, whole
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
 from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
-from foretoken.engine.drafter import Budget, StepResult
+from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.retrieval.automaton import SuffixAutomaton
@@ -134,14 +134,10 @@ class RestDrafter(PlannedDrafter):
         place = text.match()
         return None if place is None else Root(text, place)
 
-    def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
-        for row, result in zip(rows, results, strict=True):
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
-
     def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
         for row in rows:
             self._text_of.pop(row.id, None)
-            self.length_policy.forget(row)
 
 
 def build(options: RestOptions, context: DrafterContext) -> RestDrafter:

@@ -150,17 +150,17 @@ class SuffixDrafter(PlannedDrafter):
         return grow(row.token_ids[-1], roots, shape, self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
+        super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
-            self.length_policy.end(row, result.tree.depth, result.num_accepted)
             spot = self._spot_of.pop(row.id, None)
             if spot is not None and self.history is not None and result.num_accepted:
                 self.history.touch(spot)
 
     def forget(self, rows: Seq[Sequence]) -> None:
+        super().forget(rows)
         for row in rows:
             self._text_of.pop(row.id, None)
             self._spot_of.pop(row.id, None)
-            self.length_policy.forget(row)
             if self.history is not None:
                 self.history.add(row.output_ids)
         if not self._text_of:

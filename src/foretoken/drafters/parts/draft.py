@@ -39,6 +39,7 @@ class GrowingDraft:
       laws: by node, the law (V,) that its children were drawn from, where the acceptance rule needs it.
       frontier: nodes that are to be expanded next, the best one first.
       spots: of a static tree, the node of the shape that every node fills.
+      child_of: by parent and token, the node.
     """
 
     row: Sequence
@@ -55,6 +56,7 @@ class GrowingDraft:
     laws: dict[int, torch.Tensor] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=lambda: [0])
     spots: list[int] = field(default_factory=lambda: [0])
+    child_of: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = [self.row.pending]
@@ -70,11 +72,27 @@ class GrowingDraft:
 
     def add(self, parent: int, token: int, score: float = 0.0) -> int:
         """Add a child; ``score`` is its own, at most 0."""
+        self.child_of[parent, token] = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.scores.append(self.scores[parent] + score)
         return len(self.tokens) - 1
+
+    def child(self, parent: int | None, token: int) -> int | None:
+        """The child that carries a token, new or old; None where it would be too deep, or in the air."""
+        if parent is None or self.depths[parent] >= self.cap:
+            return None
+        node = self.child_of.get((parent, token))
+        return self.add(parent, token) if node is None else node
+
+    def add_path(self, tokens: Iterable[int], max_nodes: int = sys.maxsize) -> None:
+        """One continuation of the root, as far as ``max_nodes`` in all allow; what is there already counts once."""
+        node: int | None = 0
+        for token in tokens:
+            if len(self.tokens) >= max_nodes and (node, token) not in self.child_of:
+                return
+            node = self.child(node, token)
 
     def fill(self, parent: int, tokens: Iterable[int]) -> None:
         """Give a node of a static tree its children, the best first; those that have any are to be expanded in turn."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from foretoken.config.drafting import BranchOptions, node_limit
+from foretoken.config.drafting import BranchOptions, depth_within, node_limit
 from foretoken.config.options import flag, number, one_of, option, whole
 from foretoken.drafters.lengths import policy_of
 from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
-from foretoken.drafters.parts.depth import depth_within
 from foretoken.errors import ConfigError
 
 

@@ -45,10 +45,9 @@ class CachedRow:
 
     def fed_along(self, draft: GrowingDraft, tokens: Iterable[int]) -> list[int]:
         """Columns, counted from the trunk, of the fed nodes along a path of tokens from the root."""
-        children = {pair: node for node, pair in enumerate(zip(draft.parents, draft.tokens, strict=True)) if node}
         node, offsets = 0, []
         for token in tokens:
-            node = children.get((node, token), -1)
+            node = draft.child_of.get((node, token), -1)
             if node not in self.offset_of:
                 break
             offsets.append(self.offset_of[node])
