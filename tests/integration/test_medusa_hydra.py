@@ -149,7 +149,7 @@ def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
             trees = drafter.propose(rows, budgets)
         for row, budget, tree in zip(rows, budgets, trees, strict=True):
             assert tree.tokens[0] == row.pending
-            assert len(tree) == len(whole.within(budget).parents)
+            assert len(tree) == len(whole.within(budget).children)
             assert len(tree) <= budget.nodes
             assert tree.depth <= budget
             assert tree.is_chain or not budget.chains_only

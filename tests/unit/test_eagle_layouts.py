@@ -21,13 +21,13 @@ from foretoken.classic.sampling import speculative_generate
 from foretoken.cli import app
 from foretoken.config.method import methods
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.heads.eagle import PUBLISHED
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.heads.eagle import EagleHead, default_streams
 from foretoken.heads.eagle_layouts import check_fits, read_eagle, write_eagle
 from foretoken.heads.eagle_structure import TargetFacts
 from foretoken.heads.layers import Placed
-from foretoken.heads.published import published_eagle
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import PROMPTS, toy_model
 
@@ -541,8 +541,7 @@ def test_without_a_head_methods_say_what_is_missing_and_where_one_is() -> None:
     for name in ("eagle2", "eagle3"):
         assert "needs a head that was trained for this target" in str(found[name])
         assert methods()[name].drafts_with_heads
-    assert published_eagle(4096, 32, 128256, 3)[0] == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
-    assert published_eagle(1, 2, 3, 3) == ()
+    assert PUBLISHED[4096, 32, 128256][3][0] == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 
 
 def test_the_hook_takes_heads_and_the_classic_functions_say_that_they_do_not(tmp_path: Path) -> None:

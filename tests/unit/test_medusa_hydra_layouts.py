@@ -18,7 +18,7 @@ from foretoken.heads.hydra_layout import read_hydra, write_hydra
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.heads.medusa_layout import read_medusa, write_medusa
-from foretoken.heads.names import is_hydra, is_medusa
+from foretoken.heads.recognition import is_hydra, is_medusa
 
 H, V, K = 8, 20, 3
 LAYER = LayerShape(H, 12, 4, 2, 2, eps=1e-5, rope={"rope_type": "default", "rope_theta": 500.0})

@@ -19,8 +19,7 @@ from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_structure import StructureReader, TargetFacts
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.heads.expectation import Expectation
-from foretoken.heads.names import SHARED_OUTPUT
-from foretoken.heads.recognition import eagle_generation, eagle_name
+from foretoken.heads.recognition import SHARED_OUTPUT, eagle_generation, eagle_name
 
 _WITHOUT_USE = re.compile(r"^(verifier_norm|verifier_lm_head|verifier_lm_head_embed)\.|rotary_emb\.")
 """Copies of the target's tensors, and tables of positions."""

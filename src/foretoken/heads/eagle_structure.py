@@ -13,8 +13,7 @@ from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import integer
 from foretoken.heads.eagle import EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.names import SHARED_OUTPUT
-from foretoken.heads.recognition import FIRST
+from foretoken.heads.recognition import FIRST, SHARED_OUTPUT
 from foretoken.heads.vocabulary import DraftVocabulary
 
 

@@ -15,7 +15,7 @@ from foretoken.heads.checkpoint import Checkpoint, fill, write_checkpoint
 from foretoken.heads.layers import LayerShape, Rotary
 from foretoken.heads.medusa_hydra import HydraHeads, HydraShape
 from foretoken.heads.medusa_layout import blank
-from foretoken.heads.names import HYDRA_COPIES, HYDRA_MLP, HYDRA_OUTPUT, HYDRA_PREFIX, SHARED_OUTPUT, TOKEN_MAP
+from foretoken.heads.recognition import HYDRA_COPIES, HYDRA_MLP, HYDRA_OUTPUT, HYDRA_PREFIX, SHARED_OUTPUT, TOKEN_MAP
 from foretoken.heads.vocabulary import DraftVocabulary
 
 

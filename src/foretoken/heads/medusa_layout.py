@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, fill, write_checkpoint
 from foretoken.heads.medusa_hydra import MedusaHeads, MedusaShape
-from foretoken.heads.names import MEDUSA_BLOCK, MEDUSA_OUTPUT, MEDUSA_PREFIX, MEDUSA_SERVED, TOKEN_MAP
+from foretoken.heads.recognition import MEDUSA_BLOCK, MEDUSA_OUTPUT, MEDUSA_PREFIX, MEDUSA_SERVED, TOKEN_MAP
 from foretoken.heads.vocabulary import DraftVocabulary
 
 Heads = TypeVar("Heads", bound=nn.Module)

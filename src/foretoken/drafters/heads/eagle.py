@@ -16,7 +16,7 @@ from foretoken.config.drafting import ModelOptions, branches, draft_length, node
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option
 from foretoken.drafters.heads.options import HeadOptions
-from foretoken.drafters.parts.eagle_native import MOST_GROWN
+from foretoken.drafters.parts.eagle_int8 import MOST_GROWN
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import foretoken.heads.eagle as eagle
     import foretoken.heads.eagle_layouts as layouts
     import foretoken.heads.eagle_structure as structure
-    import foretoken.heads.published as published
     from foretoken.config.contents import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -44,7 +43,6 @@ else:
     eagle = Lazy("foretoken.heads.eagle")
     layouts = Lazy("foretoken.heads.eagle_layouts")
     structure = Lazy("foretoken.heads.eagle_structure")
-    published = Lazy("foretoken.heads.published")
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -55,6 +53,27 @@ MAX_DEPTH = 64
 
 MOST_CAP = 60
 """Levels of a draft that is grown in one call."""
+
+PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
+    (4096, 32, 32000): {1: ("yuhuili/EAGLE-Vicuna-7B-v1.3", "yuhuili/EAGLE-llama2-chat-7B")},
+    (5120, 40, 32000): {
+        1: ("yuhuili/EAGLE-Vicuna-13B-v1.3", "yuhuili/EAGLE-llama2-chat-13B"),
+        3: ("yuhuili/EAGLE3-Vicuna1.3-13B",),
+    },
+    (8192, 80, 32000): {1: ("yuhuili/EAGLE-llama2-chat-70B",)},
+    (4096, 32, 128256): {
+        1: ("yuhuili/EAGLE-LLaMA3-Instruct-8B",),
+        3: ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"),
+    },
+    (8192, 80, 128256): {
+        1: ("yuhuili/EAGLE-LLaMA3-Instruct-70B",),
+        3: ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",),
+    },
+}
+"""(hidden size, layers, vocabulary) of targets -> generation -> hub ids of heads for one of this size.
+
+Others do not fit. Provenance: the README of SafeAILab/EAGLE (2026-02-19).
+"""
 
 LEAST_MASS = 0.05
 """Chances of the nodes of a level together, below which it has no children: a further level takes about a fiftieth of a
@@ -194,7 +213,8 @@ def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: i
         layout = layouts.read_eagle(found, facts, generation=generation, rope_theta=options.draft_rope_theta)
         return layout.head, layout.notes
 
-    known = published.published_eagle(facts.hidden_size, target.num_layers, target.vocab_size, generation)
+    sizes = facts.hidden_size, target.num_layers, target.vocab_size
+    known = PUBLISHED.get(sizes, {}).get(generation, ())
     head = load_head(options, context, eagle.EagleHead, read, known)
     layouts.check_fits(head, facts, generation)
     return head

@@ -19,7 +19,7 @@ from foretoken.drafters.parts.head_states import HeadDrafter, HeadStates, LastSt
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foretoken.engine.drafter import Features, Requirements
 from foretoken.errors import ConfigError
-from foretoken.heads.names import has_prefix, is_hydra, is_medusa
+from foretoken.heads.recognition import has_prefix, is_hydra, is_medusa
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:

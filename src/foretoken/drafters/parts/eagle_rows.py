@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.eagle_native import NativeRows, native_head
+from foretoken.drafters.parts.eagle_int8 import Int8Rows, int8_head
 from foretoken.drafters.parts.head_states import CachedStates
 from foretoken.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
 from foretoken.engine.drafter import Features, Requirements, StepResult
@@ -63,9 +63,9 @@ class EagleRows(CachedStates):
         self._target = target
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
         self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
-        own = native_head(head, target, self._output_layer)
+        own = int8_head(head, target, self._output_layer)
         is_alone = head.dtype == torch.float32  # its modules would keep keys in another dtype than the kernels
-        self.native = None if own is None else NativeRows(own, self.cache, vocabulary, is_alone=is_alone)
+        self.native = None if own is None else Int8Rows(own, self.cache, vocabulary, is_alone=is_alone)
         dtype = head.dtype if self.native is None else torch.bfloat16
         self.column_bytes = head.shape.num_layers * head.shape.layer.kv_numbers * dtype.itemsize
         self._places: list[CachedRow] = []  # of rows whose drafts grow
@@ -158,7 +158,7 @@ class EagleRows(CachedStates):
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def grow(self, draft: GrowingDraft, least_mass: float, sharpness: float) -> None:
-        """Grow the draft of a greedy row in one call of the library's own kernels: see `NativeHead.grow`."""
+        """Grow the draft of a greedy row in one call of the library's own kernels: see `Int8Head.grow`."""
         assert self.native is not None
         row = draft.row
         place, owed = self.rows.get(row.id), None

@@ -13,12 +13,12 @@ import torch
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts import eagle_native, eagle_rows
+from foretoken.drafters.parts import eagle_int8, eagle_rows
 from foretoken.drafters.parts.head_loading import pack
 from foretoken.engine.engine import Engine
-from foretoken.heads import native
-from foretoken.heads.bytes import BytesMatrix
+from foretoken.heads import int8
 from foretoken.heads.eagle import EagleHead, EagleShape
+from foretoken.heads.int8 import Int8Matrix
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution import native as kernels_of
@@ -99,7 +99,7 @@ def test_a_product_of_bytes_is_the_product_within_the_rounding_of_bytes(rows: in
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
     x[0, 0] = 1e4  # one large activation costs the others of its span, and of no other
     bias = torch.randn(outputs, generator=generator)
-    found = BytesMatrix(weight, bias).product(x, kernels)
+    found = Int8Matrix(weight, bias).product(x, kernels)
     exact = x.double() @ weight.double().t() + bias
     spans = x.view(rows, -1, 64).abs().amax(-1, keepdim=True) / 254
     error = (weight.abs() @ (spans * torch.ones(64)).view(rows, -1).t()).t()
@@ -152,7 +152,7 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
         assert float((found - wanted).norm() / wanted.norm()) < 0.03
     torch.testing.assert_close(keys[0, 0, :11].float(), cache_of.keys[0, 0], rtol=0.1, atol=0.1)
     layer = rows._output_layer
-    wanted = torch.nn.functional.linear(reference.before_output(outputs), native.dense(layer).float())
+    wanted = torch.nn.functional.linear(reference.before_output(outputs), int8.dense(layer).float())
     assert float((own.logits(outputs) - wanted).norm() / wanted.norm()) < 0.03
 
 
@@ -223,7 +223,7 @@ def test_products_of_bytes_have_the_same_sums_on_every_cpu(instruction: str) -> 
     if own is None or other is None:
         pytest.skip(f"this CPU does not run {instruction}")
     generator = torch.Generator().manual_seed(3)
-    matrix = BytesMatrix(torch.randn(70, 192, generator=generator))
+    matrix = Int8Matrix(torch.randn(70, 192, generator=generator))
     x = torch.randn(9, 192, generator=generator)
     torch.testing.assert_close(matrix.product(x, other), matrix.product(x, own), rtol=1e-5, atol=1e-5)
 
@@ -267,7 +267,7 @@ def test_long_waits_are_settled() -> None:
 def test_other_heads_run_as_modules(change: dict[str, Any], reason: str) -> None:
     made = head(**change)
     assert drafter(made).states.native is None
-    said = native.why_not(made, target().shadow.get_input_embeddings().weight, kernels_of.library())
+    said = int8.why_not(made, target().shadow.get_input_embeddings().weight, kernels_of.library())
     assert said is not None
     assert reason in said
 
@@ -275,5 +275,5 @@ def test_other_heads_run_as_modules(change: dict[str, Any], reason: str) -> None
 def test_heads_whose_weights_may_change_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter(head(is_packed=False)).states.native is None
     assert drafter(copy.deepcopy(head(is_packed=False))).states.native is None
-    monkeypatch.setattr(eagle_native.kernels_of, "library", lambda: None)
+    monkeypatch.setattr(eagle_int8.kernels_of, "library", lambda: None)
     assert drafter(head()).states.native is None

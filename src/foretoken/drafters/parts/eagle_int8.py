@@ -11,7 +11,7 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.heads.native as native
+    import foretoken.heads.int8 as int8
     import foretoken.model.execution.native as kernels_of
     import foretoken.model.execution.node_lists as node_lists
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
-    native = Lazy("foretoken.heads.native")
+    int8 = Lazy("foretoken.heads.int8")
     kernels_of = Lazy("foretoken.model.execution.native")
     node_lists = Lazy("foretoken.model.execution.node_lists")
 
@@ -29,33 +29,33 @@ MOST_GROWN = 2
 """Rows that are grown one after the other: more are fed together, level by level."""
 
 
-def native_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> native.NativeHead | None:
+def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:
     """The head as the kernels run it; None where it runs as a module.
 
     Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
     """
-    if target.execution.kind == "eager" or not native.is_frozen(head) or target.device.type != "cpu":
+    if target.execution.kind == "eager" or not int8.is_frozen(head) or target.device.type != "cpu":
         return None
     own = head.embed_tokens
     table = (target.shadow.get_input_embeddings() if own is None else own).weight.detach()
     kernels = kernels_of.library()
-    if kernels is None or native.why_not(head, table, kernels) is not None or not native.is_plain(output):
+    if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
         return None
-    return native.NativeHead(head, table, native.dense(output), kernels)
+    return int8.Int8Head(head, table, int8.dense(output), kernels)
 
 
-class NativeRows:
+class Int8Rows:
     """Feeds rows of a cache to a head in the kernels.
 
     Args:
-      head: see `NativeHead`.
+      head: see `Int8Head`.
       cache: of the head, of one layer.
       vocabulary: of its output layer; None for all tokens.
       is_alone: whether no module runs beside it, however many nodes there are.
     """
 
     def __init__(
-        self, head: native.NativeHead, cache: KVCache, vocabulary: DraftVocabulary | None, *, is_alone: bool = False
+        self, head: int8.Int8Head, cache: KVCache, vocabulary: DraftVocabulary | None, *, is_alone: bool = False
     ) -> None:
         self.head = head
         self._cache = cache
@@ -65,7 +65,7 @@ class NativeRows:
 
     def takes(self, num_nodes: int) -> bool:
         """Whether a call of so many nodes is for the kernels."""
-        return num_nodes > 0 and (self._is_alone or num_nodes <= native.MOST_NODES)
+        return num_nodes > 0 and (self._is_alone or num_nodes <= int8.MOST_NODES)
 
     def take_in(self, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor]) -> list[torch.Tensor | None]:
         """Make and commit entries of the next tokens of neighbouring rows.
@@ -76,7 +76,7 @@ class NativeRows:
 
         Returns: by row the output (H,) of its last entry; None of rows without tokens.
         """
-        width = max(1, native.MOST_NODES // len(slots)) if self._is_alone else max(map(len, chains))
+        width = max(1, int8.MOST_NODES // len(slots)) if self._is_alone else max(map(len, chains))
         given = iter(streams)
         of_rows = [next(given) if chain else None for chain in chains]
         last: dict[int, torch.Tensor] = {}

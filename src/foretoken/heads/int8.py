@@ -11,10 +11,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from foretoken.heads.bytes import BytesMatrix
 from foretoken.heads.eagle import EagleHead, FusedLayer
 from foretoken.heads.layers import DecoderLayer, RMSNorm
-from foretoken.heads.structures import Growing, Head, Integer, Level
 from foretoken.model.execution import linears, packing
 from foretoken.model.execution.native import Library
 from foretoken.model.execution.node_lists import NodeList, array_of
@@ -27,8 +25,120 @@ MOST_NODES = 64
 
 DTYPES = (torch.bfloat16, torch.float32)
 
+SPAN = 64
+"""Inputs that share a scale of activations."""
+BLOCK = 32
+LARGEST = 127.0
 
-class NativeHead:
+Address = ctypes.c_void_p
+Integer = ctypes.c_int64
+
+
+class MatrixStruct(ctypes.Structure):
+    """A matrix of bytes: sizes, and addresses of weights, scales and biases."""
+
+    _fields_ = (
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class HeadStruct(ctypes.Structure):
+    """A head: sizes, addresses of tables and norms, and its matrices."""
+
+    _fields_ = (
+        *((name, Integer) for name in ["generation", "size", "width", "heads", "kv_heads", "head_dim", "inner"]),
+        *((name, Integer) for name in ("is_residual_normed", "norms_output", "is_float")),
+        *((name, Address) for name in ("table", "frequencies")),
+        *((name, Address) for name in ("embed", "streams", "input", "hidden", "post", "norm")),
+        *((name, MatrixStruct) for name in ("fuse", "heads_in", "heads_out", "gate_up", "down", "output")),
+        ("eps", ctypes.c_float),
+        ("rope_factor", ctypes.c_float),
+    )
+
+
+class LevelStruct(ctypes.Structure):
+    """The nodes of a level, and where they are written."""
+
+    _fields_ = (
+        *((name, Integer) for name in ("nodes", "rows")),
+        *(
+            (name, Address)
+            for name in ["tokens", "positions", "columns", "prefix", "above", "counts", "firsts", "view"]
+        ),
+        *((name, Address) for name in ("keys", "values")),
+        *((name, Integer) for name in ("row", "head")),
+        *((name, Address) for name in ("features", "streams", "outputs")),
+    )
+
+
+class GrowStruct(ctypes.Structure):
+    """A draft that is to be grown, and where it is written."""
+
+    _fields_ = (
+        *((name, Integer) for name in ["pending", "trunk", "depth", "branches", "beam", "most"]),
+        *((name, Address) for name in ("keys", "values")),
+        *((name, Integer) for name in ("row", "head")),
+        ("owed", Integer),
+        *((name, Address) for name in ("tokens_of", "streams", "last")),
+        *((name, Address) for name in ("names", "tokens", "parents", "scores")),
+        ("least_mass", ctypes.c_double),
+        ("least", ctypes.c_double),
+        ("power", ctypes.c_float),
+    )
+
+
+class Int8Matrix:
+    """A weight rounded to bytes, with a scale by output.
+
+    Args:
+      weight: (out, in) of any float dtype, ``in`` a multiple of 64.
+      bias: (out,), or None.
+
+    Attributes:
+      structure: what kernels are given; it holds addresses of tensors that live as long as this object.
+
+    Exactness: within half of a 127th of the largest weight of an output, and of the largest of 64 activations; for
+      drafts alone.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        outputs, inputs = weight.shape
+        wide = weight.detach().float()
+        scales = wide.abs().amax(1).clamp(min=1e-30) / LARGEST
+        whole = (wide / scales[:, None]).round().clamp(-LARGEST, LARGEST).add(128.0).to(torch.uint8)
+        whole = torch.nn.functional.pad(whole, (0, 0, 0, -outputs % BLOCK), value=128)
+        # by blocks of 32 outputs and 4 inputs: two vectors of 16 outputs x 4 inputs
+        self._packed = whole.view(-1, BLOCK, inputs // 4, 4).permute(0, 2, 1, 3).contiguous()
+        self._scales = scales.contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.num_bytes = self._packed.numel()
+        self.structure = MatrixStruct(
+            inputs,
+            outputs,
+            self._packed.data_ptr(),
+            self._scales.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+        )
+
+    def product(self, x: torch.Tensor, kernels: Library) -> torch.Tensor:
+        """(n, in) in float32 -> (n, out)."""
+        x = x.float().contiguous()
+        out = x.new_empty(len(x), self.structure.outputs)
+        address = ctypes.addressof(self.structure)
+        kernels.drafting["bytes_product"](address, x.data_ptr(), len(x), out.data_ptr(), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def fits(inputs: int) -> bool:
+        """Whether a weight with so many inputs can be kept so."""
+        return inputs % SPAN == 0
+
+
+class Int8Head:
     """A head of EAGLE as the kernels run it: weights in eight bits, all else in float32, keys and values in bfloat16.
 
     Args:
@@ -66,7 +176,7 @@ class NativeHead:
         self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
         frequencies = head.rotary.frequencies.float().contiguous()
         self._kept += [matrices, frequencies]
-        self._head = Head(
+        self._head = HeadStruct(
             shape.generation,
             sizes.hidden_size,
             len(shape.streams) * shape.target_size,
@@ -106,7 +216,7 @@ class NativeHead:
             above[first : first + len(columns) + 1] = [*columns, -1]
         of_nodes = [array_of(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
         of_rows = [array_of(each) for each in (nodes.counts, nodes.firsts(), nodes.views())]
-        level = Level(
+        level = LevelStruct(
             count,
             len(nodes.counts),
             *(ctypes.addressof(each) for each in (*of_nodes, above, *of_rows)),
@@ -170,7 +280,7 @@ class NativeHead:
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
         tokens_of = array_of(chain)
-        growing = Growing(
+        growing = GrowStruct(
             pending,
             trunk,
             depth,
@@ -208,7 +318,7 @@ class NativeHead:
 
 
 def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> str | None:
-    """Why a head runs as a module; None where `NativeHead` takes it."""
+    """Why a head runs as a module; None where `Int8Head` takes it."""
     shape = head.shape
     sizes = shape.layer
     inputs = (sizes.hidden_size, len(shape.streams) * shape.target_size, sizes.num_heads * sizes.head_dim)
@@ -241,16 +351,16 @@ def _norms(head: EagleHead) -> list[nn.Module]:
     return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
 
 
-def _matrix(layers: Seq[nn.Module], weight: torch.Tensor | None) -> BytesMatrix:
+def _matrix(layers: Seq[nn.Module], weight: torch.Tensor | None) -> Int8Matrix:
     """Of layers with one input, as one; or of a weight (out, in)."""
     if weight is not None:
-        return BytesMatrix(weight)
+        return Int8Matrix(weight)
     weights = [dense(layer) for layer in layers]
     given = [cast("torch.Tensor | None", layer.bias) for layer in layers]
     if all(bias is None for bias in given):
-        return BytesMatrix(torch.cat(weights))
+        return Int8Matrix(torch.cat(weights))
     biases = [torch.zeros(len(weights[i])) if bias is None else bias.float() for i, bias in enumerate(given)]
-    return BytesMatrix(torch.cat(weights), torch.cat(biases))
+    return Int8Matrix(torch.cat(weights), torch.cat(biases))
 
 
 def dense(layer: nn.Module) -> torch.Tensor:
