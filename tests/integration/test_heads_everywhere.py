@@ -259,7 +259,7 @@ def test_the_default_tree_is_as_large_as_it_is_cheap() -> None:
     assert len(made.growth.tree) == 21  # type: ignore[attr-defined]
     config["speculative_token_tree"] = "mc_sim_7b_63"
     made = LLM(toy_model(VOCAB_SIZE), config).drafting.new_drafter()
-    assert len(made.growth.begin(_row(), 4).tokens) == 21  # type: ignore[attr-defined]
+    assert len(made.growth.begin(_row(), 4).shape.children) == 21  # type: ignore[attr-defined]
 
 
 def _row() -> Any:
