@@ -11,8 +11,6 @@ from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftPlan, DraftTree
 
-
-
 NUM_BINS = 10
 PRIOR_WEIGHT = 8.0  # observations that a drafter's own estimate, or the default, is worth
 DEFAULT_RATE = 0.5  # of a node whose drafter says nothing
