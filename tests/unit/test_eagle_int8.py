@@ -163,15 +163,13 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
 ) -> None:
     made = head(name)
     engine = Engine(target(), watched := drafter(made, 4, **growth))
-    grown = []
-    monkeypatch.setattr(
-        watched, "_grown", lambda draft: grown.append(type(watched)._grown(watched, draft)) or grown[-1]
-    )
+    grown, grow = [], watched.states.grow
+    monkeypatch.setattr(watched.states, "grow", lambda draft, *given: grown.append(draft) or grow(draft, *given))
     row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=14))[0]
     for _ in engine.run():
         pass
     assert len(grown) >= 10
-    trees = iter(list(grown))
+    drafts = iter(list(grown))
     engine = Engine(target(), other := drafter(made, 4, **growth))
     monkeypatch.setattr(other, "_grows_at_once", lambda draft: False)
     propose, seen = other.propose, []
@@ -181,8 +179,8 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
         pass
     assert again.output_ids == row.output_ids
     for found in (tree for tree in seen if len(tree) > 1):
-        wanted = next(trees)
-        assert (found.tokens, found.parents) == (wanted.tokens, wanted.parents)
+        wanted = next(drafts)
+        assert (list(found.tokens), list(found.parents)) == (wanted.tokens, wanted.parents)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)
