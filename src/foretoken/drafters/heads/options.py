@@ -95,7 +95,7 @@ class HeadOptions(DraftOptions, ModelOptions, VocabularyOptions):
         return given
 
     def growth(self, tree: RankTree, target: CausalLM) -> dict[str, Any]:
-        """Arguments of `foretoken.drafters.parts.ranked.RankedGrowth`."""
+        """Arguments of `foretoken.drafters.parts.growth.Growth`."""
         return {
             "tree": tree,
             "target_vocab_size": target.vocab_size,
