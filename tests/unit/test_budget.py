@@ -1,22 +1,30 @@
-"""A budget is its depth where a number is wanted, and limits nodes and shape besides."""
+"""A budget is its depth where a number is wanted, and limits nodes and shape; what is cut is counted once, by cause."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import sys
+from collections import Counter
+from collections.abc import Sequence as Seq
 
 import pytest
 
+from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.engine.drafter import Budget, Drafter
+from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
+from foretoken.engine.cost_model import CostCurve, CostModel
+from foretoken.engine.drafter import ContextDrafter, Drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.governor import Governor
+from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.sequence import Sequence
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
-from foretoken.tree import DraftTree
+from foretoken.tree import DraftPlan, DraftTree
 
 TREE = DraftTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 2))
 
@@ -79,3 +87,150 @@ def test_drafters_draft_no_more_than_is_allowed(name: str) -> None:
     chain = draft(Budget(3, chains_only=True))
     assert chain.is_chain
     assert chain.tokens == widest.main_chain().tokens
+
+
+# -- what is cut ------------------------------------------------------------------------------------------------------
+
+ROOT = DraftTree.root(9)
+
+
+def counted(tree: DraftTree, budget: Budget, error: str = "") -> Cuts:
+    """What is counted of one draft within a budget whose depth is that of the text's."""
+    cuts = Cuts()
+    cuts.count(Limits(budget, "budget"), budget, tree, budget.cut(tree), has_failed=bool(error))
+    return cuts
+
+
+class Eager(ContextDrafter):
+    """Drafts as much whatever it is allowed: a chain, or two of three tokens."""
+
+    name = "eager"
+
+    def __init__(self, length: int = 6, *, branches: bool = False) -> None:
+        self._length = length
+        self._branches = branches
+
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
+        return [self.propose_row(row, budget) for row, budget in zip(rows, budgets, strict=True)]
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        paths = [[1, 2, 3], [2, 3, 1]] if self._branches else [[token % 8 for token in range(self._length)]]
+        return DraftTree.from_paths(row.pending, paths, source=self.name)
+
+
+class Silent(ContextDrafter):
+    """Finds nothing."""
+
+    name = "silent"
+
+    def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+        return DraftTree.root(row.pending, self.name)
+
+
+def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = None, num_tokens: int = 12) -> Sequence:
+    engine = Engine(CausalLM(toy_model(), execution="eager"), drafter, config, governor=governor)
+    (row,) = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
+    for _ in engine.run():
+        pass
+    assert engine.profile.ended.cuts == Cuts(row.stats.cuts.tokens, row.stats.cuts.steps)
+    return row
+
+
+def check_sum(row: Sequence, num_per_step: int) -> Cuts:
+    """Every token that was drafted is verified or cut, and every step drafts or says why not."""
+    stats = row.stats
+    assert stats.num_proposed_tokens == num_per_step * stats.num_steps
+    assert stats.num_steps == stats.num_spec_steps + stats.cuts.steps.total()
+    return stats.cuts
+
+
+def test_the_stage_that_cuts_is_the_one_that_counts() -> None:
+    cuts = Cuts()
+    cuts.record(NOTHING_FOUND, 8, [("budget", 8), ("bits", 5), ("governor", 2)])
+    assert (cuts.tokens, cuts.steps, cuts.latest) == ({"bits": 3, "governor": 3}, {}, "")
+    cuts.record(NOTHING_FOUND, 4, [("bits", 1), ("governor", 0)])
+    assert (cuts.tokens, cuts.steps, cuts.latest) == ({"bits": 6, "governor": 4}, {"governor": 1}, "governor")
+    cuts.record(NOTHING_FOUND, 0)
+    assert (cuts.steps, cuts.latest, cuts.latest_tokens) == ({"governor": 1, NOTHING_FOUND: 1}, NOTHING_FOUND, {})
+    both = Cuts(Counter(bits=1), Counter(memory=2))
+    both.add(cuts)
+    assert (both.num_tokens, both.num_held_steps) == (11, 3)
+    assert both.describe() == (
+        "the limit of memory left 2 steps without a draft, the governor cut 4 drafted tokens and left 1 step without "
+        "a draft, the promise of bits cut 7 drafted tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tree", "budget", "error", "cause"),
+    [
+        (ROOT, Budget(4), "", NOTHING_FOUND),
+        (ROOT, Budget(0), "", "budget"),
+        (ROOT, Budget(4, 1), "", "memory"),
+        (ROOT, Budget(4), "lost", "fault"),
+        (ROOT.planned(DraftPlan(0)), Budget(4), "", "policy"),
+        (ROOT.planned(DraftPlan(3)), Budget(4), "", NOTHING_FOUND),
+    ],
+)
+def test_a_step_without_a_draft_says_why(tree: DraftTree, budget: Budget, error: str, cause: str) -> None:
+    cuts = counted(tree, budget, error)
+    assert (cuts.tokens, cuts.steps) == ({}, {cause: 1})
+    assert cause == NOTHING_FOUND or cause in CAUSES
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens"),
+    [
+        (Budget(2), {}),
+        (Budget(1), {"budget": 2}),
+        (Budget(2, 3), {"memory": 2}),
+        (Budget(1, 9, chains_only=True), {"chains": 2, "budget": 1}),
+    ],
+)
+def test_a_tree_beyond_its_budget_names_what_limits_that(budget: Budget, tokens: dict[str, int]) -> None:
+    assert counted(TREE, budget).tokens == tokens
+
+
+def test_the_end_of_a_text_is_a_cause() -> None:
+    cuts = check_sum(decoded(Eager(), EngineConfig()), 6)
+    assert cuts.tokens.keys() == {"budget"}
+    assert cuts.steps == {"budget": 1}  # the last step has room for its own token alone
+
+
+def test_rules_and_promises_that_take_chains_are_a_cause() -> None:
+    by_rule = check_sum(decoded(Eager(branches=True), EngineConfig(acceptance="block")), 6)
+    assert by_rule.tokens["chains"] > 0
+    assert by_rule.tokens["chains"] % 3 == 0
+    by_bits = check_sum(decoded(Eager(), EngineConfig(exactness="strict", strict_width=4), num_tokens=24), 6)
+    assert by_bits.tokens["bits"] > by_bits.tokens["budget"] > 0
+
+
+def test_memory_is_a_cause() -> None:
+    """A plan leaves a step of 64 columns behind the longest row."""
+    num_bytes = 128 * bytes_per_token(CausalLM(toy_model(), execution="eager"))
+    cuts = check_sum(decoded(Eager(100), EngineConfig(max_kv_bytes=num_bytes), num_tokens=60), 100)
+    assert cuts.tokens["budget"] > 0
+    assert decoded(Eager(100), EngineConfig(), num_tokens=60).stats.cuts.tokens["memory"] == 0
+
+
+def test_a_drafter_that_finds_nothing_is_no_cut() -> None:
+    cuts = check_sum(decoded(Silent(), EngineConfig()), 0)
+    assert cuts.steps == {NOTHING_FOUND: 11, "budget": 1}
+    assert cuts.describe() == "the end of the text's budget left 1 step without a draft"
+
+
+def test_the_governor_is_a_cause() -> None:
+    """Steps of two nodes that take ten times as long as plain ones: nothing is worth verifying."""
+    dear = CostModel(CostCurve({1: 0.01, 2: 0.1, 64: 6.4}))
+    row = decoded(Eager(), EngineConfig(), Governor(dear), num_tokens=40)
+    cuts = check_sum(row, 6)
+    assert cuts.tokens["governor"] + cuts.tokens["budget"] == row.stats.num_proposed_tokens - row.stats.num_draft_tokens
+    assert cuts.steps["governor"] > 30
+
+
+def test_a_fault_is_a_cause() -> None:
+    class Faulty(Silent):
+        def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
+            raise RuntimeError("lost")
+
+    assert decoded(Faulty(), EngineConfig(contains_faults=True)).stats.cuts.steps == {"fault": 12}

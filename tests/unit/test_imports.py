@@ -45,6 +45,7 @@ LONGER = {
     "bench/outcome.py": "one comparison: its rows, what is shown of them, and what follows",
     "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
     "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
+    "drafters/lengths.py": "seven policies of a few lines each, with their contract and formulas",
     "engine/acceptance_model.py": "one model with the rates that it is made of",
     "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
     "engine/costs.py": "forwards that are timed, and what is kept of that",

@@ -1,17 +1,48 @@
-"""Length policies: literal schedules, rows that do not see each other, and no trace after `forget`."""
+"""Length policies: literal schedules and values, what they ask for, and no trace of a row after `forget`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.drafters.lengths import Fixed, Heuristic, LengthPolicy, make_policy
+from foretoken.config.method import methods
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.length_options import LENGTH_POLICIES, policies_for
+from foretoken.drafters.lengths import (
+    CONFIDENCE,
+    FIRST_REFERENCE,
+    LAW,
+    NOTHING,
+    POLICIES,
+    Acceptance,
+    AdaEDL,
+    Confidence,
+    Egag,
+    EgagLength,
+    Fixed,
+    Heuristic,
+    LengthPolicy,
+    RunningReference,
+    ThresholdRule,
+    ThresholdState,
+    calibrated_share,
+    entropy,
+    make_policy,
+    normalised_entropy,
+    policy_of,
+)
+from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.errors import ConfigError
+
+VOCAB_SIZE = 1000
 
 
 @dataclass
@@ -19,11 +50,391 @@ class Row:
     """As much of a sequence as a policy may use."""
 
     id: int
-    token_ids: list[int] = field(default_factory=list)
+    is_greedy: bool = True
+    token_ids: list[int] = field(default_factory=lambda: [1, 2])
+
+    @property
+    def law(self) -> Any:
+        return SimpleNamespace(is_greedy=self.is_greedy)
 
 
-def row(id: int) -> Any:
-    return Row(id)
+def row(id: int = 1, is_greedy: bool = True) -> Any:
+    return Row(id, is_greedy)
+
+
+def law_with_top(probability: float) -> torch.Tensor:
+    """Log-law of a vocabulary with one token of this probability, the others alike."""
+    rest = (1.0 - probability) / (VOCAB_SIZE - 1)
+    return torch.tensor([probability] + [rest] * (VOCAB_SIZE - 1), dtype=torch.float64).log()
+
+
+def law_of_entropy(nats: float) -> torch.Tensor:
+    """Log-law with this entropy, between a point mass and uniform, found by bisection."""
+    low, high = 1.0 / VOCAB_SIZE, 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if entropy(law_with_top(middle)) > nats else (low, middle)
+    return law_with_top(low)
+
+
+def drafted(policy: LengthPolicy, row: Any, laws: list[torch.Tensor]) -> tuple[int, int]:
+    """Tokens drafted along these laws, and forwards made for it, as a drafter does it."""
+    cap, depth, forwards = policy.begin(row), 0, 0
+    while depth < min(cap, len(laws)) and (depth == 0 or policy.go_on(row, depth)):
+        forwards += 1
+        if not policy.keep_drafting(row, depth, laws[depth] if policy.wants_log_probs(depth) else None):
+            break
+        depth += 1
+    return depth, forwards
+
+
+SURE, UNSURE = law_with_top(0.95), law_with_top(0.05)
+
+
+# -- confidence ------------------------------------------------------------------------------------------------------
+
+
+def test_confidence_keeps_the_unsure_token_and_makes_no_forward_behind_it() -> None:
+    policy = Confidence(6, 0.4)
+    assert drafted(policy, row(), [SURE, SURE, UNSURE, SURE, SURE, SURE]) == (3, 3)
+    assert drafted(policy, row(), [UNSURE] * 6) == (1, 1)
+    assert drafted(policy, row(), [SURE] * 9) == (6, 6)
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(0.0, 6), (0.5, 6), (0.51, 1), (1.0, 1)])
+def test_the_threshold_itself_is_sure_enough(threshold: float, expected: int) -> None:
+    assert drafted(Confidence(6, threshold), row(), [law_with_top(0.5)] * 6)[0] == expected
+
+
+def test_a_law_of_nan_ends_the_draft() -> None:
+    nan = torch.full((VOCAB_SIZE,), torch.nan)
+    for policy in (Confidence(4), Acceptance(4), Egag(4), Egag(4, "paper"), AdaEDL(4)):
+        assert drafted(policy, row(), [SURE, nan, SURE, SURE])[0] in ((1, 2) if policy.wants_log_probs(1) else (3,))
+        assert drafted(policy, row(2), [nan] * 4)[0] <= 1
+
+
+# -- Draft & Verify --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "rate", "num_drafted", "num_accepted", "threshold"),
+    [
+        ("paper", 0.0, 4, 1, 0.801),  # rate 0.125
+        ("paper", 1.0, 4, 4, 0.799),  # rate 1.0
+        ("paper", 1.0, 8, 8, 0.799),
+        ("paper", 0.8, 4, 4, 0.801),  # rate 0.9, which is the wanted one: at most, says the paper
+        ("code", 0.8, 4, 4, 0.799),  # less, says its program
+        ("code", 0.0, 4, 1, 0.801),
+        ("code", 1.0, 4, 4, 0.799),
+        ("code", 1.0, 8, 8, 0.8),  # as long as drafts get
+        ("static", 0.0, 4, 0, 0.8),
+        ("paper", 0.0, 0, 0, 0.8),  # nothing was drafted
+    ],
+)
+def test_threshold_rule(mode: str, rate: float, num_drafted: int, num_accepted: int, threshold: float) -> None:
+    state = ThresholdState(0.8, rate)
+    ThresholdRule(mode).update(state, num_drafted, num_accepted, 8)
+    assert state.threshold == pytest.approx(threshold, abs=1e-12)
+    if num_drafted and mode != "static":
+        assert state.acceptance_rate == 0.5 * rate + 0.5 * num_accepted / num_drafted
+
+
+def test_acceptance_starts_from_the_published_thresholds_and_keeps_one_per_row() -> None:
+    policy = Acceptance(8)
+    greedy, sampled = row(1), row(2, is_greedy=False)
+    assert (policy.threshold_of(greedy), policy.threshold_of(sampled)) == (0.8, 0.5)
+    assert Acceptance(8, 0.6).threshold_of(row(3)) == 0.6
+    for _ in range(3):
+        policy.end(greedy, 4, 0)
+    assert policy.threshold_of(greedy) == pytest.approx(0.803)
+    assert policy.threshold_of(sampled) == 0.5
+    assert drafted(policy, greedy, [law_with_top(0.802)] * 8)[0] == 1
+    assert drafted(policy, sampled, [law_with_top(0.802)] * 8)[0] == 8
+
+
+def test_all_constants_of_the_rule_can_be_set() -> None:
+    policy = make_policy(
+        "acceptance",
+        8,
+        mode="paper",
+        threshold=0.5,
+        initial_rate=1.0,
+        target_rate=0.5,
+        step=0.1,
+        acceptance_momentum=0.0,
+        threshold_momentum=0.0,
+    )
+    assert isinstance(policy, Acceptance)
+    policy.end(row(), 4, 1)
+    assert policy.threshold_of(row()) == pytest.approx(0.6)
+    policy.end(row(), 4, 4)
+    assert policy.threshold_of(row()) == pytest.approx(0.5)
+
+
+# -- AdaEDL ----------------------------------------------------------------------------------------------------------
+
+
+def test_adaedl_stops_where_the_bound_falls_below_the_threshold() -> None:
+    """1 - sqrt(0.2 H) is 0.7 at H = 0.45."""
+    policy = AdaEDL(6)
+    below, above = law_of_entropy(0.44), law_of_entropy(0.46)
+    assert drafted(policy, row(), [below] * 6) == (6, 6)
+    assert drafted(policy, row(), [above, below, above, below]) == (2, 3)  # the first is always drafted
+    assert drafted(AdaEDL(6, entropy_scale=0.1), row(), [above] * 6) == (6, 6)
+
+
+def test_adaedl_follows_the_acceptance_rate() -> None:
+    policy, law = AdaEDL(6), law_of_entropy(0.4495)
+    assert drafted(policy, row(), [law] * 6)[0] == 6
+    for _ in range(5):
+        policy.end(row(), 6, 1)  # rate below 0.9: up by 0.001 each
+    assert drafted(policy, row(), [law] * 6)[0] == 1
+    for _ in range(30):
+        policy.end(row(), 6, 6)
+    assert drafted(policy, row(), [law] * 6)[0] == 6
+
+
+# -- EGAG ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nats", [0.0, 0.1, 1.0, 2.0, 4.0, 6.5])
+@pytest.mark.parametrize("longest", [1, 4, 8])
+def test_egag_as_published_is_the_formula_of_the_first_law(nats: float, longest: int) -> None:
+    law = law_of_entropy(nats)
+    expected, _ = EgagLength(1, longest).length(normalised_entropy(law.exp()))
+    others = [law_of_entropy(6.5)] * longest  # later laws play no part
+    policy, watched = Egag(longest, "paper"), row()
+    assert drafted(policy, watched, [law, *others]) == (expected, expected)
+    plan = policy.take_plan(watched)
+    assert plan.gamma == expected
+    assert plan.entropy == pytest.approx(normalised_entropy(law.exp()))
+
+
+def test_egag_as_published_hardly_moves() -> None:
+    """gamma_max - 1 for all entropies that real drafters have, here at V = 1000."""
+    lengths = {drafted(Egag(6, "paper"), row(), [law_of_entropy(nats)] * 6)[0] for nats in (1e-3, 0.2, 0.6, 1.1)}
+    assert lengths == {5}
+
+
+def test_egag_smooths_over_steps() -> None:
+    policy, watched = Egag(8, "paper", beta=0.5), row()
+    long, short = law_of_entropy(0.01), law_of_entropy(6.8)  # 7 and 1
+    assert [drafted(policy, watched, [law] * 8)[0] for law in (long, short, short)] == [7, 4, 2]
+
+
+def test_calibrated_egag_asks_anew_before_every_token() -> None:
+    policy = Egag(5, reference_entropy=2.0)
+    sure, half, unsure = law_of_entropy(0.0), law_of_entropy(0.9), law_of_entropy(2.5)  # 5, 3 and 1 tokens
+    assert drafted(policy, row(), [sure] * 5)[0] == 5
+    assert drafted(policy, row(), [half] * 5)[0] == 3
+    assert drafted(policy, row(), [unsure] * 5)[0] == 1
+    assert drafted(policy, row(), [sure, sure, unsure, sure, sure])[0] == 2
+    assert drafted(policy, row(), [sure, sure, half, half, sure])[0] == 3
+
+
+@pytest.mark.parametrize("nats", [0.0, 0.3, 0.9, 1.3, 2.0, 5.0])
+def test_calibration_rounds_to_the_nearest(nats: float) -> None:
+    length, _ = EgagLength(1, 5).length(calibrated_share(nats, 2.0, 5))
+    assert length == max(1, math.floor((1 - min(nats / 2, 1)) * 5 + 0.5))
+
+
+def test_the_reference_is_a_percentile_of_what_the_row_has_shown() -> None:
+    reference = RunningReference()
+    assert reference.value == FIRST_REFERENCE
+    for nats in [1.0] * 17 + [3.0, 3.0, 4.0]:
+        reference.add(nats)
+    assert reference.value == 4.0  # index 19 of 20
+    for _ in range(128):
+        reference.add(0.5)
+    assert reference.value == 0.5
+
+
+def test_the_shortest_draft_may_be_none() -> None:
+    assert drafted(Egag(4, reference_entropy=1.0, min_tokens=0), row(), [law_of_entropy(3.0)] * 4) == (0, 1)
+    assert drafted(Egag(0), row(), [SURE]) == (0, 0)
+
+
+def test_entropies() -> None:
+    uniform = torch.full((VOCAB_SIZE,), 1.0 / VOCAB_SIZE).log()
+    assert entropy(uniform) == pytest.approx(math.log(VOCAB_SIZE), rel=1e-5)
+    assert entropy(torch.tensor([0.0, -torch.inf])) == 0.0
+    assert entropy(torch.tensor([torch.nan, 0.0])) == math.inf
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------
+
+CASES = {
+    "fixed": {},
+    "heuristic": {},
+    "confidence": {},
+    "egag": {},
+    "egag-paper": {"mode": "paper", "beta": 0.5},
+    "adaedl": {},
+    "acceptance": {},
+    "acceptance-paper": {"mode": "paper"},
+    "acceptance-static": {"mode": "static"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
+    """A row behaves the same beside one with another fate, and after a row of the same id before it."""
+    policy = make_policy(case.partition("-")[0], 6, **CASES[case])
+
+    def life(of: Any, laws: list[torch.Tensor], beside: Any = None) -> list[int]:
+        lengths = []
+        for law in laws:
+            lengths.append(drafted(policy, of, [law] * 6)[0])
+            if beside is not None:
+                drafted(policy, beside, [UNSURE] * 6)
+                policy.end(beside, 4, 0)
+            policy.end(of, lengths[-1], lengths[-1] // 2)
+        policy.forget(of)
+        return lengths
+
+    laws = [law_of_entropy(nats) for nats in (0.2, 1.5, 0.1, 3.0, 0.44, 0.45, 0.46)] * 8
+    alone = life(row(1), laws)
+    assert life(row(1), laws, beside=row(2)) == alone
+    policy.forget(row(2))
+    assert life(row(2), laws) == alone
+    assert not [name for name, value in vars(policy).items() if isinstance(value, dict) and value]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_planned_is_noted(case: str) -> None:
+    policy, watched = make_policy(case.partition("-")[0], 6, **CASES[case]), row()
+    length, _ = drafted(policy, watched, [law_of_entropy(0.3), *[law_of_entropy(5.0)] * 5])
+    plan = policy.take_plan(watched)
+    assert plan.gamma == length
+    assert policy.take_plan(watched) is None
+    assert (plan.entropy is not None) == (policy.looks_at == LAW)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if LENGTH_POLICIES[name].looks_at != NOTHING])
+def test_a_drafter_without_a_law_is_refused(name: str) -> None:
+    policy = make_policy(name, 3)
+    policy.begin(row())
+    with pytest.raises(ConfigError, match=f"'{name}'.*this drafter has none"):
+        policy.keep_drafting(row(), 0, None)
+
+
+def test_the_tables_agree() -> None:
+    assert POLICIES.keys() == LENGTH_POLICIES.keys()
+    for name, entry in LENGTH_POLICIES.items():
+        assert make_policy(name, 3).looks_at == entry.looks_at
+    assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic", "bass"]
+    assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "bass", "confidence", "acceptance"]
+    assert policies_for(methods()["draft_model"].options.looks) == [*POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("confidence", {"threshold": 1.5}),
+        ("confidence", {"threshold": -0.1}),
+        ("egag", {"mode": "code"}),
+        ("egag", {"beta": 1.0}),
+        ("egag", {"min_tokens": -1}),
+        ("egag", {"min_tokens": 5}),
+        ("egag", {"reference_entropy": 0.0}),
+        ("adaedl", {"entropy_scale": -1.0}),
+        ("adaedl", {"target_rate": 2.0}),
+        ("acceptance", {"mode": "calibrated"}),
+        ("acceptance", {"step": -0.01}),
+        ("acceptance", {"threshold_momentum": 1.0}),
+        ("acceptance", {"acceptance_momentum": 1.0}),
+        ("acceptance", {"initial_rate": 1.1}),
+        ("acceptance", {"threshold": float("nan")}),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make_policy(name, 4, **settings)
+    with pytest.raises(ConfigError, match="-2"):
+        make_policy(name, -2)
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_settings_arrive_at_the_policy() -> None:
+    config = SpeculativeConfig(
+        method="draft_model",
+        length_policy="acceptance",
+        length_policy_mode="paper",
+        draft_threshold=0.6,
+        initial_acceptance_rate=0.5,
+        target_acceptance_rate=0.7,
+        threshold_step=0.05,
+        acceptance_momentum=0.25,
+        threshold_momentum=0.75,
+    )
+    policy = policy_of(config.options, 7)
+    assert isinstance(policy, Acceptance)
+    assert policy.rule == ThresholdRule("paper", 0.7, 0.05, 0.25, 0.75)
+    assert (policy.num_tokens, policy.threshold_of(row()), policy._state(row()).acceptance_rate) == (7, 0.6, 0.5)
+    egag = policy_of(
+        SpeculativeConfig(
+            method="draft_model",
+            length_policy="egag",
+            length_policy_mode="paper",
+            min_draft_tokens=2,
+            egag_ema_beta=0.9,
+        ).options,
+        6,
+    )
+    assert isinstance(egag, Egag)
+    assert egag.formula == EgagLength(2, 6, 0.9)
+    assert not egag.is_calibrated
+    adaedl = policy_of(SpeculativeConfig(method="draft_model", length_policy="adaedl", entropy_scale=0.4).options, 6)
+    assert isinstance(adaedl, AdaEDL)
+    assert (adaedl.entropy_scale, adaedl.threshold) == (0.4, 0.7)
+
+
+@pytest.mark.parametrize("alias", ["assistant_confidence_threshold", "draft_p_min", "spec_draft_p_min"])
+def test_names_of_other_tools_mean_confidence(alias: str) -> None:
+    config = SpeculativeConfig(**{"method": "draft_model", alias: 0.25})
+    assert (config.length_policy, config.draft_threshold) == ("confidence", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "ngram", "length_policy": "egag"}, "'egag' looks at the law.*fixed, heuristic"),
+        ({"method": "ngram", "length_policy": "confidence"}, "'confidence' looks at the confidence"),
+        ({"method": "nasd", "length_policy": "adaedl"}, "choose one of fixed, heuristic, bass, confidence, acceptance"),
+        (
+            {"method": "draft_model", "draft_threshold": 0.5},
+            "'draft_threshold' has no meaning for length_policy",
+        ),
+        ({"method": "draft_model", "length_policy": "confidence", "entropy_scale": 0.5}, "only for adaedl"),
+        ({"method": "draft_model", "length_policy": "egag", "length_policy_mode": "code"}, "no mode 'code'.*paper"),
+        ({"method": "draft_model", "length_policy": "entropy"}, "length_policy is 'entropy'; choose one of"),
+        ({"method": "draft_model", "draft_threshold": 2}, "draft_threshold is 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig(**keys)
+
+
+# -- drafters that know shares ---------------------------------------------------------------------------------------
+
+
+def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
+    """1 is followed by 2 and 3 alike (share 0.4 each of 5 with the unknown), everything else by one token."""
+    text = [1, 2, 7, 1, 3, 7, 1, 2, 7, 1, 3, 7, 1]
+    proposals = {}
+    for threshold in (0.3, 0.5):
+        drafter = NasdDrafter(4, ngram_size=2, filler_top_k=0, length_policy=Confidence(4, threshold))
+        watched: Any = Row(1, token_ids=list(text))
+        drafter.start([watched])
+        proposals[threshold] = drafter.propose([watched], [9])[0].tokens[1:]
+        assert drafter.length_policy.looks_at == CONFIDENCE
+    assert proposals == {0.3: (3, 7, 1, 3), 0.5: (3,)}
+
+
+# -- schedules ------------------------------------------------------------------------------------------------------
 
 
 class StopsAt(Fixed):
@@ -75,16 +486,6 @@ def test_heuristic_from_zero_never_drafts() -> None:
     policy = Heuristic(0)
     policy.end(row(1), 0, 0)
     assert policy.begin(row(1)) == 0
-
-
-def test_rows_do_not_see_each_other_and_are_forgotten() -> None:
-    policy = Heuristic(3)
-    policy.end(row(1), 3, 3)
-    assert (policy.begin(row(1)), policy.begin(row(2))) == (5, 3)
-    policy.forget(row(1))
-    policy.forget(row(2))
-    assert policy.begin(row(1)) == 3
-    assert not policy._length_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30), st.integers(1, 8))

@@ -18,7 +18,7 @@ from foretoken.classic.rounds import Decoding, Draft
 from foretoken.classic.trace import begin_trace
 from foretoken.classic.utils import printing
 from foretoken.classic.utils.logits_processor import GreedyProcessor, LogitsProcessor
-from foretoken.drafters.lengths.egag import EgagLength, normalised_entropy
+from foretoken.drafters.lengths import EgagLength, normalised_entropy
 from foretoken.loading.pairing import check_vocab_sizes
 from foretoken.model.lm import fit_vocabulary
 
@@ -58,7 +58,7 @@ def speculative_generate(
     """Generate with a small model that drafts and the target that verifies whole drafts at once.
 
     Source: Leviathan et al. 2022, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. EGAG: TbK0ng/Speculative-
-    Decoding, see `foretoken.drafters.lengths.egag`.
+    Decoding, see `foretoken.drafters.lengths`.
 
     Args:
       inputs: token ids of one prompt.

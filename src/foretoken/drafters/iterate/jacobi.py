@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import DraftOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
+from foretoken.drafters.length_options import LengthOptions
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
-from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.guesses import PromptTokens, RandomTokens
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.engine.drafter import Budget, Requirements, StepResult

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, depth_within, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
+from foretoken.drafters.length_options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
-from foretoken.drafters.lengths.options import CONFIDENCE, NOTHING, LengthOptions
 from foretoken.drafters.parts.guesses import RandomTokens
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage, Successors
 from foretoken.drafters.parts.planned import PlannedDrafter

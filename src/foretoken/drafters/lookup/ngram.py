@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, whole
+from foretoken.drafters.length_options import LengthOptions
 from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
-from foretoken.drafters.lengths.options import LengthOptions
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex, continuation
 from foretoken.engine.drafter import Budget

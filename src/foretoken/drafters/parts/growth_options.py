@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from foretoken.config.drafting import BranchOptions, depth_within, node_limit
 from foretoken.config.options import flag, number, one_of, option, whole
+from foretoken.drafters.length_options import ANY_LOOK, LengthOptions
 from foretoken.drafters.lengths import policy_of
-from foretoken.drafters.lengths.options import ANY_LOOK, LengthOptions
 from foretoken.errors import ConfigError
 
 
