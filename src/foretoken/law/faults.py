@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from foretoken.errors import ForetokenError
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Lazy("torch")
 
 
 def is_fatal(error: BaseException) -> bool:
