@@ -251,9 +251,3 @@ def test_an_engine_entered_from_two_threads_refuses_the_second() -> None:
     may_leave.set()
     thread.join()
     assert tuple(tuple(row.output_ids) for row in rows) == sound_outputs(GREEDY)
-
-
-@pytest.mark.parametrize("name", ["max_num_seqs", "prefill_chunk_size", "strict_width", "max_model_len"])
-def test_sizes_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        Engine(target(), EmptyDrafter(), EngineConfig(**{name: 0}))

@@ -179,24 +179,6 @@ def test_generate_raises_as_transformers_does() -> None:
 # -- texts and the model -------------------------------------------------------------------------------------------
 
 
-def test_a_text_that_cannot_be_read_ends_its_row() -> None:
-    """Stop strings are looked for in what the tokenizer makes of the output."""
-
-    class Broken:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            if len(ids) > 1:
-                raise UnicodeError("no such token")
-            return "x"
-
-    engine = Engine(target(), EmptyDrafter(), CONTAINED, tokenizer=Broken())  # type: ignore[arg-type]
-    given = [replace(params(0), stop="zz"), params(1)]
-    rows = [engine.add_request(text, each)[0] for text, each in zip(TEXTS, given, strict=False)]
-    while engine.has_unfinished:
-        engine.step()
-    assert (rows[0].finish_reason, rows[0].stop_reason) == ("error", "UnicodeError: no such token")
-    assert rows[1].output_ids == plain()[1]
-
-
 def test_numbers_that_are_none_are_told_to_be_the_models() -> None:
     """One token's embedding is NaN: the row that meets it ends, by name of the culprit; the others do not change."""
     model = toy_model(VOCAB_SIZE)
