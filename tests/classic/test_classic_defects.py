@@ -45,6 +45,7 @@ from foretoken.classic.utils.logits_processor import (
 )
 from foretoken.errors import ConfigError, ContextLengthError, UnsupportedModelError
 from foretoken.model.lm import CausalLM
+from foretoken.model.support import cache_argument
 from foretoken.testing import toy_model
 
 
@@ -87,7 +88,7 @@ def test_03_prune_cache_takes_current_caches_and_zero_tokens() -> None:
     """Attributes that are gone, ``[:-0]`` which empties a cache, and cross-attention cut too."""
     cache = DynamicCache()
     with torch.no_grad():
-        target()(input_ids=ids(*PROMPT), past_key_values=cache, use_cache=True)
+        target()(input_ids=ids(*PROMPT), use_cache=True, **{cache_argument(target()): cache})
     assert prune_cache(cache, 0).get_seq_length() == len(PROMPT)
     assert prune_cache(cache, 4).get_seq_length() == len(PROMPT) - 4
     own, cross = torch.zeros(1, 2, 9, 4), torch.zeros(1, 2, 7, 4)

@@ -40,6 +40,7 @@ from foretoken.classic.utils.logits_processor import (
     TopKNucleusProcessor,
     TopKProcessor,
 )
+from foretoken.model.support import cache_argument
 
 WORDS = ["The", "capital", "of", "France", "is", "Paris", "Germany", "Berlin", "London"]
 
@@ -343,10 +344,11 @@ def test_pruning_a_dynamic_cache_equals_never_having_seen_the_tokens() -> None:
     """A loop of one's own: feed, prune, feed something else."""
     model = target()
     cache = DynamicCache()
+    given = {cache_argument(model): cache, "use_cache": True}
     with torch.no_grad():
-        model(input_ids=torch.tensor([PROMPT]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([PROMPT]), **given)
         assert prune_cache(cache, 3) is cache
-        logits = model(input_ids=torch.tensor([[8, 9]]), past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=torch.tensor([[8, 9]]), **given).logits
         wanted = model(input_ids=torch.tensor([[*PROMPT[:-3], 8, 9]])).logits[:, -2:]
     torch.testing.assert_close(logits, wanted)
     assert prune_cache(cache, cache.get_seq_length()).get_seq_length() == 0

@@ -13,6 +13,7 @@ from architectures import ARCHITECTURES, target_model
 from foretoken.errors import ShapeError
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.support import cache_argument
 from foretoken.testing import reference_node_logits, toy_model
 from harness import (
     PREFIXES,
@@ -34,7 +35,8 @@ def fresh_states(name: str, text: list[int]) -> list[tuple[torch.Tensor, torch.T
     """Keys and values (heads, T, head_dim) per layer, from the unmodified model and transformers' own cache."""
     cache = DynamicCache()
     with torch.no_grad():
-        target_model(name, first_attention(name))(input_ids=torch.tensor([text]), past_key_values=cache)
+        model = target_model(name, first_attention(name))
+        model(input_ids=torch.tensor([text]), **{cache_argument(model): cache})
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 

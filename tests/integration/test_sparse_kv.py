@@ -32,6 +32,7 @@ from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.views import Piece, ViewCache
 from foretoken.model.execution.packing import can_pack
 from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.support import cache_argument
 from foretoken.model.votes import Voter
 from foretoken.testing import check_drafter, compare, toy_model
 from foretoken.tree import DraftTree
@@ -108,14 +109,16 @@ def model_over_kept_keys(model: Any, lm: CausalLM, text: list[int], tree: DraftT
     for node in range(len(tree)):
         path = [tree.tokens[0], *tree.path_tokens(node)]
         whole, kept = DynamicCache(), DynamicCache()
-        model(torch.tensor([text]), past_key_values=whole)
+        model(torch.tensor([text]), **{cache_argument(model): whole})
         for index, (layer, kind) in enumerate(zip(whole.layers, lm.layer_types, strict=True)):
             columns = kept_columns(len(text), budget, 1, slides=kind == "sliding_attention")
             kept.update(layer.keys[:, :, columns], layer.values[:, :, columns], index)
         size = min(budget, len(text))
         mask = torch.ones(len(path), size + len(path), dtype=torch.bool).tril(size)[None, None]
         positions = torch.arange(len(text), len(text) + len(path))[None]
-        output = model(torch.tensor([path]), past_key_values=kept, position_ids=positions, attention_mask=mask)
+        output = model(
+            torch.tensor([path]), position_ids=positions, attention_mask=mask, **{cache_argument(model): kept}
+        )
         rows.append(output.logits[0, -1])
     return torch.stack(rows)
 
@@ -167,7 +170,7 @@ def test_sliding_layers_keep_the_last_columns() -> None:
     logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), drafter._cache)
     window = model.config.sliding_window
     whole, kept = DynamicCache(), DynamicCache()
-    model(torch.tensor([text]), past_key_values=whole)
+    model(torch.tensor([text]), **{cache_argument(model): whole})
     masks = {}
     for index, (layer, kind) in enumerate(zip(whole.layers, lm.layer_types, strict=True)):
         columns = kept_columns(30, 8, 1, slides=kind == "sliding_attention")
