@@ -27,6 +27,7 @@ __all__ = [
     "PromptChunk",
     "Requirements",
     "StepResult",
+    "WrappingDrafter",
 ]
 
 
@@ -219,3 +220,40 @@ class ContextDrafter(Drafter):
             self.propose_row(row, Budget.of(budget)) if budget > 0 else DraftTree.root(row.token_ids[-1], self.name)
             for row, budget in zip(rows, budgets, strict=True)
         ]
+
+
+class WrappingDrafter(Drafter):
+    """Drafts with other drafters: what the engine tells it of rows it tells all of them, in order.
+
+    Args:
+      parts: the other drafters.
+    """
+
+    def __init__(self, parts: Seq[Drafter]) -> None:
+        self.parts = tuple(parts)
+        self.requires = Requirements.all_of(part.requires for part in parts)
+        self.is_divisible = all(part.is_divisible for part in parts)
+
+    def bind(self, target: CausalLM, cache: KVCache) -> None:
+        for part in self.parts:
+            part.bind(target, cache)
+
+    def own_caches(self) -> list[OwnCache]:
+        return [own for part in self.parts for own in part.own_caches()]
+
+    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
+        for part in self.parts:
+            if part.requires.reads_prompts:
+                part.read(rows, chunks)
+
+    def start(self, rows: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.start(rows)
+
+    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.fork(row, copies)
+
+    def forget(self, rows: Seq[Sequence]) -> None:
+        for part in self.parts:
+            part.forget(rows)

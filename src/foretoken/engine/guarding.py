@@ -1,4 +1,4 @@
-"""Drafters around drafters. The guard keeps faults with the rows of a call: only these go on without drafts."""
+"""Guard of drafters: faults stay with the rows of a call, and these go on without drafts, all others with theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.engine.budget import Budget
-from foretoken.engine.drafter import Drafter, OwnCache, PromptChunk, Requirements, StepResult
+from foretoken.engine.drafter import Drafter, PromptChunk, StepResult, WrappingDrafter
 from foretoken.errors import ConfigError, TreeError
 from foretoken.law.faults import described, is_fatal
 from foretoken.tree import DraftTree
@@ -22,43 +22,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("foretoken")
 
 T = TypeVar("T")
-
-
-class WrappingDrafter(Drafter):
-    """Drafts with other drafters: what the engine tells it of rows it tells all of them, in order.
-
-    Args:
-      parts: the other drafters.
-    """
-
-    def __init__(self, parts: Seq[Drafter]) -> None:
-        self.parts = tuple(parts)
-        self.requires = Requirements.all_of(part.requires for part in parts)
-        self.is_divisible = all(part.is_divisible for part in parts)
-
-    def bind(self, target: CausalLM, cache: KVCache) -> None:
-        for part in self.parts:
-            part.bind(target, cache)
-
-    def own_caches(self) -> list[OwnCache]:
-        return [own for part in self.parts for own in part.own_caches()]
-
-    def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
-        for part in self.parts:
-            if part.requires.reads_prompts:
-                part.read(rows, chunks)
-
-    def start(self, rows: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.start(rows)
-
-    def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.fork(row, copies)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        for part in self.parts:
-            part.forget(rows)
 
 
 class GuardedDrafter(WrappingDrafter):

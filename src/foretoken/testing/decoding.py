@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
-from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult
+from foretoken.engine.drafter import Budget, Drafter, PromptChunk, StepResult, WrappingDrafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.guarding import WrappingDrafter
 from foretoken.engine.sequence import Sequence
 from foretoken.model.lm import CausalLM
 from foretoken.tree import DraftTree

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
-from foretoken.engine.drafter import Budget, Drafter, StepResult
-from foretoken.engine.guarding import WrappingDrafter
+from foretoken.engine.drafter import Budget, Drafter, StepResult, WrappingDrafter
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftPlan, DraftTree
