@@ -54,9 +54,8 @@ from foretoken.engine.sequence import Sequence
 from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
-from foretoken.heads.hydra_layout import write_hydra
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_layout import write_medusa
+from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM

@@ -17,8 +17,7 @@ from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate
 from foretoken.cli.writers import as_record
 from foretoken.drafters.heads import medusa_hydra
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.heads.hydra_layout import write_hydra
-from foretoken.heads.medusa_layout import write_medusa
+from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.testing import PROMPTS, toy_model
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads
 

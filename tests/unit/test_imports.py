@@ -53,6 +53,7 @@ LONGER = {
     "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
     "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
     "heads/int8.py": "one head in kernels: what they are given, its weights, and its calls",
+    "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
     "heads/medusa_hydra.py": "one family of modules, whose structures and blocks are shared",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",

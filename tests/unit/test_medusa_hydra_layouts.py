@@ -14,10 +14,9 @@ from transformers import LlamaConfig, LlamaModel
 
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint
-from foretoken.heads.hydra_layout import read_hydra, write_hydra
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
-from foretoken.heads.medusa_layout import read_medusa, write_medusa
+from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa, write_hydra, write_medusa
 from foretoken.heads.recognition import is_hydra, is_medusa
 
 H, V, K = 8, 20, 3
@@ -289,7 +288,7 @@ def test_later_layers_may_differ() -> None:
 def test_the_number_of_heads_is_that_of_the_tensors() -> None:
     heads, notes = read_hydra(hydra_checkpoint(False, hydra_num_heads=9), H, V)
     assert heads.num_heads == K
-    assert notes == ("its config says hydra_num_heads: 9, and 3 are stored",)
+    assert notes == ("its config says hydra_num_heads: 9, and 3 are stored, which are used",)
 
 
 def test_another_base_of_positions_is_heard() -> None:
@@ -335,7 +334,7 @@ def test_configs_of_hydra_that_cannot_be(changed: dict[str, Any], message: str) 
 
 
 def test_hydra_of_another_target_or_none() -> None:
-    with pytest.raises(CheckpointError, match="they were trained for lmsys/vicuna-13b"):
+    with pytest.raises(CheckpointError, match="they are of lmsys/vicuna-13b"):
         read_hydra(hydra_checkpoint(False), 16, V)
     with pytest.raises(CheckpointError, match="has no Hydra heads"):
         read_hydra(Checkpoint("x", {}, {"fc.weight": random(H, H)}), H, V)

@@ -16,8 +16,7 @@ from foretoken.errors import CheckpointError, NumericsError, PromptError
 from foretoken.heads.checkpoint import read_checkpoint
 from foretoken.heads.eagle_layouts import read_eagle
 from foretoken.heads.eagle_structure import TargetFacts
-from foretoken.heads.hydra_layout import read_hydra
-from foretoken.heads.medusa_layout import read_medusa
+from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures

@@ -15,7 +15,7 @@ from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import ConfigError
 from foretoken.heads.medusa_hydra import MedusaHeads, MedusaShape
-from foretoken.heads.medusa_layout import write_medusa
+from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
 from foretoken.tune.hits import MISS, Hits, measured_hits, watched_hits

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.heads.hydra_layout import write_hydra
 from foretoken.heads.medusa_hydra import HydraHeads, MedusaHeads
-from foretoken.heads.medusa_layout import write_medusa
+from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.train.examples import Example
 from foretoken.train.features import Streams

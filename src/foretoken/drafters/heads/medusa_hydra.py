@@ -25,10 +25,9 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.heads.hydra_layout as hydra_layout
     import foretoken.heads.layers as layers
     import foretoken.heads.medusa_hydra as multi
-    import foretoken.heads.medusa_layout as medusa_layout
+    import foretoken.heads.medusa_hydra_layouts as layouts
     from foretoken.config.contents import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -40,9 +39,8 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     multi = Lazy("foretoken.heads.medusa_hydra")
-    hydra_layout = Lazy("foretoken.heads.hydra_layout")
+    layouts = Lazy("foretoken.heads.medusa_hydra_layouts")
     layers = Lazy("foretoken.heads.layers")
-    medusa_layout = Lazy("foretoken.heads.medusa_layout")
 
 MEDUSA_ACCURACIES = [
     [0.56, 0.11, 0.05, 0.035, 0.025, 0.02, 0.015, 0.012, 0.01, 0.008],
@@ -197,8 +195,8 @@ def build(options: MedusaOptions | HydraOptions, context: DrafterContext) -> Mul
 
     def read(found: Checkpoint) -> tuple[MultiHeads, Seq[str]]:
         if of_medusa:
-            return medusa_layout.read_medusa(found, size, target.vocab_size)
-        return hydra_layout.read_hydra(found, size, target.vocab_size, layers.LayerShape.of(target.config))
+            return layouts.read_medusa(found, size, target.vocab_size)
+        return layouts.read_hydra(found, size, target.vocab_size, layers.LayerShape.of(target.config))
 
     heads = load_head(options, context, multi.MedusaHeads if of_medusa else multi.HydraHeads, read, known)
     if heads.kind != options.method:
