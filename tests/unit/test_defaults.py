@@ -58,6 +58,8 @@ OF_THEIR_OWN = {
     "vocab_size": "of the target",
     "Growth.least_mass": "no key",
     "RestDrafter.min_token_prob": "no key",
+    "Growth.tree": "of heads, which always give one",
+    "Growth.max_depth": "of heads, which always give one",
     "SuffixDrafter.min_match": "no key",
     "SuffixDrafter.escape": "no key",
     "SwiftDrafter.num_scored": "no key",
