@@ -97,3 +97,16 @@ def test_trees_and_chains_have_costs_of_their_own() -> None:
         costs.verified(4, 16, 0.06, are_chains=False)
     assert costs.verify(4, 16) == pytest.approx(0.03, rel=0.1)
     assert costs.verify(4, 16, are_chains=False) == pytest.approx(0.06, rel=0.1)
+
+
+@pytest.mark.parametrize(("factor", "curve"), [(0.5, 0.02), (3.0, 0.06)])
+def test_a_curve_is_bent_where_drafts_are_cheaper_than_it_says(factor: float, curve: float) -> None:
+    """Where they are dearer it is not: by a few slow steps of two nodes, large drafts would be out of reach."""
+    disproved = []
+    costs = CostModel({1: 0.02, 16: 0.04, 32: 0.06}, lambda: disproved.append(True))
+    for _ in range(4):
+        costs.verified(1, 1, 0.02)
+        costs.verified(1, 16, factor * 0.04)
+    assert disproved
+    assert costs.curve(32) == pytest.approx(curve, abs=0.001)
+    assert costs.verify(1, 16) == pytest.approx(factor * 0.04, rel=0.1)

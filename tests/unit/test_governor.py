@@ -365,6 +365,16 @@ def test_chains_are_cut_to_the_length_of_the_last() -> None:
     assert kept(habit, DraftTree.chain(7, [8, 9, 10])).tokens == (7,)
 
 
+def test_chains_of_several_rows_are_cut_to_their_mean() -> None:
+    """What the last row kept was once the length of all: any one, by chance."""
+    habit = Habit()
+    chain = DraftTree.chain(1, [2, 3, 4, 5, 6, 7])
+    adopt(habit, [chain] * 3, [chain, chain.cut(5), chain.cut(1)])
+    assert len(kept(habit, chain)) == 1 + 4
+    adopt(habit, [chain, chain.cut(2)], [chain, chain.cut(2)])
+    assert kept(habit, chain) is chain
+
+
 def test_drafts_with_scores_are_cut_to_what_is_worth_it() -> None:
     """A node costs a quarter of a token here, but the first two cost nothing."""
 

@@ -234,29 +234,32 @@ class _Verifying:
             self._judge(num_rows, num_nodes, average.value - plain.value)
 
     def _judge(self, num_rows: int, num_nodes: int, difference: float) -> None:
-        """Bend the curve where a draft plainly does not take what the curve says beside a plain step.
+        """Say that the curve is wrong where a draft plainly does not take what it says beside a plain step.
+
+        Where drafts are cheaper the curve is bent: larger ones, that nobody would try, are cheaper, too.
 
         Args:
           difference: of the logarithms of what these have taken by the curve.
         """
-        said = self._expected(num_rows, num_nodes) / self._expected(num_rows, num_rows) - 1.0
-        if abs(difference) < FAR or said <= 0.0:
+        if abs(difference) < FAR:
             return
-        bent = max((1.0 + said) * math.exp(difference) - 1.0, 0.0) / said
-        first = self.curve.at(1)
-        seconds = {nodes: max(first + bent * (taken - first), first / 2) for nodes, taken in self.curve.seconds.items()}
+        if self._disprove is not None:
+            self._disprove()
+        said = self._expected(num_rows, num_nodes) / self._expected(num_rows, num_rows) - 1.0
+        if difference > 0.0 or said <= 0.0:
+            return
+        bent, first = max((1.0 + said) * math.exp(difference) - 1.0, 0.0) / said, self.curve.at(1)
         seen = [
-            (one, count_at(rows), count_at(place))
+            (average, count_at(rows), count_at(place))
             for (rows, _), kind in self._kinds.items()
-            for place, one in kind.items()
+            for place, average in kind.items()
         ]
         before = [self._expected(rows, nodes) for _, rows, nodes in seen]
+        seconds = {nodes: first + bent * (taken - first) for nodes, taken in self.curve.seconds.items()}
         self.curve = replace(self.curve, seconds=seconds)
         for (average, rows, nodes), said_before in zip(seen, before, strict=True):  # what was seen stays what it was
             average.value += math.log(said_before / self._expected(rows, nodes))
         self._known.clear()
-        if self._disprove is not None:
-            self._disprove()
 
     def _moved(self, change: float) -> None:
         """Work out anew what steps take once they have changed by a hundredth."""

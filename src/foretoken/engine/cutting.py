@@ -64,8 +64,8 @@ class Habit:
     """Drafts as deep as was decided last, cut as drafts like them were cut: a few operations per row.
 
     Of drafts with scores those nodes are kept that are worth it, if the scores are as right as those of late. Of drafts
-    without, chains are cut to one length, and others to the nodes that stand where nodes were kept, by the ranks among
-    siblings from the root on.
+    without, chains are cut to one length, the mean of what was kept, and others to the nodes that stand where nodes
+    were kept, by the ranks among siblings from the root on.
 
     Args:
       divisible: whether parts of a draft may be left out; else it is kept whole or not at all.
@@ -92,17 +92,23 @@ class Habit:
             sizes, are_chains = [len(part) for part in kept], all(tree.is_chain for tree in trees)
             one_more = worth([sizes[0] + 1, *sizes[1:]], are_chains) - worth(sizes, are_chains)
             self.least = max(one_more, 0.0) / 2
+        lengths, is_cut = [], False  # of chains
         for tree, part in zip(trees, kept, strict=True):
             if len(tree) == 1:
                 continue
             self._keeps_whole = len(part) == len(tree)
             if tree.scores is None and tree.is_chain:
-                self._length = max(self._length, len(part) - 1) if self._keeps_whole else len(part) - 1
+                lengths.append(len(part) - 1)
+                is_cut = is_cut or not self._keeps_whole
             elif tree.scores is None:
                 standings = _standings(tree)
                 self._standings.difference_update(standings)
                 self._standings.update(standings[node] for node in _nodes_of(tree, part))
                 self._known.clear()
+        if is_cut:  # one length for all rows: that of the last would be any
+            self._length = round(sum(lengths) / len(lengths))
+        elif lengths:
+            self._length = max(self._length, *lengths)
 
     def budgets(self, budgets: list[Budget]) -> list[Budget]:
         """What may be drafted for every row."""
