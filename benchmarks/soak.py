@@ -34,8 +34,6 @@ from time import perf_counter, process_time, sleep
 from typing import Any
 
 import torch
-from foretoken.heads.hydra import HydraHeads, HydraShape
-from foretoken.heads.medusa import MedusaHeads, MedusaShape
 from torch import nn
 
 from foretoken import LLM, SamplingParams
@@ -55,6 +53,7 @@ from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
 from foretoken.heads.layers import LayerShape
+from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache

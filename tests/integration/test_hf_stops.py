@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
+import copy
 import string
 import time
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +23,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from foretoken import speculate
+from foretoken import speculate, zoo
 from foretoken.testing import perturbed, toy_model
 
-ROOT = Path(__file__).parents[2]
 BUDGET = 24
 
 
@@ -184,10 +183,73 @@ def test_several_rules_at_once() -> None:
     assert torch.equal(target().generate(**options, stopping_criteria=criteria, custom_generate=hook()), theirs)
 
 
+# -- on real text -----------------------------------------------------------------------------------------------------
+
+KING = "The king said:"
+WARM_UP, LENGTHS, NUM_NEW, NUM_DRAFT_TOKENS = 120, range(1, 15), 40, 6
+
+Generate = Callable[..., int]
+
+
+def generators_of(model: Any, tokenizer: Any, ids: torch.Tensor) -> dict[str, Generate]:
+    """Ways of generating with a stop string, each of which returns the number of new tokens."""
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = NUM_DRAFT_TOKENS
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0
+
+    def run(**options: Any) -> int:
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, **options)
+        return int(output.shape[1] - ids.shape[1])
+
+    def stop_of_transformers(stop: str) -> dict[str, Any]:
+        return {"stop_strings": stop, "tokenizer": tokenizer}
+
+    def as_criterion(stop: str) -> dict[str, Any]:
+        return {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, [stop])])}
+
+    def ours(stop: str) -> int:
+        options = {"num_speculative_tokens": NUM_DRAFT_TOKENS, "tokenizer": tokenizer, "stop_strings": stop}
+        return run(custom_generate=speculate("ngram", **options))
+
+    return {
+        "plain": lambda stop: run(**stop_of_transformers(stop)),
+        "foretoken ngram": ours,
+        "prompt lookup": lambda stop: run(prompt_lookup_num_tokens=NUM_DRAFT_TOKENS, **stop_of_transformers(stop)),
+        "assistant": lambda stop: run(assistant_model=assistant, **as_criterion(stop)),
+    }
+
+
+def stop_string(tokenizer: Any, tokens: list[int], length: int, plain: Generate) -> str:
+    """The text of the last tokens up to this one, as few as make plain decoding end here."""
+    for count in range(1, length + 4):
+        text = tokenizer.decode(tokens[: WARM_UP + length][-count:])
+        if plain(text) == length:
+            return str(text)
+    raise ValueError(f"no stop string ends after {length} tokens")
+
+
+def table_of_lengths() -> list[dict[str, Any]]:
+    """One row per length: the stop string, and the length that each way gives."""
+    model, _, tokenizer = zoo.load()
+    model.generation_config.eos_token_id = None
+    prompt = tokenizer(KING, return_tensors="pt")
+    text = model.generate(**prompt, max_new_tokens=WARM_UP + 20, do_sample=False)[0]
+    new = text[prompt["input_ids"].shape[1] :].tolist()
+    ids = text[None, : prompt["input_ids"].shape[1] + WARM_UP]
+    generators = generators_of(model, tokenizer, ids)
+    rows = []
+    for length in LENGTHS:
+        stop = stop_string(tokenizer, new, length, generators["plain"])
+        rows.append({"stop": stop} | {name: generate(stop) for name, generate in generators.items()})
+    return rows
+
+
 @pytest.mark.full
-def test_the_table_of_the_benchmark() -> None:
+def test_stop_strings_inside_blocks_on_real_text_beside_transformers() -> None:
     """On real text: ours right at all 14 lengths; transformers' prompt lookup and assistant at few of them."""
-    rows = runpy.run_path(str(ROOT / "benchmarks" / "stop_strings.py"))["table"]()
+    rows = table_of_lengths()
     right = {name: sum(row[name] == row["plain"] for row in rows) for name in rows[0] if name != "stop"}
     assert right["plain"] == right["foretoken ngram"] == len(rows) == 14
     assert [row["plain"] for row in rows] == list(range(1, 15))
