@@ -12,9 +12,6 @@ from foretoken.heads.expectation import Expectation
 from foretoken.heads.layers import MLP, Attention, DecoderLayer, LayerShape, Placed, RMSNorm, Rotary
 from foretoken.heads.vocabulary import DraftVocabulary
 
-NUM_STREAMS = 3
-"""Layers of the target that EAGLE-3 looks at."""
-
 
 @dataclass(frozen=True)
 class EagleShape:
