@@ -154,9 +154,9 @@ class MultiHeads(nn.Module):
         """
         other = type(self).__new__(type(self))
         nn.Module.__init__(other)
-        other.shape, other.vocabulary, other.prefix = self.shape, vocabulary, None
+        other.shape, other.vocabulary, other.prefix = self.shape, vocabulary, self.prefix
         for name, module in self.named_children():
-            other.add_module(name, module)
+            setattr(other, name, module)
         other.lm_heads = nn.ModuleList(map(rows_of, self.lm_heads))
         return other
 
