@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
+from transformers import PreTrainedModel
 
 from compiled_models import ALL, UNCOMPILED, build
 from foretoken import LLM, SamplingParams
@@ -21,9 +22,10 @@ from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model import groups
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import inductor, native, regions
+from foretoken.model.execution import compiled_layers, inductor, native
+from foretoken.model.execution.compiled_layers import CompiledLayer, worth_compiling
+from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import can_pack as can_pack_here
-from foretoken.model.execution.regions import CompiledLayer, worth_compiling
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.tree import DraftTree
@@ -50,8 +52,21 @@ def pair(pairs: dict[str, tuple[CausalLM, CausalLM]], name: str) -> tuple[Causal
     if name not in pairs:
         model = build(name)
         eager = CausalLM(model, execution="eager", probe=False)
-        pairs[name] = eager, CausalLM(model, execution="compiled")
+        pairs[name] = eager, compiled(model)
     return pairs[name]
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run modules, whatever the number of nodes; test_native_program.py is about forwards without them."""
+    monkeypatch.setattr(NativeProgram, "is_possible", False)
+
+
+def compiled(model: PreTrainedModel, **options: Any) -> CausalLM:
+    """An adapter whose layers are compiled, as they are for the first long prompt."""
+    lm = CausalLM(model, execution="compiled", **options)
+    lm.execution.make_ready()
+    return lm
 
 
 def filled(lm: CausalLM, lengths: list[int]) -> KVCache:
@@ -72,14 +87,14 @@ def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> No
     assert compiled.execution.num_compiled == compiled.num_layers
     assert compiled.probe is not None
     assert {check.verdict for check in compiled.probe.checks} == {"right"}
-    num_graphs = len(regions._graphs)
+    num_graphs = len(compiled_layers._graphs)
     for trees in TREES:
         lengths = [9, 30, 17][: len(trees)]
         nodes = Nodes.from_trees(trees)
         want, got = (lm.forward(nodes, filled(lm, lengths)) for lm in (eager, compiled))
         for row, tree in enumerate(trees):
             assert error(got[row, : len(tree)], want[row, : len(tree)]) < 2e-5
-    assert len(regions._graphs) == num_graphs
+    assert len(compiled_layers._graphs) == num_graphs
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -112,7 +127,7 @@ def test_features_are_captured_between_compiled_layers(name: str, pairs: Any) ->
 @pytest.mark.parametrize("name", UNCOMPILED)
 def test_models_that_cannot_be_compiled_run_packed_and_say_why(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(name)
-    lm = CausalLM(model, execution="compiled", probe=False)
+    lm = compiled(model, probe=False)
     assert lm.execution.num_compiled == 0
     assert UNCOMPILED[name] in lm.execution.describe()
     assert [record.message for record in caplog.records if "run packed and not compiled" in record.message]
@@ -181,7 +196,7 @@ def test_sublayers_are_left_out_of_compiled_layers(pairs: Any) -> None:
 def test_writes_into_weights_are_followed() -> None:
     model = build("llama")
     lm, eager = (
-        CausalLM(model, execution="compiled", probe=False),
+        compiled(model, probe=False),
         CausalLM(model, execution="eager", probe=False),
     )
     with torch.no_grad():
@@ -196,7 +211,7 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
     model = build("llama")
     seen = []
     model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
-    lm = CausalLM(model, execution="compiled", probe=False)
+    lm = compiled(model, probe=False)
     assert lm.execution.num_compiled == 1
     assert "has hooks" in lm.execution.describe()
     seen.clear()
@@ -205,17 +220,17 @@ def test_hooks_inside_of_a_layer_keep_running() -> None:
 
 
 def test_layers_that_compute_something_else_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
     run = CompiledLayer._attend
     monkeypatch.setattr(CompiledLayer, "_attend", lambda self, *given: run(self, *given) * 1.1)
-    lm = CausalLM(build("llama"), execution="compiled", probe=False)
+    lm = compiled(build("llama"), probe=False)
     assert lm.execution.num_compiled == 0
-    assert "differs from itself uncompiled" in lm.execution.describe()
+    assert "differs from its modules" in lm.execution.describe()
 
 
 @pytest.mark.parametrize("trouble", ["unwritable", "no compiler", "torch"])
 def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
     if trouble == "unwritable":
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
@@ -227,7 +242,7 @@ def test_what_cannot_be_compiled_runs_packed(trouble: str, tmp_path: Path, monke
     model = build("llama")
     compilers = ("no-such-compiler",) if trouble == "no compiler" else inductor_config.cpp.cxx
     with inductor_config.patch({"cpp.cxx": compilers}):
-        lm = CausalLM(model, execution="compiled")
+        lm = compiled(model)
     eager = CausalLM(model, execution="eager", probe=False)
     assert lm.execution.num_compiled == 0
     assert "0 decoder layers compiled, " in lm.execution.describe()
@@ -246,7 +261,7 @@ def test_small_models_and_machines_without_a_compiler_are_not_compiled_by_themse
 
 
 def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")  # torch makes relative paths absolute when inductor is imported
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     model = build("llama")
@@ -257,19 +272,19 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
 
         patch.setattr(inductor.Inductor, "__call__", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            CausalLM(model, execution="compiled", probe=False)
+            compiled(model, probe=False)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine
-    assert CausalLM(model, execution="compiled", probe=False).execution.num_compiled == 2
+    assert compiled(model, probe=False).execution.num_compiled == 2
 
 
 def test_two_threads_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_graphs", {})
+    monkeypatch.setattr(compiled_layers, "_graphs", {})
     mine = str(tmp_path / "mine")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", mine)
     made: list[CausalLM] = []
 
     def make(name: str) -> None:
-        made.append(CausalLM(build(name), execution="compiled", probe=False))
+        made.append(compiled(build(name), probe=False))
 
     threads = [threading.Thread(target=make, args=[name]) for name in ("llama", "gpt2", "llama")]
     for thread in threads:
@@ -294,6 +309,7 @@ def logits(lm):
 def make():
     model = ARCHITECTURES["llama"].build("sdpa", torch.float32)
     made.append(CausalLM(model, execution="compiled", probe=False))
+    made[0].execution.make_ready()
 
 made = []
 thread = threading.Thread(target=make)

@@ -73,7 +73,7 @@ READ_OTHERWISE = pytest.mark.xfail(
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(dtype, marks=[] if dtype == torch.bfloat16 else READ_OTHERWISE, id=str(dtype)) for dtype in DTYPES],
+    [pytest.param(dtype, marks=READ_OTHERWISE, id=str(dtype)) for dtype in DTYPES],
 )
 def test_what_was_kept_of_an_earlier_request_is_what_would_be_read(dtype: torch.dtype) -> None:
     """Three turns: each prompt is the text so far, and some more."""

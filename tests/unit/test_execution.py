@@ -27,7 +27,6 @@ from foretoken.model.execution import kinds, packing
 from foretoken.model.execution.attention import GROUPED_SDPA, grouped_sdpa
 from foretoken.model.execution.execution import apply_execution
 from foretoken.model.execution.kinds import choose_execution
-from foretoken.model.execution.norms import RMSNorm
 from foretoken.model.execution.packing import PackedLinear, cpu_has_bfloat16, packed_dtype
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.lm import CausalLM, Nodes
@@ -297,17 +296,6 @@ class TestPacked:
             got = execution.run(input_ids=IDS, use_cache=False).logits
         assert execution.num_packed_layers == 13
         assert relative_error(got, want) < 2e-5
-
-    def test_root_mean_square_norms_keep_their_bits(self) -> None:
-        llama, gemma = build("llama").model.norm, build("gemma2").model.norm
-        llama.weight.data.uniform_(0.5, 2)
-        norm = RMSNorm.of(llama)
-        x = torch.randn(2, 3, 32)
-        assert norm is not None
-        assert torch.equal(norm(x), llama(x))
-        assert RMSNorm.of(gemma) is None, "its weight is an offset from one"
-        assert RMSNorm.of(nn.LayerNorm(32, bias=False)) is None
-        assert RMSNorm.of(nn.Linear(4, 4, bias=False)) is None
 
 
 @can_pack

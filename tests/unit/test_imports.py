@@ -56,6 +56,12 @@ LONGER = {
     "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
     "heads/medusa_hydra.py": "one family of modules, whose structures and blocks are shared",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
+    "engine/scheduler.py": "one scheduler: who waits, who reads which chunk, and who decodes",
+    "model/execution/ends.py": "one trace of what lies around the layers, and its parts",
+    "model/execution/execution.py": "one way in: what is packed, recorded and compiled of a shadow, and why not",
+    "model/execution/lowering.py": "one pass over a graph: where numbers lie, and what each operator becomes",
+    "model/execution/native.py": "the library of kernels, and the matrices that they multiply by",
+    "model/execution/native_program.py": "one program: its structures, its tables, and the calls that run it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
 }
 """Files that may have more lines, and why."""

@@ -173,7 +173,9 @@ class Scheduler:
         self._has_read = True
         self._due = self._due or set(prefilling)
         first = next(place for place, row in enumerate(prefilling) if row in self._due)
-        together = list(takewhile(self._due.__contains__, prefilling[first:]))
+        due = takewhile(self._due.__contains__, prefilling[first:])
+        is_short = self._is_short(prefilling[first])
+        together = list(takewhile(lambda row: self._is_short(row) == is_short, due))
         if one_by_one:
             together = together[:1]
         elif self.num_decoding:
@@ -181,6 +183,11 @@ class Scheduler:
             together = together[: max(1, sum(total <= self._config.prefill_chunk_size for total in totals))]
         self._due.difference_update(together)
         return together
+
+    def _is_short(self, row: Sequence) -> bool:
+        """Whether the next chunk is one of few nodes, which other kernels read than long ones: its bits may not depend
+        on what is read beside it."""
+        return self._chunk_length(row) <= MOST_NODES
 
     def next_chunk(self, row: Sequence) -> list[int]:
         """The tokens that a row reads next."""

@@ -15,7 +15,7 @@ from foretoken.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.model.execution.direct import Passed
+    from foretoken.model.execution.native_program import Activations
     from foretoken.model.nodes import FlatNodes, Logits
 
 
@@ -98,7 +98,7 @@ class Recorder:
         with self._seeing(handles):
             yield
 
-    def take(self, passed: Passed) -> None:
+    def take(self, passed: Activations) -> None:
         """Record what a forward over a list of nodes has computed that ran without its modules."""
         wanted, self.flat = self._wanted, passed.flat
         if wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -17,10 +17,9 @@ from foretoken.machine import return_free_memory
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Output, Recorder, Wanted
 from foretoken.model.execution.attention import NotPassedOnError
-from foretoken.model.execution.direct import LATER
+from foretoken.model.execution.compiled_layers import detach
 from foretoken.model.execution.execution import Execution, apply_execution
 from foretoken.model.execution.kinds import choose_execution, compute_dtype
-from foretoken.model.execution.regions import detach
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, other_products, unchanged_attributes
 from foretoken.model.layouts import Layouts
@@ -37,7 +36,6 @@ from foretoken.model.wrappers import check_unwrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.model.execution.decoder import Decoder
     from foretoken.model.nodes import FlatNodes
 
 __all__ = ["CausalLM", "Nodes", "Output", "Wanted", "check_supported", "fit_vocabulary", "layer_types"]
@@ -99,11 +97,11 @@ class CausalLM:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = compute_dtype(model)
         self.num_forwards = 0
-        self.decoder: tuple[int, Decoder | None] | None = None  # of which version; see `decodable`
         check_autocast(self.device)
         self.layer_types = layer_types(self.config)
         slides = SLIDING in self.layer_types
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
+        self._of: CausalLM | None = None  # whose variant this is
         self._shadow = shadow(model).eval()
         self._recorder = Recorder(self._shadow, self.num_layers)
         if probe:
@@ -113,17 +111,10 @@ class CausalLM:
         prober = Prober(self, is_packed=is_packed) if probe else None
         if prober is not None:
             prober.before()
-        self.run_by(
-            apply_execution(
-                self._shadow,
-                execution,
-                release_originals=release_originals,
-                earlier=earlier,
-            )
-        )
+        self.run_by(apply_execution(self._shadow, execution, release_originals=release_originals, earlier=earlier))
         self._not_native = self.execution.why_not_native() or runs_own_attention(self)
         self._experts = other_products(self._shadow) if self._not_native else ""
-        self._compile(0 if earlier is None else LATER)
+        self._record()
         self._judge(None if prober is None else prober.after())
         if self.probe is not None:
             self._probes[self._state.structure] = self.probe
@@ -143,19 +134,13 @@ class CausalLM:
         self._lists_all = execution.kernels is not None or execution.num_compiled > 0
 
     @torch.inference_mode()
-    def _compile(self, num_forwards: int) -> None:
-        """Compile the decoder layers where that is wanted and possible."""
-        is_compiled = self.execution.regions is not None
-        self._lists_all = self._lists_all or is_compiled
-        layers = self.layers if is_compiled else ()
-        windows = self._layouts.masks.windows
-        self.execution.compile(self.name, layers, windows, partial(trial, self), num_forwards)
-        self._lists_all = self.execution.kernels is not None or self.execution.num_compiled > 0
-
-    def compile_again(self) -> None:
-        """Run compiled what can be, after modules of the shadow were changed."""
-        if self.execution.regions is not None:
-            self.execution.regions.attach(self.layers)
+    def _record(self) -> None:
+        """Learn how forwards over few nodes run without modules, and how modules run compiled."""
+        run, forward = self.execution, partial(trial, self)
+        self._lists_all = self._lists_all or run.compiled is not None
+        if self._lists_all:
+            run.record(self.layers, self._layouts.masks.windows, forward, self.context_length)
+        run.compile(self.name, self.layers if run.compiled is not None else (), forward)
 
     def _judge(self, probe: Probe | None) -> None:
         self.probe = probe
@@ -216,12 +201,20 @@ class CausalLM:
         """
         copied = shadow(self._shadow)
         other = self.over(copied, self.execution.over(copied))
+        other._of = self
         other.name = f"{self.name} ({name})"
         detach(other.layers)
         edit(other, copied)
-        other.compile_again()
+        other.changed()
         other.num_forwards = 0
         return other
+
+    @torch.inference_mode()
+    def changed(self) -> None:
+        """Follow changes that were made to modules of the shadow of a variant."""
+        if self._of is not None:
+            self.execution.compile_as(self._of.execution, self.layers)
+            self.execution.record_variant(self.layers, self._of.execution.program, partial(trial, self))
 
     def over(
         self,
@@ -239,7 +232,7 @@ class CausalLM:
           num_layers: of the decoder layers, how many there are to be run; all by default.
         """
         other = copy.copy(self)
-        other._owner, other._shadow, other.decoder = _nobody, other_shadow, None
+        other._owner, other._shadow = _nobody, other_shadow
         other._recorder = Recorder(other_shadow, self.num_layers)
         other.dtype, other.window = dtype or self.dtype, window or self.window
         if num_layers is not None:
@@ -282,6 +275,29 @@ class CausalLM:
         """The decoder layers of the shadow, in order."""
         return list(self._recorder.layers)
 
+    @torch.inference_mode()
+    def chains(
+        self,
+        chains: Sequence[Sequence[int]],
+        cache: KVCache,
+        depths: Sequence[int],
+        num_columns: int,
+        names: torch.Tensor | None,
+    ) -> list[list[int]] | None:
+        """Run the next tokens of the first rows of a cache, and behind each its likeliest token, again and again.
+
+        Args:
+          chains: one token at least of each row. They, and what is found but the last, lie behind what is committed.
+          depths: how many tokens are wanted of every row.
+          num_columns, names: columns of logits that count, and their tokens int64 (V,); None for their numbers.
+        Returns: the tokens of every row, fewer where logits are no numbers; None where this takes modules.
+        """
+        check_autocast(self.device)
+        program = self.execution.program
+        found = None if program is None else program.chains(chains, cache, depths, num_columns, names)
+        self.num_forwards += 0 if found is None else found[1]
+        return None if found is None else found[0]
+
     @overload
     def forward(self, nodes: Nodes, cache: KVCache, *, listed: Literal[True], **options: Any) -> Logits: ...
 
@@ -313,12 +329,14 @@ class CausalLM:
         """
         check_autocast(self.device)
         self.num_forwards += 1
-        kept = range(nodes.width)[keep or slice(None)]
-        if view_length is None:
-            logits = self.execution.direct_logits(nodes, cache, first_row, kept, self._recorder, listed)
+        kept, run = range(nodes.width)[keep or slice(None)], self.execution
+        if view_length is None and run.program is not None:
+            logits = run.program.forward(nodes, cache, first_row, kept, self._recorder, listed)
             if logits is not None:
                 return logits
-        tokens, run = nodes.tokens.to(self.device), self.execution
+        tokens = nodes.tokens.to(self.device)
+        if not run.takes(nodes.counts):
+            run.make_ready()
         while True:
             layout = self._layouts.of(
                 nodes, cache, first_row, view_length, takes_lists=self._takes_lists, lists_all=self._lists_all
@@ -344,7 +362,7 @@ class CausalLM:
         """
         if not wanted:
             return Output(self.forward(nodes, cache, keep=keep, **options))
-        if wanted.last_hidden and self._recorder.needs_logits is None:
+        if wanted.last_hidden and self._recorder.needs_logits is None and not self.execution.takes(nodes.counts):
             count, two = self.num_forwards, Nodes.from_chains([[0, 0]])
             self._recorder.settle(lambda: self.forward(two, self.new_cache(1, capacity=2)))
             self.num_forwards = count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -99,7 +99,6 @@ class FlatNodes:
         self.is_full = min(counts) == width
         self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
         self.kinds: dict[int, str] = {}  # of attention, by the id of what stands in for its mask
-        self.plans: dict[Any, Any] = {}  # what replayed layers have worked out for this forward
         self.runs_stock_attention = False  # attention of some layer was not run by the library's own kernels
         self._device = device
         if self.is_full:

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
 from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.native import NibbleMatrix, library
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
 
@@ -51,15 +52,23 @@ class GroupedInt4:
 
 
 class Int4Linear:
-    """The forward of one `nn.Linear` or `Conv1D` over a 4-bit copy of its weight; torch's packed CPU kernel.
+    """The forward of one `nn.Linear` or `Conv1D` over a 4-bit copy of its weight.
 
-    Activations are rounded to bfloat16 for the product, the kernel's fast type.
+    By a kernel of the library's own, or by torch's, which rounds activations to bfloat16, its fast type.
+
+    Attributes:
+      matrix: of the library's own kernel; None without.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group_size: int) -> None:
         quantized = GroupedInt4.of(weight, group_size)
         self._group_size = group_size
         self._num_out = weight.shape[0]
+        kernels = library()
+        self.matrix: NibbleMatrix | None = None
+        if kernels is not None:
+            self.matrix = NibbleMatrix(quantized.codes, quantized.scales, quantized.zeros, bias, kernels)
+            return
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized.codes, 1)
         pairs = torch.stack([quantized.scales, quantized.zeros], dim=-1)
         self._scales_and_zeros = pairs.transpose(0, 1).contiguous().to(torch.bfloat16)  # (in / group, out, 2)
@@ -67,6 +76,8 @@ class Int4Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the dtype of the input."""
+        if self.matrix is not None:
+            return self.matrix(x.float()).to(x.dtype)
         rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             rows, self._codes, self._group_size, self._scales_and_zeros
@@ -76,6 +87,8 @@ class Int4Linear:
 
     @property
     def num_bytes(self) -> int:
+        if self.matrix is not None:
+            return self.matrix.num_bytes
         tensors = (self._codes, self._scales_and_zeros)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

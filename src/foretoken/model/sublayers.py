@@ -78,20 +78,49 @@ class SkippableLayers:
         without_attention, without_mlp = set(attention), set(mlp)
         for index, part in enumerate(self._parts):
             if index in without_attention and index in without_mlp:
-                _replace(part.layer, self._outputs, _same)
+                _replace(part.layer, self._outputs, PassesOn)
                 continue
             if index in without_attention:
-                _replace(part.attention, self._outputs, torch.zeros_like)
+                _replace(part.attention, self._outputs, AddsNothing)
             if index in without_mlp:
                 for module in part.mlp[:-1]:
-                    _replace(module, self._outputs, _same)  # so that the last one sees the width of the stream
-                _replace(part.mlp[-1], self._outputs, torch.zeros_like)
+                    _replace(module, self._outputs, PassesOn)  # so that the last one sees the width of the stream
+                _replace(part.mlp[-1], self._outputs, AddsNothing)
         if self._changed is not None:
             self._changed()
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
+class LeftOut:
+    """The forward of a module that is left out, in the form of its usual output.
+
+    Args:
+      num_others: how many values beside its first the module returns, in a tuple; None for no tuple.
+    """
+
+    def __init__(self, num_others: int | None) -> None:
+        self.num_others = num_others
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.instead(args[0] if args else kwargs["hidden_states"])
+        return result if self.num_others is None else (result, *(None,) * self.num_others)
+
+    def instead(self, x: torch.Tensor) -> torch.Tensor:
+        """What it returns of its input."""
+        raise NotImplementedError
+
+
+class PassesOn(LeftOut):
+    """Returns what it is given."""
+
+    def instead(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class AddsNothing(LeftOut):
+    """Returns zeros."""
+
+    def instead(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
 
 
 def _outputs_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Any]:
@@ -106,13 +135,6 @@ def _outputs_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn
     return outputs
 
 
-def _replace(module: nn.Module, outputs: dict[nn.Module, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let a module return a function of its input, in the form of its usual output."""
+def _replace(module: nn.Module, outputs: dict[nn.Module, Any], by: type[LeftOut]) -> None:
     output = outputs[module]
-    num_others = len(output) - 1 if isinstance(output, tuple) else None
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        result = change(args[0] if args else kwargs["hidden_states"])
-        return result if num_others is None else (result, *(None,) * num_others)
-
-    module.forward = forward
+    module.forward = by(len(output) - 1 if isinstance(output, tuple) else None)

@@ -13,17 +13,10 @@ if TYPE_CHECKING:
 
 
 @torch.inference_mode()
-def trial(lm: CausalLM, num_nodes: int, num_before: int) -> torch.Tensor:
-    """Logits (1, N, V) of a chain of so many nodes behind so many committed ones; a prompt is read for these.
-
-    Forwards are not counted.
-    """
-    count, cache, sizes = lm.num_forwards, lm.new_cache(1), (num_before, num_nodes)
-    before, tokens = ([number % lm.vocab_size for number in range(size)] for size in sizes)
-    if before:
-        lm.forward(Nodes.from_chains([before]), cache, keep=slice(0))
-        cache.commit([range(num_before)])
-    logits = lm.forward(Nodes.from_chains([tokens]), cache)
+def trial(lm: CausalLM, num_nodes: int) -> torch.Tensor:
+    """Logits (1, N, V) of a chain of so many nodes. The forward is not counted."""
+    count, tokens = lm.num_forwards, [number % lm.vocab_size for number in range(num_nodes)]
+    logits = lm.forward(Nodes.from_chains([tokens]), lm.new_cache(1))
     lm.num_forwards = count
     return logits
 

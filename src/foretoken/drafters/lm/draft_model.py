@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.drafters.lengths import Fixed, LengthPolicy
-from foretoken.drafters.parts.decoder_rows import DecoderRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
 from foretoken.drafters.parts.reduced_output import VocabularyOptions, chosen_vocabulary, reduced_model
@@ -98,7 +97,6 @@ class DraftModelDrafter(Drafter):
         self._rows = CachedRows(self._cache)
         self._view = view
         self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
-        self._at_once = DecoderRows(model, self._cache) if view is None else None
         self._drafts: dict[int, GrowingDraft] = {}
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -190,22 +188,28 @@ class DraftModelDrafter(Drafter):
         return [self.growth.finish(draft, self.name) for draft in drafts]
 
     def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
-        """Grow drafts in one call where these are chains of a small model's likeliest tokens; whether they are."""
-        rows = self._at_once
-        wanted = None if rows is None or not rows.takes([1] * len(drafts)) else self.growth.argmaxes(drafts)
-        if rows is None or wanted is None or max(wanted.depths) < 1:
+        """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""
+        wanted = self.growth.argmaxes(drafts) if self._view is None else None
+        if wanted is None or max(wanted.depths) < 1:
             return False
         places, chains = self._unseen(drafts)
-        if is_short := rows.takes(list(map(len, chains))):
-            rows.grow(drafts, places, chains, wanted)
-        return is_short
+        found = self.model.chains(chains, self._cache, wanted.depths, wanted.num_columns, wanted.names)
+        if found is None:
+            return False
+        num_fed = [max(len(tokens) - 1, 0) for tokens in found]  # nobody has asked what follows the last
+        counts = list(map(len, chains))
+        self._cache.commit([range(count + more) for count, more in zip(counts, num_fed, strict=True)])
+        for draft, place, tokens, count, more in zip(drafts, places, found, counts, num_fed, strict=True):
+            place.trunk += count
+            place.offset_of.update(zip(range(1, more + 1), range(more), strict=True))
+            for node, token in enumerate(tokens):
+                draft.add(node, token)
+        return True
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed what the cache has not seen of every text."""
         places, chains = self._unseen(drafts) if self._view is None else self._unseen_in(self._view, drafts)
         counts = [len(chain) for chain in chains]
-        if self._at_once is not None and self._at_once.takes(counts):
-            return self._at_once.open(places, chains)
         first = min(counts) - 1
         logits = self.model.forward(self._chains(chains), self._seen, keep=slice(first, max(counts)))
         self._seen.commit([range(count) for count in counts])
@@ -249,8 +253,6 @@ class DraftModelDrafter(Drafter):
     def expand(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """Feed the frontier of every draft."""
         places = [place for draft in drafts if (place := self._place(draft.row)) is not None]
-        if self._at_once is not None and self._at_once.takes([len(draft.frontier) for draft in drafts]):
-            return self._at_once.feed(drafts, places, are_chains=self.growth.drafts_chains)
         logits = feed(self.model, self._seen, drafts, places, are_chains=self.growth.drafts_chains)
         return unpadded(logits, drafts)
 

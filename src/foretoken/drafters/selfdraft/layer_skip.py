@@ -149,7 +149,7 @@ class SwiftDrafter(SelfDrafter):
         self.search = SwiftSearch(target.num_layers, self._start, self._seed)
 
         def edit(variant: CausalLM, _: Any) -> None:
-            self._layers = sublayers.SkippableLayers(variant.layers, lambda: run_once(variant), variant.compile_again)
+            self._layers = sublayers.SkippableLayers(variant.layers, lambda: run_once(variant), variant.changed)
 
         variant = target.variant("some sublayers left out", edit)
         self._use(self.search.best)

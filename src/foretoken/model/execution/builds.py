@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from foretoken.model.execution.calls import Calls, LayerCall, value_at
-from foretoken.model.execution.inductor import NotTraceableError
+from foretoken.model.execution.calls import LayerCall, value_at
 from foretoken.model.execution.linears import replacement
-from foretoken.model.execution.packing import PackedLinear, PackedProduct
-from foretoken.model.execution.tracing import Tracer
+from foretoken.model.execution.lowering import NotTraceableError
+from foretoken.model.execution.native import NativeMatrix, NibbleMatrix
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.rowwise import Rowwise
+from foretoken.model.sublayers import LeftOut
+
+if TYPE_CHECKING:
+    from foretoken.model.execution.tracing import Tracer
 
 TOLERANCE = 16.0
-"""How far what a compiled layer adds may differ from what it adds uncompiled, in roundings of the dtype."""
+"""How far what a layer adds may differ from what its modules add, in roundings of the dtype."""
 
 
 def build_of(layer: nn.Module, tracer: Tracer) -> Any:
@@ -26,7 +30,7 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     """
     parts: list[Any] = [
         tuple(
-            (size, type(run).__name__, _multiplies_in(run))
+            (size, type(run).__name__, getattr(native_matrix(run), "compute_dtype", None))
             for size, run in zip(tracer.sizes, tracer.runners, strict=True)
         )
     ]
@@ -34,7 +38,7 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     for path, module in layer.named_modules():
         parts.append((path, type(module)))
         for name, value in vars(module).items():
-            if name in ("layer_idx", "training") or name.startswith("_"):
+            if name in ("layer_idx", "training") or name.startswith("_") or isinstance(value, Rowwise):
                 continue
             parts.append((name, _plain(value)))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -42,8 +46,21 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     return tuple(parts)
 
 
-def _multiplies_in(run: object) -> torch.dtype | None:
-    return run.matrix.compute_dtype if isinstance(run, PackedProduct) else None
+def native_matrix(run: object) -> NativeMatrix | NibbleMatrix | None:
+    """The matrix with which the library's own kernels run a product; None where something else runs it."""
+    matrix = getattr(run, "matrix", None)
+    return matrix if type(matrix) in (NativeMatrix, NibbleMatrix) else None
+
+
+def multiplies_in(run: object) -> torch.dtype:
+    """The dtype that a product takes and gives.
+
+    Raises: NotTraceableError for one that the library's own kernels do not run.
+    """
+    matrix = native_matrix(run)
+    if matrix is None:
+        raise NotTraceableError("its products run by other kernels")
+    return matrix.compute_dtype
 
 
 def _plain(value: Any) -> Any:
@@ -82,12 +99,18 @@ def layout_of(call: LayerCall) -> Any:
 
 def what_changed(layer: nn.Module) -> str:
     """Why a layer does not run its class's own code; empty if it does."""
-    if "forward" in vars(layer):
+    if "forward" in vars(layer) and left_out(layer) is None:
         return "its forward was replaced"
     for module in layer.modules():
         if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
             return f"{type(module).__name__} in it has hooks"
     return ""
+
+
+def left_out(layer: nn.Module) -> LeftOut | None:
+    """What stands in for a layer that is left out."""
+    forward = vars(layer).get("forward")
+    return forward if isinstance(forward, LeftOut) else None
 
 
 def same_code(layer: nn.Module, other: nn.Module) -> bool:
@@ -104,15 +127,16 @@ def _code(module: nn.Module) -> object:
     return replacement(module) if forward is not None else None
 
 
-@torch.inference_mode()
-def check(layer: nn.Module, compiled: Callable[..., Any], calls: Calls, number: int) -> None:
-    """Raises: NotTraceableError where a layer computes something else compiled than it has computed uncompiled."""
-    args, kwargs = calls.of_layers[number]
-    want, got = calls.outputs[number], compiled(*args, **kwargs)
-    want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
+def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor) -> None:
+    """See that a layer computes within rounding what its modules do.
+
+    Args:
+      want, given: hidden states that its modules returned, and were given.
+      got: what it returns otherwise.
+    Raises: NotTraceableError where it does not.
+    """
     epsilon = max(torch.finfo(want.dtype).eps, torch.finfo(torch.float32).eps)
-    given = args[0] if args else kwargs["hidden_states"]
     size, change = float(want.double().norm()), float((want.double() - given.double()).norm())
     error = float((got.double() - want.double()).norm())
     if not error <= epsilon * (2 * size + TOLERANCE * change):  # the sum is rounded by its own size
-        raise NotTraceableError(f"it differs from itself uncompiled (relative error {error / max(change, 1e-30):.2g})")
+        raise NotTraceableError(f"it differs from its modules (relative error {error / max(change, 1e-30):.2g})")

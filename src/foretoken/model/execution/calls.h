@@ -10,9 +10,11 @@ struct Matrix {
   int64_t kind;        // one of the kinds below
   const void* weight;  // blocks of outputs, the last one filled up with zeros
   const float* bias;   // (N,), or null
+  int64_t group;       // of codes in 4 bits: inputs that share a scale and a zero point,
+  const float *scales, *zeros;  // by block of outputs, group, and output
 };
 
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4 };
 
 struct Attention {
   int64_t rows, heads, group;  // heads of keys, and heads of queries that share one
@@ -25,13 +27,6 @@ struct Attention {
   float scale;
 };
 
-struct Norm {
-  int64_t size, kind;
-  const void* weight;  // (size,)
-  float eps;
-};
-
-extern "C" void foretoken_norm(const Norm* call, const void* x, int64_t rows, void* out);
 extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 extern "C" void foretoken_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                     const void* mask, void* out, float* scratch, int threads);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution.attention import PLAIN_ARGUMENTS, SPECIAL_ARGUMENTS, seen_by
-from foretoken.model.execution.inductor import NotTraceableError
+from foretoken.model.execution.lowering import NotTraceableError
 
 NUM_NODES = (11, 13)
 """Nodes of the forwards in which calls of layers are seen; what has these sizes counts nodes."""
@@ -35,6 +35,15 @@ class LayerCall:
     node_dims: tuple[int | None, ...]
     mask: Any
     cache: Any
+
+    def emptied(self) -> LayerCall:
+        """The form of the call without the numbers that were in it."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for place, dim in zip(self.inputs, self.node_dims, strict=True):
+            tensor = value_at(args, kwargs, place)
+            put(args, kwargs, place, tensor if dim is None else torch.empty_like(tensor, device="meta"))
+        put(args, kwargs, (self.cache, None), None)
+        return replace(self, args=tuple(args), kwargs=kwargs)
 
 
 class Calls:
@@ -100,6 +109,34 @@ class Calls:
         self.cache_index[number] = owners[0]
 
 
+class Recording:
+    """What the layers of a model are called with, as seen in two forwards of its modules.
+
+    Args:
+      layers: all of the decoder layers.
+      forward: runs so many nodes through the model, and gives logits (1, S, V).
+
+    Attributes:
+      seen, logits: of the second forward what was in its calls, and of both the logits, until these are let go.
+
+    Raises: NotTraceableError where calls have no common form.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+        self.logits: list[torch.Tensor] = []
+        first, second = (Calls.seen(layers, lambda size=size: self.logits.append(forward(size))) for size in NUM_NODES)  # type: ignore[misc]
+        self.calls = [call_of(*each) for each in zip(first.of_layers, second.of_layers, strict=True)]
+        self.attention = first.attention
+        self.cache_index = first.cache_index
+        self.seen: Calls | None = second
+
+    def keep_forms(self) -> None:
+        """Let go of what was in the calls."""
+        self.seen = None
+        self.logits.clear()
+        self.calls = [call.emptied() for call in self.calls]
+
+
 def _place_of(args: Sequence[Any], kwargs: dict[str, Any], kind: type) -> Any:
     """Index or name of the argument of this type."""
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -143,3 +180,13 @@ def value_at(args: Sequence[Any], kwargs: dict[str, Any], place: tuple[Any, int 
     key, index = place
     value = args[key] if isinstance(key, int) else kwargs[key]
     return value if index is None else value[index]
+
+
+def put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None], value: Any) -> None:
+    """Give a call another argument."""
+    key, index = place
+    holder: Any = args if isinstance(key, int) else kwargs
+    if index is None:
+        holder[key] = value
+    else:
+        holder[key] = (*holder[key][:index], value, *holder[key][index + 1 :])

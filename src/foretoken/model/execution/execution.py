@@ -6,8 +6,8 @@ tensors, and everything this file does is done to the shadow.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,18 +15,20 @@ import torch
 from torch import nn
 
 from foretoken.model.execution.attention import use_grouped_sdpa
-from foretoken.model.execution.direct import DirectForward, start_direct
+from foretoken.model.execution.calls import NUM_NODES, Recording
+from foretoken.model.execution.compiled_layers import CompiledLayers, worth_compiling
+from foretoken.model.execution.ends import Ends, trace_ends
 from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
 from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.lowering import NotTraceableError
 from foretoken.model.execution.native import KINDS, Library, NativeMatrix, library
-from foretoken.model.execution.norms import RMSNorm
+from foretoken.model.execution.native_program import NativeProgram, layer_program
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
     packable,
     worth_packing,
 )
-from foretoken.model.execution.regions import Regions, worth_compiling
 from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.execution.sharing import groups, move_out, shared_storages
 from foretoken.model.independence import other_products, quantised_layers
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from foretoken.model.cache.ragged import KVCache
-    from foretoken.model.capture import Recorder
-    from foretoken.model.nodes import FlatNodes, Logits, Nodes
+    from foretoken.model.nodes import FlatNodes, Logits
 
 Model = TypeVar("Model", bound=nn.Module)
+
+logger = logging.getLogger("foretoken")
 
 
 class Execution:
@@ -56,32 +58,18 @@ class Execution:
         self.model = model
         self.kind = kind
         self.uses_grouped_attention = False
-        self.regions: Regions | None = None
-        self.direct: DirectForward | None = None
-        self._waiting: tuple[int, Callable[[], None]] | None = None  # forwards left until that is made, and how
+        self.compiled: CompiledLayers | None = None
+        self.program: NativeProgram | None = None
+        self.why_no_program = ""
+        self._recorded: tuple[Recording, Ends] | None = None
+        self._pending: Callable[[], None] | None = None  # what is still to be made before modules run
         self.kernels: Library | None = None  # of attention
         self._products: list[PackedProduct] = []
-        self._num_norms = 0
         self._cache_argument = cache_argument(model)
 
     def run(self, **kwargs: Any) -> Any:
         """The model's own forward, hooks included; arguments and output are `transformers`'."""
         return self.model(**kwargs)
-
-    def direct_logits(
-        self,
-        nodes: Nodes,
-        cache: KVCache,
-        first_row: int,
-        kept: range,
-        recorder: Recorder,
-        listed: bool,
-    ) -> Logits | None:
-        """`logits` without the modules of the model; None where these have to run."""
-        if self.direct is None:
-            self._wait()
-            return None
-        return self.direct.forward(nodes, cache, first_row, kept, recorder, listed)
 
     def logits(
         self,
@@ -113,47 +101,115 @@ class Execution:
         logits = output.logits[0, : None if len(kept) else 0]  # a model gives one at least
         return NodeLogits(logits, of_kept.counts) if listed and len(kept) else of_kept.spread(logits)
 
+    def takes(self, counts: Sequence[int]) -> bool:
+        """Whether so many nodes of every row run without modules."""
+        return self.program is not None and self.program.takes(counts)
+
     def over(self, model: PreTrainedModel) -> Execution:
         """The same for a shadow of this one's model; what is packed stays with this one."""
         other = Execution(model, self.kind)
-        for name in ("uses_grouped_attention", "regions", "kernels"):
+        for name in ("uses_grouped_attention", "compiled", "kernels", "_recorded"):
             setattr(other, name, getattr(self, name))
         return other
 
-    def compile(
+    def record(
         self,
-        name: str,
         layers: Sequence[nn.Module],
         windows: Mapping[str, int | None],
-        forward: Callable[[int, int], torch.Tensor],
-        num_forwards: int = 0,
+        forward: Callable[[int], torch.Tensor],
+        context_length: int | None,
     ) -> None:
-        """Compile the decoder layers, where this is compiled execution; see `Regions.build`.
+        """Learn to run forwards over few nodes without modules, where this is possible.
 
         Args:
+          layers: the decoder layers of the model.
           windows: positions that a node looks back by kind of attention, its own included; None for all.
-          forward: logits of a number of nodes behind a number of committed ones, by this execution.
-          num_forwards: after which forwards go without modules.
+          forward: runs so many nodes through the modules.
+          context_length: positions that the model has; None for any number.
         """
-        if self.regions is None:
-            self._run_activations_by_rows()
+        name = type(self.model).__name__
+        if self.kernels is None or not self.uses_grouped_attention:
+            self.why_no_program = "it does not run by the library's own kernels"
             return
-        has_own = not self.uses_grouped_attention
-        chain = self.regions.build(name, layers, lambda num_nodes: forward(num_nodes, 0), has_own_attention=has_own)
-        if chain is not None:
-            self._waiting = num_forwards, partial(start_direct, self, chain, windows, forward)
-        else:
-            self._run_activations_by_rows()
-        if num_forwards == 0:
-            self._wait()
+        try:
+            recording = Recording(layers, forward)
+            programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
+            ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
+            dtype = compute_dtype(self.model)
+            program = NativeProgram(self.model, programs, ends, windows, self.kernels, dtype, context_length)
+            assert recording.seen is not None
+            program.check(recording.seen, recording.logits[-1])
+        except Exception as error:  # of the code of a model, or of torch
+            self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            logger.debug("%s runs as modules: %s", name, self.why_no_program)
+            return
+        recording.keep_forms()
+        self._recorded = recording, ends
+        self.program = program
 
-    def _wait(self) -> None:
-        """Go without modules once there have been as many forwards with them as there are to be."""
-        if self._waiting is not None:
-            left, start = self._waiting
-            self._waiting = None if left == 0 else (left - 1, start)
-            if left == 0:
-                start()
+    def record_variant(
+        self, layers: Sequence[nn.Module], of: NativeProgram | None, forward: Callable[[int], torch.Tensor]
+    ) -> None:
+        """Learn the same of a copy of a model some of whose modules were changed.
+
+        Args:
+          of: the program of the model as it was, if it has one.
+          forward: runs so many nodes through the modules of the copy.
+        """
+        self.program = None
+        if self._recorded is None or of is None:
+            return
+        recording, ends = self._recorded
+        try:
+            programs = [layer_program(recording, layer, index) for index, layer in enumerate(layers)]
+            if not of.has_around(self.model, layers):
+                ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
+            self.program = of.over(self.model, programs, ends)
+        except Exception as error:
+            self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            logger.debug("%s, changed, runs as modules: %s", type(self.model).__name__, self.why_no_program)
+
+    def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
+        """Compile the decoder layers for modules, where this is compiled execution, as soon as modules run.
+
+        Args:
+          name: of the model, for messages.
+          forward: runs so many nodes through the modules.
+        """
+
+        def make() -> None:
+            if self.compiled is None:
+                self._run_activations_by_rows()
+                return
+            try:
+                if not self.uses_grouped_attention:
+                    raise NotTraceableError("it has an attention of its own")
+                recording = Recording(layers, forward)
+            except Exception as error:
+                self.compiled.fall_back(name, error)
+            else:
+                self.compiled.build(name, layers, recording)
+            if self.compiled.num_compiled < len(layers):
+                self._run_activations_by_rows()
+
+        self._pending = make
+
+    def compile_as(self, of: Execution, layers: Sequence[nn.Module]) -> None:
+        """Let modules of a changed copy of a model run as those of the model do, where they are the same."""
+
+        def make() -> None:
+            of.make_ready()
+            if self.compiled is not None:
+                self.compiled.attach(layers)
+
+        self._pending = make
+
+    @torch.inference_mode()
+    def make_ready(self) -> None:
+        """Make what modules run by, if that is still to be done."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
 
     def why_not_native(self) -> str:
         """Why steps do not run by the library's own products; empty where all do.
@@ -179,7 +235,7 @@ class Execution:
     @property
     def num_compiled(self) -> int:
         """How many decoder layers run compiled."""
-        return 0 if self.regions is None else self.regions.num_compiled
+        return 0 if self.compiled is None else self.compiled.num_compiled
 
     def refresh_if_stale(self) -> bool:
         """Pack again what was written since it was packed; True when anything was.
@@ -187,8 +243,8 @@ class Execution:
         Costs microseconds per layer: call it once per request, not per step. In-place writes are seen through the
         tensors' version counters, replaced storage through its address; writes through ``.data`` are not.
         """
-        if self.direct is not None:
-            self.direct.look_again()
+        if self.program is not None:
+            self.program.look_again()
         return sum(product.refresh() for product in self._products) > 0
 
     @property
@@ -209,9 +265,12 @@ class Execution:
             notes += [f"{len(own)} for own {own[0].instruction_set} kernels"] if own else []
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
-        if self.kind == "compiled":
-            reason = self.regions.reason if self.regions is not None else ""
+        notes += ["steps in one call"] if self.program is not None else []
+        if self.compiled is not None and (self._pending is None or self.compiled.reason):
+            reason = self.compiled.reason
             notes.append(f"{self.num_compiled} decoder layers compiled" + (f", {reason}" if reason else ""))
+        elif self.compiled is not None:
+            notes.append("layers are compiled for the first long prompt")
         elif not notes and self.kind != "eager":
             notes.append("no layer large enough or of a packable dtype")
         return f"{self.kind} ({'; '.join(notes)})" if notes else self.kind
@@ -239,13 +298,6 @@ class Execution:
             for layer in self.model.modules():
                 if "forward" not in vars(layer) and Rowwise.fits(layer):
                     layer.forward = Rowwise(layer.forward)
-
-    def _fuse_norms(self) -> None:
-        for layer in self.model.modules():
-            norm = None if "forward" in vars(layer) else RMSNorm.of(layer)
-            if norm is not None:
-                layer.forward = norm
-                self._num_norms += 1
 
 
 @torch.inference_mode()
@@ -286,10 +338,9 @@ def apply_execution(
         return execution
     execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None
     execution.uses_grouped_attention = use_grouped_sdpa(shadow_model)
-    execution._fuse_norms()
     execution._pack(release_originals, earlier)
     if execution.kind == "compiled":
-        execution.regions = Regions(cache_dir, progress)
+        execution.compiled = CompiledLayers(cache_dir, progress)
     return execution
 
 

@@ -5,30 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 
 from foretoken.compiling import cpp_compiler
-
-Source: TypeAlias = tuple[str, Any]
-"""Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index), ("input", index), and
-after attention ("attended", None) and ("value", index) of what was computed before it."""
-
-
-one_trace_at_a_time = threading.RLock()
-"""While torch traces or compiles, functions of its own are replaced for all threads."""
-
-
-class NotTraceableError(Exception):
-    """A layer does something that no graph holds."""
+from foretoken.model.execution.lowering import NotTraceableError, Source
+from foretoken.model.execution.tracing import one_trace_at_a_time
 
 
 @dataclass(frozen=True)
@@ -37,7 +26,8 @@ class Segment:
 
     Args:
       run: takes a list of inputs, returns a sequence of tensors.
-      sources: of the inputs.
+      sources: of the inputs; behind an attention ("attended", None), too, and ("value", index) of what was computed
+        before it.
     """
 
     run: Callable[[list[Any]], Sequence[torch.Tensor]]

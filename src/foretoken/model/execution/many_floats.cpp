@@ -222,7 +222,7 @@ static inline bool goes_by_tiles(const Chains* call) {
 #endif
 
 // Bytes of scratch that a call needs, aligned to 64.
-extern "C" int64_t foretoken_chains_scratch(const Chains* call, int threads) {
+extern "C" int64_t foretoken_prompt_attention_scratch(const Chains* call, int threads) {
 #if defined(FORETOKEN_AMX)
   if (goes_by_tiles(call)) return tile_chains_scratch(call, threads);
 #endif
@@ -230,7 +230,7 @@ extern "C" int64_t foretoken_chains_scratch(const Chains* call, int threads) {
 }
 
 // Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
-extern "C" void foretoken_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out,
+extern "C" void foretoken_prompt_attention(const Chains* call, const void* query, const void* keys, const void* values, void* out,
                                  char* scratch, int threads) {
   if (threads < 1) threads = 1;
 #if defined(FORETOKEN_AMX)

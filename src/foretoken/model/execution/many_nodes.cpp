@@ -288,7 +288,7 @@ int64_t tile_chains_scratch(const Chains* call, int threads) {
   return Turned(call).bytes + threads * Block::bytes(call);
 }
 
-// As foretoken_chains.
+// As foretoken_prompt_attention.
 void tile_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
                  int threads) {
   uint16_t* turned = (uint16_t*)(scratch + threads * Block::bytes(call));

@@ -22,8 +22,6 @@ class Memory(threading.local):
         return -(-self._bytes.data_ptr() // LINE) * LINE
 
 
-arena = Memory()
-"""What the calls of a layer hand on to each other."""
 _scratch = Memory()
 
 

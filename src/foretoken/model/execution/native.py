@@ -32,16 +32,18 @@ SOURCES = tuple(
     FOLDER / name
     for name in (
         *("products.cpp", "attention.cpp", "many_nodes.cpp", "many_floats.cpp", "threads.cpp"),
-        *("replay.cpp", "decoder.cpp", "forward.cpp", "norms.cpp", "drafting.cpp", "growing.cpp"),
+        *("program.cpp", "drafting.cpp", "growing.cpp"),
     )
 )
 HEADERS = tuple(
     FOLDER / name
     for name in (
         "calls.h",
-        "replay.h",
+        "program.h",
+        "glue.h",
         "vectors.h",
         "floats.h",
+        "nibbles.h",
         "threads.h",
         "softmax.h",
         "pairs.h",
@@ -50,7 +52,7 @@ HEADERS = tuple(
     )
 )
 
-PAIRS = 0
+PAIRS, NIBBLES = 0, 4
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 PAIRS_BLOCK = 32
 """Inputs and outputs of a block of pairs."""
@@ -63,6 +65,9 @@ class _Matrix(ctypes.Structure):
         ("kind", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
     )
 
 
@@ -76,7 +81,7 @@ class Chains:
     @classmethod
     def of(cls, shared: ctypes.CDLL) -> Chains:
         """Those of a compiled library."""
-        run, scratch = shared.foretoken_chains, shared.foretoken_chains_scratch
+        run, scratch = shared.foretoken_prompt_attention, shared.foretoken_prompt_attention_scratch
         run.argtypes, run.restype = (*(ctypes.c_void_p,) * 6, ctypes.c_int), None
         scratch.argtypes, scratch.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_int64
         return cls(run, scratch)
@@ -92,10 +97,7 @@ class Library:
       block: outputs of a block in float32.
       attention, attention_scratch: of the address of a call; see `few_nodes`.
       lanes: numbers in a vector.
-      replay: of the address of parts of layers, their number, and threads; see `programs`.
-      forward: of addresses, and threads; see `direct_calls`.
-      norm: of the address of a norm, that of the input, its rows, and that of the output; see `tail`.
-      decoder_logits, decoder_chains: of addresses, and threads; see `decoder`.
+      forward, grown_chains: of addresses, and threads; see `native_program`.
       drafting: of heads in eight bits, by name; see ``drafting.h``.
       chains: attention of prompts by dtype; see `many_nodes`.
       helpers: how many threads they run on.
@@ -107,11 +109,8 @@ class Library:
     attention: Callable[..., None]
     attention_scratch: Callable[[int, int], int]
     lanes: int
-    replay: Callable[[int, int, int], None]
     forward: Callable[..., int]
-    norm: Callable[..., None]
-    decoder_logits: Callable[..., int]
-    decoder_chains: Callable[..., int]
+    grown_chains: Callable[..., int]
     drafting: Mapping[str, Callable[..., int]] = field(default_factory=dict)
     chains: Mapping[torch.dtype, Chains] = field(default_factory=dict)
     helpers: Helpers | None = None
@@ -135,21 +134,14 @@ class Library:
         attention.restype = None
         scratch.argtypes = (ctypes.c_void_p, ctypes.c_int)
         scratch.restype = ctypes.c_int64
-        replay = shared.foretoken_replay
-        replay.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-        replay.restype = None
-        forward = shared.foretoken_forward
-        forward.argtypes, forward.restype = (*(ctypes.c_void_p,) * 8, ctypes.c_int), ctypes.c_int64
-        norm = shared.foretoken_norm
-        norm.argtypes, norm.restype = (*(ctypes.c_void_p,) * 2, ctypes.c_int64, ctypes.c_void_p), None
-        logits, grown = shared.foretoken_decoder_logits, shared.foretoken_decoder_chains
-        logits.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-        grown.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int)
-        logits.restype = grown.restype = ctypes.c_int64
+        forward, chains = shared.foretoken_forward, shared.foretoken_chains
+        for function in (forward, chains):
+            function.argtypes, function.restype = (*(ctypes.c_void_p,) * 5, ctypes.c_int), ctypes.c_int64
         block, lanes = shared.foretoken_block(), shared.foretoken_lanes()
-        found = cls(instruction_set, product, block, attention, scratch, lanes, replay, forward, norm, logits, grown)
-        chains, helpers = dict.fromkeys(KINDS, Chains.of(shared)), Helpers(shared.foretoken_limit_threads)
-        return replace(found, drafting=_drafting(shared), chains=chains, helpers=helpers)
+        found = cls(instruction_set, product, block, attention, scratch, lanes, forward, chains)
+        helpers = Helpers(shared.foretoken_limit_threads)
+        own = dict.fromkeys(KINDS, Chains.of(shared))
+        return replace(found, drafting=_drafting(shared), chains=own, helpers=helpers)
 
 
 def _drafting(shared: ctypes.CDLL) -> dict[str, Callable[..., int]]:
@@ -259,3 +251,61 @@ class NativeMatrix:
         else:
             blocks = self.packed.transpose(1, 2)
         return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()
+
+
+class NibbleMatrix:
+    """A weight in 4 bits, packed for the kernels.
+
+    Args:
+      codes: int32 (out, in), 0 to 15.
+      scales, zeros: float32 (out, in / group); the weight is (code - 8) * scale + zero.
+      bias: (out,), or None.
+
+    Exactness: a row has the same bits among any number of rows; sums are in float32.
+    """
+
+    compute_dtype = torch.float32
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        bias: torch.Tensor | None,
+        kernels: Library,
+    ) -> None:
+        self._size = outputs, inputs = codes.shape[0], codes.shape[1]
+        block, groups = 2 * kernels.lanes, scales.shape[1]
+        missing = -outputs % block
+        padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, 0, 0, missing)).view(-1, block, inputs // 2, 2)
+        both = padded[..., 0] | padded[..., 1] << 4  # (blocks, outputs, pairs of inputs)
+        self.packed = pages.empty((len(both), inputs // 2, block), torch.uint8).copy_(both.transpose(1, 2))
+        self._scales, self._zeros = (
+            torch.nn.functional.pad(each.float(), (0, 0, 0, missing))
+            .view(-1, block, groups)
+            .transpose(1, 2)
+            .contiguous()
+            for each in (scales, zeros)
+        )
+        self._bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        self.num_bytes = self.packed.nbytes + self._scales.nbytes + self._zeros.nbytes
+        self._matrix = _Matrix(
+            inputs,
+            outputs,
+            NIBBLES,
+            self.packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            inputs // groups,
+            self._scales.data_ptr(),
+            self._zeros.data_ptr(),
+        )
+        self.address = ctypes.addressof(self._matrix)
+        self._run = kernels.product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) in float32 -> (..., out)."""
+        outputs, inputs = self._size
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        return out

@@ -6,6 +6,7 @@
 
 #include "calls.h"
 #include "floats.h"
+#include "nibbles.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -265,9 +266,15 @@ extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t n
 #if defined(FORETOKEN_AMX) || defined(FORETOKEN_AVX512_BF16)
   if (matrix->kind == PAIRS && matrix->inputs % 32) return fill_up(matrix, (const uint16_t*)x, num_rows, out, threads);
 #endif
+  if (threads < 1) threads = 1;
+  if (matrix->kind == NIBBLES) {
+    const std::vector<float> sums = sums_of_groups(matrix, (const float*)x, num_rows);
+    return share_out((matrix->outputs + NIBBLE_BLOCK - 1) / NIBBLE_BLOCK, threads, [&](int64_t first, int64_t last, int) {
+      nibbles(matrix, (const float*)x, sums.data(), num_rows, (float*)out, first, last);
+    });
+  }
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
   const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
-  if (threads < 1) threads = 1;
   if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;
   const int pieces = matrix->kind == PAIRS && num_rows > 32 ? 1 : PIECES;  // tiles of many rows are laid out for each
   share_out(blocks, threads, [&](int64_t first, int64_t last, int) { part(matrix, x, num_rows, out, first, last); },

@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.model.execution.chain import ChainedLayer
-from foretoken.model.execution.norms import RMSNorm
+from foretoken.model.execution.compiled_layers import CompiledLayer
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.wrappers import take_out_compilation
 
 Model = TypeVar("Model", bound=nn.Module)
 
-SHARED = (PackedLinear, RMSNorm, Rowwise, ChainedLayer)
+SHARED = (PackedLinear, Rowwise, CompiledLayer)
 """Forwards that copies of a module share."""
 
 

@@ -1,49 +1,33 @@
-"""The graphs of a decoder layer: what it computes before its attention and after it, as inductor's kernels.
+"""A decoder layer as a graph of torch's operators.
 
 A layer is traced once with its weights, the products of its linear layers and its number of nodes as inputs, so that
-all layers of one build, and every number of nodes, rows and columns, run the same two graphs. Attention and products
-stay calls; inductor writes what lies between them.
+all layers of one build, and every number of nodes, rows and columns, run the same graph. Attention and products stay
+calls.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from foretoken.model.execution.attention import seen_by
-from foretoken.model.execution.calls import LayerCall, value_at
-from foretoken.model.execution.inductor import Inductor, NotTraceableError, Segment, Source, one_trace_at_a_time
+from foretoken.model.execution.builds import left_out, multiplies_in
+from foretoken.model.execution.calls import LayerCall, put, value_at
 from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
 from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.programs import Program
+from foretoken.model.execution.rowwise import Rowwise
+from foretoken.model.sublayers import LeftOut
 
-NODES_HINT = 16
-"""The number of nodes that kernels are laid out for; they take any."""
-
-
-@dataclass(frozen=True)
-class LayerGraph:
-    """A traced layer.
-
-    Args:
-      before: gives query, key and value (1, heads, S, D), and what else ``after`` needs; None without attention.
-      after: gives the hidden states (1, S, H).
-      in_tuple: how long the tuple is that the layer returns them in; None for no tuple.
-      programs: its calls by number of nodes, as far as they were recorded; None where they cannot be. See `replay`.
-    """
-
-    before: Segment | None
-    after: Segment
-    in_tuple: int | None
-    programs: dict[int, Program | None] = field(default_factory=dict)
+one_trace_at_a_time = threading.RLock()
+"""While torch traces or compiles, functions of its own are replaced for all threads."""
 
 
 class _Passing:
@@ -68,12 +52,15 @@ class Tracer:
     def __init__(self, layer: nn.Module, call: LayerCall) -> None:
         self._layer = layer
         self._call = call
-        self._linears = linears(layer)
+        every = linears(layer)
+        self._linears = [linear for linear in every if not isinstance(replacement(linear), LeftOut)]
         self.runners: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        self.in_tuple: int | None = None  # how long the tuple is that the traced layer returned
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.sizes: list[int] = []
         self.parts: dict[nn.Module, tuple[int, int, int]] = {}  # product, and where its part begins and ends
         self._find_products()
-        held = {id(parameter) for linear in self._linears for parameter in linear.parameters()}
+        held = {id(parameter) for linear in every for parameter in linear.parameters()}
         self.tensors = [
             (module, name)
             for module in layer.modules()
@@ -95,19 +82,24 @@ class Tracer:
                 first = sum(run.sizes[: forward.index])
             self.parts[linear] = numbers[id(run)], first, first + size
 
-    def trace(self) -> tuple[fx.GraphModule, list[Source], Any]:
+    def trace(
+        self, decompositions: Any = None, num_nodes: int = NODES_HINT
+    ) -> tuple[fx.Graph, dict[fx.Node, Source], Any]:
         """The whole layer as one graph, the sources of its inputs, and torch's fake mode of their shapes.
 
+        Args:
+          decompositions: what operators are made of, for those that are to be taken apart.
+          num_nodes: that what comes of the graph is laid out for; it takes any.
         Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
         """
-        from torch._inductor.decomposition import select_decomp_table
         from torch.fx.experimental.proxy_tensor import make_fx
 
+        self._shared = {}
         with ExitStack() as stack:
             mode, shapes = fake_mode(stack)
             number = Symbols(shapes)
-            nodes = number(NODES_HINT)
-            numbers = [number(NODES_HINT + 1 + index) for index in range(len(self.runners))]
+            nodes = number(num_nodes)
+            numbers = [number(num_nodes + 1 + index) for index in range(len(self.runners))]
             tensors = [self._fake(mode, module, name) for module, name in self.tensors]
             inputs = [
                 self._fake_input(mode, nodes, *each)
@@ -119,11 +111,27 @@ class Tracer:
                 return self._run(*given)
 
             with one_trace_at_a_time:
-                traced = make_fx(run, decomposition_table=select_decomp_table())(nodes, numbers, tensors, inputs)
+                graph = make_fx(run, decomposition_table=decompositions)(nodes, numbers, tensors, inputs).graph
+        self._shared = {}
+        graph.eliminate_dead_code()
+        if any(node.op == "get_attr" for node in graph.nodes):
+            raise NotTraceableError("it holds constants, or changes its attention mask")
         sources: list[Source] = [("nodes", None), *(("product", index) for index in range(len(numbers)))]
         sources += [("tensor", index) for index in range(len(tensors))]
         sources += [("input", index) for index in range(len(inputs))]
-        return traced, sources, mode
+        given = [node for node in graph.nodes if node.op == "placeholder"]
+        return graph, dict(zip(given, sources, strict=True)), mode
+
+    def program(self) -> Program:
+        """The layer as a native program.
+
+        Raises: NotTraceableError where it cannot be one.
+        """
+        graph, source_of, _ = self.trace()
+        (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
+        program = Lowering(graph, source_of, [output], list(map(multiplies_in, self.runners))).program()
+        program.in_tuple = self.in_tuple
+        return program
 
     def _fake(self, mode: Any, module: nn.Module, name: str) -> torch.Tensor:
         tensor = getattr(module, name)
@@ -137,16 +145,16 @@ class Tracer:
             return fake
         sizes = [nodes if each == dim else size for each, size in enumerate(tensor.shape)]
         with mode:
-            return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+            return torch.empty(sizes, dtype=tensor.dtype)
 
     def _run(self, nodes: Any, numbers: Any, tensors: Any, inputs: Any) -> torch.Tensor:
         """The layer over stand-ins."""
         call = self._call
         args, kwargs = list(call.args), dict(call.kwargs)
         for place, tensor in zip(call.inputs, inputs, strict=True):
-            _put(args, kwargs, place, tensor)
+            put(args, kwargs, place, tensor)
         cache, mask = _Passing(), None if call.mask is None else value_at(args, kwargs, (call.mask, None))
-        _put(args, kwargs, (call.cache, None), cache)
+        put(args, kwargs, (call.cache, None), cache)
 
         def attend(_: Any, query: Any, key: Any, value: Any, given: Any, **__: Any) -> torch.Tensor:
             if cache.given is None or key is not cache.given[0] or value is not cache.given[1] or given is not mask:
@@ -155,8 +163,11 @@ class Tracer:
             return attention(query, key, value)  # type: ignore[no-any-return]
 
         forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
+        by_rows = [(each, vars(each).get("forward")) for each in self._layer.modules()]
+        forwards |= {each: forward.inner for each, forward in by_rows if isinstance(forward, Rowwise)}
         with seen_by(attend), replaced(forwards), held(self.tensors, tensors):
-            output = type(self._layer).forward(self._layer, *args, **kwargs)
+            forward = left_out(self._layer) or type(self._layer).forward.__get__(self._layer)
+            output = forward(*args, **kwargs)
         self.in_tuple = len(output) if isinstance(output, tuple) else None
         states, *others = output if isinstance(output, tuple) else (output,)
         if any(other is not None for other in others):
@@ -174,42 +185,6 @@ class Tracer:
             return known[1] if last - first == size else known[1][..., first:last]
 
         return forward
-
-    _shared: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-    def compile(self, directory: Path, num_threads: int) -> LayerGraph:
-        """Trace the layer and compile it.
-
-        Args:
-          directory: where kernels are kept between processes.
-        Raises: as `trace`, and whatever inductor raises, for instance without a C++ compiler.
-        """
-        self._shared = {}
-        traced, sources, mode = self.trace()
-        self._shared = {}
-        graph = traced.graph
-        graph.eliminate_dead_code()
-        if any(node.op == "get_attr" for node in graph.nodes):
-            raise NotTraceableError("it holds constants, or changes its attention mask")
-        calls = [node for node in graph.nodes if node.target is attention.default]
-        if len(calls) > 1:
-            raise NotTraceableError("it has more than one attention")
-        given = [node for node in graph.nodes if node.op == "placeholder"]
-        source_of = dict(zip(given, sources, strict=True))
-        body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
-        compiled = Inductor(mode, directory, num_threads)
-        if not calls:
-            return LayerGraph(None, compiled(body, [output], source_of), self.in_tuple)
-        call = calls[0]
-        earlier = ancestors(call)
-        first = [node for node in body if node in earlier]
-        second = [node for node in body if node not in earlier and node is not call]
-        crossing = [node for node in first if any(user in second for user in node.users)]
-        before = compiled(first, [*call.args, *crossing], source_of)
-        source_of[call] = ("attended", None)
-        source_of.update({node: ("value", 3 + index) for index, node in enumerate(crossing)})
-        return LayerGraph(before, compiled(second, [output], source_of), self.in_tuple)
 
 
 def fake_mode(stack: ExitStack) -> tuple[Any, Any]:
@@ -257,15 +232,6 @@ def ancestors(node: fx.Node, ends: Sequence[fx.Node] = ()) -> set[fx.Node]:
 def _out_features(linear: nn.Module) -> int:
     weight: torch.Tensor = linear.weight  # type: ignore[assignment]
     return int(weight.shape[0] if isinstance(linear, nn.Linear) else weight.shape[1])
-
-
-def _put(args: list[Any], kwargs: dict[str, Any], place: tuple[Any, int | None], value: Any) -> None:
-    key, index = place
-    holder: Any = args if isinstance(key, int) else kwargs
-    if index is None:
-        holder[key] = value
-    else:
-        holder[key] = (*holder[key][:index], value, *holder[key][index + 1 :])
 
 
 @contextmanager

@@ -81,11 +81,36 @@ static inline float value_of(Bfloat16 from) {
   return value;
 }
 
+// Whole vectors in half precision, rounded as single numbers are.
+#if defined(FORETOKEN_AVX2)
+static inline void write(Float16* to, Vector values) {
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline void write(Bfloat16* to, Vector values) {
+  const __m256i bits = _mm256_castps_si256(values), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i nans = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+  const __m256i upper = _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nans);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(packed));
+}
+#else
+static inline void write(Float16* to, Vector values) {
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline void write(Bfloat16* to, Vector values) {
+  const __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nans = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  const __m512i upper = _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nans, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(upper));
+}
+#endif
+
 // The first numbers of a vector, as another kind in memory; none where the count is not above 0.
 template <typename T>
 static inline void write_first(T* to, Vector values, int64_t count) {
-  if constexpr (sizeof(T) == sizeof(float))
-    if (count >= LANES) return write(to, values);
+  if (count >= LANES) return write(to, values);
   float numbers[LANES];
   write(numbers, values);
   for (int64_t i = 0; i < count && i < LANES; ++i) store(to + i, numbers[i]);

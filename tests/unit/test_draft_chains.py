@@ -1,4 +1,4 @@
-"""Small draft models in one call: the logits of their modules, the drafts of their levels, and who is refused."""
+"""Chains of draft models in one call: the argmaxes of logits, the drafts of their levels, and texts that stay."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from foretoken.config.sampling import SamplingParams
@@ -33,15 +31,11 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law.processors import SamplingLaw
-from foretoken.model.execution import decodable, native
-from foretoken.model.execution.decodable import decoder_of
-from foretoken.model.execution.decoder import Decoder
-from foretoken.model.execution.node_lists import NodeList
+from foretoken.model.execution import native
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.testing import GREEDY, SAMPLED, check_drafter, toy_model
 from foretoken.testing.toys import strengthen
-from foretoken.tree import DraftTree
 
 V = 320
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -67,74 +61,6 @@ def adapter(name: str = "llama", dtype: torch.dtype = torch.float32, **options: 
     return CausalLM(strengthen(kind(config), 3).to(dtype).eval(), **{"execution": "packed", "probe": False, **options})
 
 
-def decoder(lm: CausalLM) -> Decoder:
-    found = decoder_of(lm)
-    assert found is not None
-    return found
-
-
-def near(found: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within some roundings of the dtype."""
-    error = (found.double() - want.double()).norm() / want.double().norm()
-    return bool(error <= 8 * max(torch.finfo(want.dtype).eps, 1e-6))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
-    """Ragged rows behind prompts that modules have read; then a tree in every row behind these."""
-    lm = adapter(name, dtype)
-    one, other = lm.new_cache(2), lm.new_cache(2)
-    for each in (one, other):
-        lm.forward(Nodes.from_chains([TEXT[:23], TEXT[5:12]]), each, keep=slice(0, 0))
-        each.commit([range(23), range(7)])
-    chains = [TEXT[30:33], TEXT[33:34]]
-    want = lm.forward(Nodes.from_chains(chains), one)
-    found = decoder(lm).logits(NodeList.chains(chains, other.lengths), other, range(4))
-    assert near(found, torch.cat([want[0], want[1, :1]]))
-    for each in (one, other):
-        each.commit([range(3), range(1)])
-    tree = DraftTree((5, 9, 11, 9, 2), (-1, 0, 0, 2, 3))
-    want = lm.forward(Nodes.from_trees([tree, tree]), one)
-    fed = NodeList(
-        tokens=tree.tokens * 2,
-        positions=[length + depth for length in other.lengths for depth in tree.depths],
-        columns=[length + node for length in other.lengths for node in range(5)],
-        prefixes=[length for length in other.lengths for _ in range(5)],
-        counts=[5, 5],
-        above=[
-            [length + up for up in ups]
-            for length in other.lengths
-            for ups in ([0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4])
-        ],
-    )
-    found = decoder(lm).logits(fed, other, range(10))
-    assert near(found.view(2, 5, V), want)
-    for layer, read in zip(one.layers, other.layers, strict=True):
-        for row, length in enumerate(one.lengths):
-            assert near(read.keys[row, :, : length + 5], layer.keys[row, :, : length + 5])
-            assert near(read.values[row, :, : length + 5], layer.values[row, :, : length + 5])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_node_has_its_bits_among_any_others_and_on_any_threads(dtype: torch.dtype) -> None:
-    lm = adapter("llama", dtype)
-    run, alone, together = decoder(lm), lm.new_cache(1), lm.new_cache(2)
-    want = []
-    for token in TEXT[:12]:
-        want.append(run.logits(NodeList.chains([[token]], alone.lengths), alone, [0]))
-        alone.commit([range(1)])
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        found = run.logits(NodeList.chains([TEXT[:12], TEXT[20:25]], together.lengths), together, range(12))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found, torch.cat(want))
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduced", [False, True])
@@ -143,35 +69,32 @@ def test_chains_are_the_argmaxes_of_logits(dtype: torch.dtype, reduced: bool) ->
     lm = adapter("llama", dtype)
     names = torch.arange(0, 3 * V, 3) if reduced else None
     chains, depths, columns = [TEXT[:4], TEXT[4:5], TEXT[9:11]], [5, 0, 2], V - 20
-    cache, again = lm.new_cache(3), lm.new_cache(3)
-    found, runs = decoder(lm).chains(NodeList.chains(chains, cache.lengths), cache, depths, columns, names)
+    cache, count = lm.new_cache(3), lm.num_forwards
+    found = lm.chains(chains, cache, depths, columns, names)
+    assert found is not None
     assert [len(row) for row in found] == depths
-    assert runs == 5
+    assert lm.num_forwards == count + 5
     for row, chain in enumerate(chains):
-        want, text = [], list(chain)
-        one = lm.new_cache(1)
+        want, text, one = [], list(chain), lm.new_cache(1)
         for _ in range(depths[row]):
-            fed = NodeList.chains([text[one.lengths[0] :]], one.lengths)
-            best = int(decoder(lm).logits(fed, one, [len(fed.tokens) - 1])[0, :columns].argmax())
+            fed = text[one.lengths[0] :]
+            best = int(lm.forward(Nodes.from_chains([fed]), one)[0, -1, :columns].argmax())
             want.append(best if names is None else int(names[best]))
-            one.commit([range(len(fed.tokens))])
+            one.commit([range(len(fed))])
             text.append(min(want[-1], V - 1))
         assert found[row] == want
-    assert again.lengths == cache.lengths == [0, 0, 0]  # what is kept is for the caller to say
+    assert cache.lengths == [0, 0, 0]  # what is kept is for the caller to say
 
 
-@torch.inference_mode()
 def test_a_chain_ends_where_logits_are_no_numbers() -> None:
-    lm = adapter("llama")
-    cache = lm.new_cache(1)
-    (first,), _ = decoder(lm).chains(NodeList.chains([TEXT[:4]], [0]), cache, [3], V, None)
-    spoilt = adapter("llama")
-    spoilt.shadow.get_input_embeddings().weight[first[0]] = torch.nan
-    assert decoder(adapter("llama")).chains(NodeList.chains([TEXT[:4]], [0]), lm.new_cache(1), [3], V, None)[0] == [
-        first
-    ]
-    found = Decoder(spoilt, native.library()).chains(NodeList.chains([TEXT[:4]], [0]), cache, [3], V, None)  # type: ignore[arg-type]
-    assert found == ([first[:1]], 2)
+    (first,) = adapter().chains([TEXT[:4]], adapter().new_cache(1), [3], V, None) or ()
+    kind, config = MODELS["llama"]
+    model = strengthen(kind(config), 3).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[first[0]] = torch.nan
+    spoilt = CausalLM(model, execution="packed", probe=False)
+    assert spoilt.chains([TEXT[:4]], spoilt.new_cache(1), [3], V, None) == [first[:1]]
+    assert spoilt.num_forwards == 2
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------
@@ -250,10 +173,10 @@ def test_drafts_are_those_of_the_modules(name: str, monkeypatch: pytest.MonkeyPa
     """Rows that come, are accepted in part, and leave; forwards are counted alike."""
     options, params = CASES[name]
     made = drafter(**options)
-    assert decoder_of(made.model) is not None
+    assert made.model.execution.program is not None
     found = drafts_of(made, **params)
     num_forwards = made.model.num_forwards
-    monkeypatch.setattr("foretoken.drafters.parts.decoder_rows.DecoderRows.takes", lambda *_: False)
+    monkeypatch.setattr("foretoken.model.execution.native_program.NativeProgram.is_possible", False)
     made = drafter(**options)
     assert drafts_of(made, **params) == found
     assert made.model.num_forwards == num_forwards
@@ -279,7 +202,7 @@ def test_every_text_stays(branches: int) -> None:
 
     def make(depth: int) -> DraftModelDrafter:
         lm = CausalLM(toy_model(V, dtype=torch.float32, seed=1, **SIZES), execution="packed", probe=False)
-        assert decoder_of(lm) is not None
+        assert lm.execution.program is not None
         return DraftModelDrafter(lm, target_vocab_size=V, num_speculative_tokens=depth, num_branches=branches)
 
     check_drafter(make, target(torch.float32), depths=(1, 4))
@@ -297,11 +220,11 @@ def test_the_target_as_its_own_drafter_is_always_right(params: SamplingParams) -
     assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens > 8 for row in rows)
 
 
-# -- who is refused ----------------------------------------------------------------------------------------------------
+# -- models that are not as usual --------------------------------------------------------------------------------------
 
 
 def changed(name: str) -> CausalLM:
-    """A model of which one thing is not as the kernels expect."""
+    """A model of which one thing is not as usual."""
     model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE)), 3).eval()
     layer = model.model.layers[0]
     if name == "hook":
@@ -326,10 +249,6 @@ def changed(name: str) -> CausalLM:
         model = strengthen(LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)), 3).eval()
     elif name == "sizes":
         model = toy_model(V, dtype=torch.float32, hidden_size=48)
-    elif name == "another":
-        model = strengthen(Qwen3ForCausalLM(Qwen3Config(**SHAPE)), 3).eval()
-    elif name == "sliding":
-        model = strengthen(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), 3).eval()
     return CausalLM(model, execution="eager" if name == "eager" else "packed", probe=False)
 
 
@@ -337,35 +256,26 @@ def _doubled(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
     return 2 * nn.functional.embedding(ids, self.weight)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("hook", "activation", "norm", "scaling", "bias", "subclass", "forward", "double", "dynamic"),
-        *("sizes", "another", "sliding", "eager"),
-    ],
-)
-def test_other_models_run_as_modules(name: str) -> None:
-    assert decoder_of(changed("nothing")) is not None
+@pytest.mark.parametrize("name", ["activation", "norm", "scaling", "bias", "subclass", "sizes"])
+def test_what_is_unusual_is_drafted_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = changed(name)
-    assert decoder_of(lm) is None
+    assert lm.execution.program is not None, lm.execution.why_no_program
+    found = drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))
+    monkeypatch.setattr("foretoken.model.execution.native_program.NativeProgram.is_possible", False)
+    assert drafts_of(DraftModelDrafter(changed(name), target_vocab_size=V, policy=Fixed(3))) == found
+
+
+@pytest.mark.parametrize("name", ["hook", "forward", "dynamic", "double", "eager"])
+def test_other_models_run_as_modules(name: str) -> None:
+    lm = changed(name)
+    assert lm.execution.program is None
     assert len(drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(3)))) == 6
 
 
-def test_what_computes_something_else_runs_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no attribute tells of a difference, numbers do: here, heads that are turned the other way."""
-    whole = Decoder._reach
-
-    def turned(self: Decoder, position: int) -> None:
-        whole(self, position)
-        self._decoder.cosines, self._decoder.sines = self._decoder.sines, self._decoder.cosines
-
-    monkeypatch.setattr(Decoder, "_reach", turned)
-    assert decoder_of(adapter()) is None
-
-
 def test_no_compiler_means_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodable, "library", lambda: None)
-    assert decoder_of(adapter()) is None
+    monkeypatch.setattr("foretoken.model.execution.execution.library", lambda: None)
+    monkeypatch.setattr("foretoken.model.execution.packing.library", lambda: None)
+    assert adapter().execution.program is None
     assert drafts_of(drafter())
 
 
@@ -373,14 +283,11 @@ def test_a_model_that_was_written_to_is_packed_again() -> None:
     kind, config = MODELS["llama"]
     model = strengthen(kind(config), 3).eval()
     lm = CausalLM(model, execution="packed", probe=False)
-    before = decoder_of(lm)
-    assert decoder_of(lm) is before
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(-1)
     lm.refresh()
     made = DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(4))
     found = drafts_of(made)
-    assert decoder_of(lm) is not before
     fresh = DraftModelDrafter(CausalLM(model, execution="eager", probe=False), target_vocab_size=V, policy=Fixed(4))
     assert drafts_of(fresh) == found
 
@@ -392,7 +299,7 @@ def test_weights_that_were_released_are_those_that_were_packed() -> None:
     assert drafts_of(DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(5))) == want
 
 
-def test_long_catching_up_and_many_rows_run_as_modules() -> None:
+def test_long_catching_up_runs_as_modules() -> None:
     made = drafter()
     row = row_of(0, TEXT)
     made.start([row])
@@ -407,7 +314,7 @@ def test_long_catching_up_and_many_rows_run_as_modules() -> None:
 def test_texts_without_a_draft_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter in bfloat16 beside a target in bfloat16: greedy and sampled, as plain decoding."""
     lm = adapter("llama", torch.bfloat16)
-    assert decoder_of(lm) is not None
+    assert lm.execution.program is not None
     for params in (GREEDY, SAMPLED):
         texts = []
         for made in (EmptyDrafter(), DraftModelDrafter(lm, target_vocab_size=V, policy=Fixed(4))):

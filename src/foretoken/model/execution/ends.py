@@ -1,0 +1,327 @@
+"""What a model computes before its first decoder layer and behind its last.
+
+Traced in one forward whose layers only hand on what they are given, over stand-ins of any number of nodes. What layers
+are given is then looked up by token or by position, or computed from that; see `NativeProgram`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from transformers.pytorch_utils import Conv1D
+
+from foretoken.model.execution.builds import multiplies_in
+from foretoken.model.execution.calls import value_at
+from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.lowering import (
+    NODES_HINT,
+    Lowering,
+    NotTraceableError,
+    Program,
+    Source,
+    dims_of,
+    only_moves,
+)
+from foretoken.model.execution.operators import product
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.tracing import Symbols, fake_mode, held, one_trace_at_a_time, replaced
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foretoken.model.execution.native_program import LayerProgram
+
+Place = tuple[nn.Module, str]
+"""A tensor of a model: the module that holds it, and its name there."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """An input by tokens or by positions.
+
+    Args:
+      embedding: of the table by tokens; None for one by positions.
+      rows: of a table by positions: of positions (1, S) gives (1, S, ...) or so, with nodes in dimension `node_dim`.
+    """
+
+    embedding: Place | None
+    rows: Callable[[torch.Tensor], torch.Tensor] | None
+    node_dim: int
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program, and where it finds its weights and matrices."""
+
+    program: Program
+    tensors: Sequence[Place]
+    runners: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What lies around the layers of a model.
+
+    Args:
+      tables: of inputs.
+      before: computes further inputs from those; None where there are none.
+      first: which input the hidden states of the first layer are.
+      behind: of the states of the last layer gives what the output embedding reads.
+      head: gives logits of that.
+      kinds: of attention, of every layer.
+      inputs_of: of every layer, the number of the model's input for each of its own.
+    """
+
+    tables: Sequence[Table]
+    before: BoundProgram | None
+    first: int
+    behind: BoundProgram
+    head: BoundProgram
+    kinds: Sequence[str | None]
+    inputs_of: Sequence[Mapping[int, int]]
+
+
+def modules_around(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules of a model that are not inside its layers."""
+    inside = {module for layer in layers for module in layer.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: Callable[[], object]) -> Ends:
+    """Trace what lies around the layers of a model.
+
+    Args:
+      model: a shadow, which is left as it was.
+      layers: all of its decoder layers.
+      forward: runs the model over a list of nodes.
+    Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
+    """
+    seen: dict[str, Any] = {}
+    handle = model.register_forward_pre_hook(lambda _, __, arguments: seen.update(arguments), with_kwargs=True)
+    try:
+        forward()
+    finally:
+        handle.remove()
+    return _Tracer(model, layers, seen).ends()
+
+
+class _Tracer:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[LayerProgram], arguments: dict[str, Any]) -> None:
+        self._model = model
+        self._layers = layers
+        self._arguments = arguments
+        self._modules = [layer.module for layer in layers]
+        outside = modules_around(model, self._modules)
+        of_linears = set(linears(model))
+        self._leaves = [module for module in outside if module in of_linears]
+        self._runners = [_runner(leaf) for leaf in self._leaves]
+        self._places = [
+            (module, name)
+            for module in outside
+            if module not in self._leaves
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        ]
+        self._kinds: list[str | None] = [None] * len(layers)
+        self._inputs_of: list[dict[int, int]] = [{} for _ in layers]
+        self._given: list[torch.Tensor] = []
+        self._read: list[torch.Tensor] = []
+
+    def ends(self) -> Ends:
+        traced = self._traced()
+        graph = traced.graph
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        num_products, num_layers = len(self._leaves), len(self._layers)
+        nodes, tokens, positions, *others = placeholders
+        products, others = others[:num_products], others[num_products:]
+        states, tensors = others[:num_layers], others[num_layers:]
+        (results,) = next(iter(reversed(graph.nodes))).args
+        *given, read, logits = results
+        self._source_of: dict[fx.Node, Source] = {nodes: ("nodes", None)}
+        self._source_of |= {node: ("product", index) for index, node in enumerate(products)}
+        self._source_of |= {node: ("tensor", index) for index, node in enumerate(tensors)}
+        self._graph, self._tokens, self._positions = graph, tokens, positions
+        leaves = self._looked_up(given)
+        numbers = {node: number for number, node in enumerate(leaves)}
+        computed = [node for node in given if node not in numbers]
+        before = self._bound(computed, {node: number + 1 for node, number in numbers.items()}) if computed else None
+        numbers |= {node: len(leaves) + number for number, node in enumerate(computed)}
+        return Ends(
+            [self._table(traced, node) for node in leaves],
+            before,
+            numbers[given[0]],
+            self._bound([read], {states[-1]: 0}),
+            self._bound([logits], {read: 0}),
+            self._kinds,
+            [{key: numbers[given[place]] for key, place in keys.items()} for keys in self._inputs_of],
+        )
+
+    def _looked_up(self, given: Sequence[fx.Node]) -> list[fx.Node]:
+        """What inputs are computed from: embeddings of tokens, and what depends on a node's position alone."""
+        found: dict[fx.Node, None] = {}
+        waiting, known = list(given), set(given)
+        while waiting:
+            node = waiting.pop()
+            if self._is_looked_up(node):
+                found[node] = None
+                continue
+            for parent in node.all_input_nodes:
+                if parent not in known:
+                    known.add(parent)
+                    waiting.append(parent)
+        return list(found)
+
+    def _is_looked_up(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        if self._embeds_tokens(node):
+            return self._source_of.get(node.args[0], ("", 0))[0] == "tensor"  # type: ignore[arg-type]
+        inputs = {parent for parent in _ancestors(node) if parent.op == "placeholder"}
+        inputs -= {each for each, (kind, _) in self._source_of.items() if kind in ("nodes", "tensor")}
+        return inputs == {self._positions} and node.meta["val"].is_floating_point() and dims_of(node)[1] is not None
+
+    def _embeds_tokens(self, node: fx.Node) -> bool:
+        if node.target is not torch.ops.aten.embedding.default:
+            return False
+        index: Any = node.args[1]
+        while index is not self._tokens and only_moves(index):
+            index = index.args[0]
+        return index is self._tokens
+
+    def _table(self, traced: fx.GraphModule, node: fx.Node) -> Table:
+        node_dim = dims_of(node)[1]
+        assert node_dim is not None
+        if self._embeds_tokens(node):
+            return Table(self._places[self._source_of[node.args[0]][1]], None, node_dim)  # type: ignore[index]
+        return Table(None, self._function_of_positions(traced, node), node_dim)
+
+    def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
+        needed = {wanted, *_ancestors(wanted)}
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        inputs = [node for node in traced.graph.nodes if node.op == "placeholder" and node in needed]
+        for node in inputs:
+            copies[node] = graph.placeholder(node.name)
+        for node in traced.graph.nodes:
+            if node in needed and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(copies[wanted])
+        run = fx.GraphModule(traced, graph).forward
+        sources, places = [self._source_of.get(node) for node in inputs], self._places
+
+        def rows(positions: torch.Tensor) -> torch.Tensor:
+            def value(source: Source | None) -> Any:
+                if source is None:
+                    return positions
+                kind, key = source
+                return positions.shape[1] if kind == "nodes" else getattr(*places[key])
+
+            return run(*map(value, sources))  # type: ignore[no-any-return]
+
+        return rows
+
+    def _bound(self, outputs: Sequence[fx.Node], leaves: Mapping[fx.Node, int]) -> BoundProgram:
+        dtypes = [_dtype_of(run) for run in self._runners]
+        program = Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
+        return BoundProgram(program, self._places, self._runners)
+
+    def _traced(self) -> fx.GraphModule:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        with ExitStack() as stack:
+            mode, shapes = fake_mode(stack)
+            number = Symbols(shapes)
+            nodes = number(NODES_HINT)
+            numbers = [number(NODES_HINT + 1 + index) for index in range(len(self._leaves))]
+            tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in self._places]
+            like = self._model.get_input_embeddings().weight
+            with mode:
+                tokens, positions = (torch.empty((1, nodes), dtype=torch.long) for _ in range(2))
+                width = self._model.config.get_text_config(decoder=True).hidden_size
+                states = [torch.empty((1, nodes, width), dtype=like.dtype) for _ in self._layers]
+            stack.enter_context(mode)
+
+            def run(*given: Any) -> Any:
+                return self._run(*given)
+
+            with one_trace_at_a_time:
+                return make_fx(run)(nodes, tokens, positions, numbers, states, tensors)
+
+    def _run(
+        self, nodes: Any, tokens: torch.Tensor, positions: torch.Tensor, numbers: Any, states: Any, tensors: Any
+    ) -> Any:
+        """The model over stand-ins."""
+        forwards: dict[nn.Module, Callable[..., Any]] = {
+            layer: self._passing(index, states) for index, layer in enumerate(self._modules)
+        }
+        output = self._model.get_output_embeddings()
+        for leaf, number in zip(self._leaves, numbers, strict=True):
+            forwards[leaf] = self._called(leaf, number, is_output=leaf is output)
+        arguments = {**self._arguments, "input_ids": tokens, "position_ids": positions, "logits_to_keep": 0}
+        self._given, self._read = [], []
+        with replaced(forwards), held(self._places, tensors):
+            logits = self._model(**arguments).logits
+        if not self._given or len(self._read) != 1:
+            raise NotTraceableError("its layers or its output embedding are not called as modules")
+        return *self._given, *self._read, logits
+
+    def _passing(self, index: int, states: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """A layer that hands on stand-ins of its states."""
+        layer, size = self._layers[index], self._layers[index].program.in_tuple
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            states_given, *others = (value_at(args, kwargs, layer.call.inputs[key]) for key in layer.program.inputs)
+            if index == 0:
+                self._given = [states_given]
+            elif states_given is not states[index - 1]:
+                raise NotTraceableError("a layer is not given what the one before it gives")
+            known = {id(tensor): number for number, tensor in enumerate(self._given)}
+            for key, tensor in zip(layer.program.inputs[1:], others, strict=True):
+                if id(tensor) not in known:
+                    known[id(tensor)] = len(self._given)
+                    self._given.append(tensor)
+                self._inputs_of[index][key] = known[id(tensor)]
+            mask = None if layer.call.mask is None else value_at(args, kwargs, (layer.call.mask, None))
+            self._kinds[index] = self._arguments["flat_nodes"].kinds.get(id(mask))
+            return states[index] if size is None else (states[index], *(None,) * (size - 1))
+
+        return forward
+
+    def _called(self, leaf: nn.Module, number: Any, *, is_output: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A linear layer that stays a product."""
+        weight: torch.Tensor = leaf.weight  # type: ignore[assignment]
+        size = weight.shape[1] if isinstance(leaf, Conv1D) else weight.shape[0]
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            if is_output:
+                self._read.append(x)
+            return product(x, number, size)  # type: ignore[no-any-return]
+
+        return forward
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """All that a node is computed from."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                waiting.append(parent)
+    return found
+
+
+def _runner(leaf: nn.Module) -> Any:
+    forward = replacement(leaf)
+    return forward.product if isinstance(forward, PackedLinear) and len(forward.product.layers) == 1 else forward
+
+
+def _dtype_of(run: object) -> torch.dtype | None:
+    try:
+        return multiplies_in(run)
+    except NotTraceableError:  # whoever calls it finds that out
+        return None

@@ -1,0 +1,675 @@
+"""Forwards over few nodes in one call, without the modules of the model.
+
+A step of decoding runs a model over a few nodes. In modules that takes a dozen calls for every layer, and as long as
+the arithmetic of a small model. So the model is recorded once, in its layers (`tracing`) and around them (`ends`),
+lowered to operations, products and attention (`lowering`), and from then on run by one function in C++
+(``program.cpp``). Where anything is not as it was when it was recorded, modules run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+from foretoken.model.cache.ragged import KVCache
+from foretoken.model.cache.storage import RaggedLayer
+from foretoken.model.execution.attention import is_plain, is_seen
+from foretoken.model.execution.builds import TOLERANCE, build_of, check, layout_of, native_matrix, what_changed
+from foretoken.model.execution.calls import Calls, LayerCall, Recording
+from foretoken.model.execution.ends import BoundProgram, Ends, Table, modules_around
+from foretoken.model.execution.linears import linears
+from foretoken.model.execution.lowering import NotTraceableError, Program
+from foretoken.model.execution.native import KINDS, Library
+from foretoken.model.execution.packing import PackedProduct
+from foretoken.model.execution.tracing import Tracer
+from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
+from foretoken.model.promise import MOST_NODES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foretoken.model.capture import Recorder
+    from foretoken.model.nodes import Logits
+
+logger = logging.getLogger("foretoken")
+
+Integer, Address = ctypes.c_int64, ctypes.c_void_p
+
+LARGE = 2**25
+"""Weights from which on a model is read from memory, not from the processor's caches."""
+LEAST_SHARED = 2**19
+"""Weights of a product, or numbers that are attended to, from which on threads share them where a model lies in caches:
+less takes no longer than calling the threads together."""
+TABLE_BLOCK = 64
+"""Positions of which angles are computed together: whole vectors, and too few to be shared out among threads, so that a
+position has the same angles in every table."""
+
+_programs: dict[Any, Program] = {}
+"""Of layers, by their build."""
+
+
+class _LayerFields(ctypes.Structure):
+    _fields_ = (
+        *((name, Address) for name in ("program", "given", "inputs")),
+        *((name, Integer) for name in ("num_inputs", "form", "cache")),
+    )
+
+
+class _FormFields(ctypes.Structure):
+    _fields_ = (
+        *((name, Integer) for name in ("heads", "group", "size", "value_size", "kind", "window")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _TableFields(ctypes.Structure):
+    _fields_ = (("rows", Address), *((name, Integer) for name in ("bytes", "count", "by_position")))
+
+
+_SIZES = "num_layers num_forms num_tables num_computed first state_bytes read_bytes logit_bytes kind least_shared"
+
+
+class _ModelFields(ctypes.Structure):
+    _fields_ = (
+        *((name, Integer) for name in _SIZES.split()),
+        *((name, Address) for name in ("layers", "forms", "before", "behind", "head")),
+    )
+
+
+class _StoreFields(ctypes.Structure):
+    _fields_ = (("keys", Address), ("values", Address), ("columns", Integer))
+
+
+class _FedFields(ctypes.Structure):
+    _fields_ = (
+        *((name, Integer) for name in ("rows", "width", "nodes", "earlier")),
+        *((name, Address) for name in ("tokens", "depths", "counts", "lengths", "offsets", "ancestors")),
+        ("first_row", Integer),
+    )
+
+
+class _ResultFields(ctypes.Structure):
+    _fields_ = (
+        *((name, Address) for name in ("states", "read", "kept")),
+        ("num_kept", Integer),
+        ("logits", Address),
+    )
+
+
+class _DraftFields(ctypes.Structure):
+    _fields_ = (
+        ("depths", Address),
+        *((name, Integer) for name in ("most", "columns", "known")),
+        ("names", Address),
+        ("tokens", Address),
+    )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a forward over a list of nodes has computed on its way.
+
+    Args:
+      flat: how the nodes of the list lie in rows.
+      states: (layers + 1, 1, S, H): what the first layer was given, and what each has returned.
+      read: what the output embedding reads, (1, S, H).
+    """
+
+    flat: FlatNodes
+    states: torch.Tensor
+    read: torch.Tensor
+
+    def layer_input(self, index: int) -> torch.Tensor:
+        """What a layer was given, (1, S, H)."""
+        return self.states[index]
+
+
+@dataclass(frozen=True)
+class LayerProgram:
+    """A decoder layer as a program.
+
+    Args:
+      module: of a shadow.
+      call: how the model calls it.
+      cache_index: of its keys and values; None without attention.
+      scaling: of its scores; None for 1/sqrt(D).
+      tensors, runners: weights and products that the program is given.
+    """
+
+    module: nn.Module
+    call: LayerCall
+    program: Program
+    cache_index: int | None
+    scaling: float | None
+    tensors: Sequence[tuple[nn.Module, str]]
+    runners: Sequence[Any]
+
+
+def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerProgram:
+    """A layer, or a copy of it that was changed, as a program.
+
+    Args:
+      recording: of the calls of the layers.
+    Raises: NotTraceableError where it cannot be one, and whatever the code of a model raises.
+    """
+    if reason := what_changed(layer):
+        raise NotTraceableError(reason)
+    call, attention = recording.calls[index], recording.attention[index]
+    if attention is not None and not is_plain({"dropout": 0.0, **attention[1]}):
+        raise NotTraceableError("its attention is more than masked sums")
+    tracer = Tracer(layer, call)
+    key = build_of(layer, tracer), layout_of(call)
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = tracer.program()
+    attends = program.heads is not None
+    if attends and attention is None:
+        raise NotTraceableError("its attention was not seen")
+    return LayerProgram(
+        layer,
+        call,
+        program,
+        recording.cache_index[index] if attends else None,
+        attention[1].get("scaling") if attention is not None and attends else None,
+        tracer.tensors,
+        tracer.runners,
+    )
+
+
+class _Layout:
+    """Layers of a model as C++ takes them, as long as weights are where they are."""
+
+    def __init__(
+        self, layers: Sequence[LayerProgram], ends: Ends, windows: Mapping[str, int | None], dtype: torch.dtype
+    ) -> None:
+        self.num_packed = PackedProduct.num_packed
+        self._watched: list[tuple[nn.Module, str, int]] = []
+        self._kept: list[object] = []
+        forms: dict[Any, int] = {}
+        fields: list[_FormFields] = []
+        of_layers = (_LayerFields * len(layers))()
+        self.kv_sizes: dict[int, tuple[int, int, int]] = {}
+        for index, (place, layer) in enumerate(zip(of_layers, layers, strict=True)):
+            form = -1
+            if layer.program.heads is not None:
+                heads, kind = layer.program.heads, ends.kinds[index]
+                if kind is None:
+                    raise NotTraceableError("the kind of its attention is not known")
+                key = heads, kind, layer.scaling
+                if key not in forms:
+                    forms[key] = len(fields)
+                    scale = heads.size**-0.5 if layer.scaling is None else layer.scaling
+                    sizes = heads.heads, heads.group, heads.size, heads.value_size
+                    fields.append(_FormFields(*sizes, KINDS[dtype], windows[kind] or 0, scale))
+                form = forms[key]
+                assert layer.cache_index is not None
+                self.kv_sizes[layer.cache_index] = heads.heads, heads.size, heads.value_size
+            inputs = [ends.inputs_of[index][key] for key in layer.program.inputs[1:]]
+            self._fill(place, layer.program, layer.tensors, layer.runners, inputs)
+            place.form, place.cache = form, -1 if layer.cache_index is None else layer.cache_index
+        of_forms = (_FormFields * len(fields))(*fields)
+        of_ends = (_LayerFields * 3)()
+        self._fill_end(of_ends[1], ends.behind)
+        self._fill_end(of_ends[2], ends.head)
+        computed: Sequence[int] = ()
+        if ends.before is not None:
+            self._fill_end(of_ends[0], ends.before, [key - 1 for key in ends.before.program.inputs[1:]])
+            computed = [size * dtype.itemsize for size in ends.before.program.output_sizes]
+        self.computed_bytes = computed
+        addresses = [ctypes.addressof(of_ends[number]) for number in range(3)]
+        self.num_read, self.num_logits = ends.behind.program.output_sizes[0], ends.head.program.output_sizes[0]
+        (self.width,) = {layer.program.output_sizes[0] for layer in layers}
+        weights = sum(matrix.packed.numel() for matrix in self._matrices.values())
+        self.fields = _ModelFields(
+            len(layers),
+            len(fields),
+            len(ends.tables),
+            len(computed),
+            ends.first,
+            *(size * dtype.itemsize for size in (self.width, self.num_read, self.num_logits)),
+            KINDS[dtype],
+            0 if weights >= LARGE else LEAST_SHARED,
+            ctypes.addressof(of_layers),
+            ctypes.addressof(of_forms),
+            addresses[0] if ends.before is not None else None,
+            *addresses[1:],
+        )
+        self._kept += [of_layers, of_forms, of_ends, layers, ends]
+        self.address = ctypes.addressof(self.fields)
+
+    _matrices: dict[int, Any]
+
+    def _fill_end(self, place: _LayerFields, end: BoundProgram, inputs: Sequence[int] = ()) -> None:
+        self._fill(place, end.program, end.tensors, end.runners, inputs)
+        place.form = place.cache = -1
+
+    def _fill(
+        self,
+        place: _LayerFields,
+        program: Program,
+        tensors: Sequence[tuple[nn.Module, str]],
+        runners: Sequence[Any],
+        inputs: Sequence[int],
+    ) -> None:
+        if "_matrices" not in vars(self):
+            self._matrices = {}
+        addresses: list[int] = []
+        for kind, key in program.given:
+            if kind == "constants":
+                addresses.append(program.constants.data_ptr())
+            elif kind == "tensor":
+                module, name = tensors[key]
+                tensor = getattr(module, name).detach()  # keeps this memory, whatever becomes of the weight
+                self._watched.append((module, name, tensor.data_ptr()))
+                self._kept.append(tensor)
+                addresses.append(tensor.data_ptr())
+            else:
+                matrix = native_matrix(runners[key])
+                if matrix is None:
+                    raise NotTraceableError("its products run by other kernels")
+                self._kept.append(matrix)
+                self._matrices[matrix.address] = matrix
+                addresses.append(matrix.address)
+        given, numbers = (Address * len(addresses))(*addresses), (Integer * max(len(inputs), 1))(*inputs)
+        self._kept += [given, numbers, program]
+        place.program, place.given, place.inputs = program.address, ctypes.addressof(given), ctypes.addressof(numbers)
+        place.num_inputs = len(inputs)
+
+    def still_holds(self) -> bool:
+        """Whether weights are where they were."""
+        return self.num_packed == PackedProduct.num_packed and all(
+            getattr(module, name).data_ptr() == address for module, name, address in self._watched
+        )
+
+
+class _Tables:
+    """Inputs by tokens and by positions.
+
+    Args:
+      num_positions: that there are rows for.
+      computed_bytes: of a node, in every input that is computed of these.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, ends: Ends, num_positions: int, computed_bytes: Sequence[int]) -> None:
+        self.num_positions = num_positions
+        self._fields = (_TableFields * (len(ends.tables) + len(computed_bytes)))()
+        self._kept: list[torch.Tensor] = []
+        self._watched: list[tuple[nn.Module, str, int]] = []
+        for place, table in zip(self._fields, ends.tables, strict=False):
+            if table.embedding is not None:
+                found = getattr(*table.embedding).detach()
+                self._watched.append((*table.embedding, found.data_ptr()))
+            else:
+                assert table.rows is not None
+                blocks = torch.split(torch.arange(num_positions), TABLE_BLOCK)
+                found = torch.cat([table.rows(block[None]).movedim(table.node_dim, 0) for block in blocks])
+            rows = found.contiguous()
+            self._kept.append(rows)
+            place.rows, place.bytes, place.count = rows.data_ptr(), rows[0].nbytes, len(rows)
+            place.by_position = table.embedding is None
+        for place, size in zip(self._fields[len(ends.tables) :], computed_bytes, strict=True):
+            place.bytes = size
+        self.address = ctypes.addressof(self._fields)
+
+    def still_hold(self) -> bool:
+        """Whether embeddings lie where they lay."""
+        return all(getattr(module, name).data_ptr() == address for module, name, address in self._watched)
+
+
+class _Store:
+    """Where a cache keeps its keys and values, as long as its memory is the same."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.memory = cache.memory
+        layers: list[Any] = list(cache.layers)
+        has = [type(layer) is RaggedLayer and layer.is_initialized for layer in layers]
+        buffers: list[Any] = [
+            (layer.keys, layer.values) if ready else (None, None) for layer, ready in zip(layers, has, strict=True)
+        ]
+        self._arrays = [
+            (Address * len(layers))(*(None if pair[part] is None else pair[part].data_ptr() for pair in buffers))
+            for part in (0, 1)
+        ]
+        found = [buffer for pair in buffers for buffer in pair if buffer is not None]
+        columns = {buffer.shape[2] for buffer in found}
+        self.ready = {index for index, ready in enumerate(has) if ready}
+        self.is_even = len(columns) <= 1 and all(buffer.is_contiguous() for buffer in found)
+        self._fields = _StoreFields(*map(ctypes.addressof, self._arrays), next(iter(columns), 0))
+        self.address = ctypes.addressof(self._fields)
+
+
+class _Known(threading.local):
+    """What one thread has found out for its calls."""
+
+    store: _Store | None = None
+
+
+class NativeProgram:
+    """A model in one call. Use `record` to make one.
+
+    Args:
+      model: a shadow.
+      layers: all of its decoder layers, as programs.
+      windows: positions that a node looks back by kind of attention, its own included; None for all.
+      context_length: positions that the model has angles for; None for any number.
+
+    Attributes:
+      num_runs: calls so far.
+
+    Exactness: a node has the same bits whatever nodes and rows run beside it, on any number of threads; they are those
+      of the modules within the rounding of the dtype.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerProgram],
+        ends: Ends,
+        windows: Mapping[str, int | None],
+        kernels: Library,
+        dtype: torch.dtype,
+        context_length: int | None = None,
+    ) -> None:
+        self.num_runs = 0
+        self.layers = layers
+        self.ends = ends
+        self._windows = windows
+        self._kernels = kernels
+        self._dtype = dtype
+        self._context_length = context_length
+        modules = [layer.module for layer in layers]
+        self._watched = [*modules_around(model, modules), *modules]
+        of_linears = set(linears(model))  # they are products
+        self._forwards = [(each, vars(each).get("forward")) for each in self._watched if each not in of_linears]
+        self._known = _Known()
+        self._age = 0
+        self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
+        self._is_unchanged = False
+        self._layout = _Layout(layers, ends, windows, dtype)
+        self._vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self._tables = self._tables_of(4 * TABLE_BLOCK)
+
+    def over(self, model: PreTrainedModel, layers: Sequence[LayerProgram], ends: Ends) -> NativeProgram:
+        """The program of a model of the same form.
+
+        Args:
+          model: another shadow, some of whose modules were changed.
+          layers: all of its decoder layers.
+          ends: as of this one.
+        """
+        return NativeProgram(model, layers, ends, self._windows, self._kernels, self._dtype, self._context_length)
+
+    def has_around(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> bool:
+        """Whether the modules around the layers of a copy are still those of this model."""
+        mine, theirs = self._watched[: -len(layers)], modules_around(model, layers)
+        return len(mine) == len(theirs) and all(map(_are_same, mine, theirs))
+
+    def look_again(self) -> None:
+        """See whether modules or weights have changed, before the next forward."""
+        self._age += 1
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether nobody sees, or has changed, what modules do."""
+        state = RemovableHandle.next_id, self._age
+        if self._seen != state:
+            self._is_unchanged = not torch_modules._has_any_global_hook() and all(  # type: ignore[no-untyped-call]
+                not module._forward_hooks and not module._forward_pre_hooks for module in self._watched
+            )
+            self._is_unchanged &= all(vars(module).get("forward") is forward for module, forward in self._forwards)
+            self._seen = state if self._is_unchanged else None  # hooks may be taken away again
+            if self._is_unchanged and not self._layout.still_holds():
+                self._layout = _Layout(self.layers, self.ends, self._windows, self._dtype)
+            if not self._tables.still_hold():
+                self._tables = self._tables_of(self._tables.num_positions)
+        return self._is_unchanged and not is_seen()
+
+    def takes(self, counts: Iterable[int]) -> bool:
+        """Whether so many nodes of every row are run here."""
+        return max(counts) <= MOST_NODES and self.is_possible
+
+    def run(
+        self,
+        nodes: Nodes,
+        cache: KVCache,
+        first_row: int,
+        kept: torch.Tensor | None = None,
+        num_kept: int | None = None,
+    ) -> tuple[Activations, torch.Tensor] | None:
+        """Run nodes behind what a cache holds, and write their keys and values there; None where modules have to.
+
+        Args:
+          nodes: B rows; row i is row ``first_row + i`` of the cache.
+          kept: int64, numbers of the nodes whose logits are wanted; None for all, or none, as ``num_kept`` says.
+        Returns: with the logits of those, (kept, V).
+        """
+        num_nodes, (num_rows, width) = nodes.num_real, nodes.tokens.shape
+        if num_nodes < 1 or not self.takes(nodes.counts):
+            return None
+        tokens, depths = nodes.tokens.contiguous(), nodes.depths.contiguous()
+        ancestors = None if nodes.ancestors is None else nodes.ancestors.contiguous()
+        lengths = cache.row_lengths(first_row, num_rows)
+        offsets = cache.row_offsets(first_row, num_rows)
+        layout = self._layout
+        store = self._store(layout, cache, max(map(int.__add__, lengths, nodes.counts)), first_row + num_rows)
+        if store is None:
+            return None
+        tables = self._tables_for(max(lengths) + width + (0 if offsets is None else max(offsets)))
+        arrays = [array_of(nodes.counts), array_of(lengths), None if offsets is None else array_of(offsets)]
+        fed = _FedFields(
+            num_rows,
+            width,
+            num_nodes,
+            nodes.num_fed,
+            tokens.data_ptr(),
+            depths.data_ptr(),
+            *(None if each is None else ctypes.addressof(each) for each in arrays),
+            None if ancestors is None else ancestors.data_ptr(),
+            first_row,
+        )
+        count = len(kept) if kept is not None else num_nodes if num_kept is None else num_kept
+        states = torch.empty(len(self.layers) + 1, 1, num_nodes, layout.width, dtype=self._dtype)
+        read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
+        logits = torch.empty(count, layout.num_logits, dtype=self._dtype)
+        results = _ResultFields(
+            states.data_ptr(), read.data_ptr(), None if kept is None else kept.data_ptr(), count, logits.data_ptr()
+        )
+        result = self._kernels.forward(
+            layout.address,
+            tables.address,
+            store.address,
+            ctypes.addressof(fed),
+            ctypes.addressof(results),
+            torch.get_num_threads(),
+        )
+        if result != 0:
+            return None
+        self.num_runs += 1
+        return Activations(FlatNodes(nodes.counts, width, tokens.device), states, read), logits
+
+    def forward(
+        self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
+    ) -> Logits | None:
+        """Logits as of `CausalLM.forward`; None where modules have to run.
+
+        Args:
+          kept: columns whose logits are wanted.
+          recorder: of features.
+        """
+        numbers = flat = None
+        if 0 < len(kept) < nodes.width:
+            numbers, flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device).kept(kept)
+        found = self.run(nodes, cache, first_row, numbers, None if kept else 0)
+        if found is None:
+            return None
+        passed, logits = found
+        recorder.take(passed)
+        if not kept:
+            return logits.view(len(nodes.counts), 0, logits.shape[1])
+        flat = flat or passed.flat
+        return NodeLogits(logits, flat.counts) if listed else flat.spread(logits)
+
+    def chains(
+        self,
+        chains: Sequence[Sequence[int]],
+        cache: KVCache,
+        depths: Sequence[int],
+        num_columns: int,
+        names: torch.Tensor | None,
+    ) -> tuple[list[list[int]], int] | None:
+        """Run chains, one node at least of each, and behind each its likeliest token, again and again.
+
+        Of those that are found the last one is not run; the others lie in the columns behind the nodes.
+
+        Args:
+          chains: the next tokens of the first rows of the cache.
+          depths: how many tokens are wanted of every row.
+          num_columns: of logits that count.
+          names: int64 (V,), the tokens of the columns; None for their own numbers.
+
+        Returns: the tokens of every row, fewer where logits are no numbers, and how many forwards that took; None where
+          modules have to run.
+        """
+        most, nodes = max(depths), Nodes.from_chains(chains)
+        if not self.takes(nodes.counts):
+            return None
+        lengths = cache.row_lengths(0, len(chains))
+        offsets = cache.row_offsets(0, len(chains))
+        layout, end = self._layout, max(map(int.__add__, lengths, nodes.counts)) + most - 1
+        store = self._store(layout, cache, end, len(chains))
+        if store is None:
+            return None
+        tables = self._tables_for(end + (0 if offsets is None else max(offsets)))
+        tokens, wanted = (Integer * (most * len(depths)))(), array_of(depths)
+        # the model's last token stands for those of a larger vocabulary that it does not know
+        known = nodes.tokens.clamp(max=self._vocab_size - 1)
+        arrays = [array_of(nodes.counts), array_of(lengths), None if offsets is None else array_of(offsets)]
+        fed = _FedFields(
+            len(chains),
+            nodes.width,
+            nodes.num_real,
+            0,
+            known.data_ptr(),
+            nodes.depths.data_ptr(),
+            *(None if each is None else ctypes.addressof(each) for each in arrays),
+            None,
+            0,
+        )
+        drafts = _DraftFields(
+            ctypes.addressof(wanted),
+            most,
+            min(num_columns, layout.num_logits),
+            self._vocab_size,
+            None if names is None else names.data_ptr(),
+            ctypes.addressof(tokens),
+        )
+        num_forwards = self._kernels.grown_chains(
+            layout.address,
+            tables.address,
+            store.address,
+            ctypes.addressof(fed),
+            ctypes.addressof(drafts),
+            torch.get_num_threads(),
+        )
+        if num_forwards < 0:
+            return None
+        self.num_runs += num_forwards
+        rows = [tokens[row * most : (row + 1) * most] for row in range(len(depths))]
+        return [row[: row.index(-1)] if -1 in row else row for row in rows], num_forwards
+
+    def check(self, seen: Calls, logits: torch.Tensor) -> None:
+        """See that every layer, and what comes behind them, compute within rounding what modules have computed.
+
+        Args:
+          logits: (1, S, V) of the forward that was seen.
+        Raises: NotTraceableError where one does not.
+        """
+        for index, layer in enumerate(self.layers):
+            args, kwargs = seen.of_layers[index]
+            given, want = args[0] if args else kwargs["hidden_states"], seen.outputs[index]
+            found, last = self._alone(layer, index, given)
+            check(want[0] if isinstance(want, tuple) else want, given, found)
+        error = float((last.double() - logits[0].double()).norm() / logits[0].double().norm())
+        if not error <= max(256 * torch.finfo(torch.float32).eps, TOLERANCE * torch.finfo(logits.dtype).eps):
+            raise NotTraceableError(f"its logits differ from those of its modules (relative error {error:.2g})")
+
+    def _alone(self, layer: LayerProgram, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer returns of hidden states (1, S, H), those of the first tokens of a text, and logits of that."""
+        holder, num_nodes = nn.Module(), given.shape[1]
+        holder.register_buffer("states", given.contiguous().view(num_nodes, -1))
+        ends, first = self.ends, len(self.ends.tables)
+        inputs = {key: number + (number >= first) for key, number in ends.inputs_of[index].items()}
+        tables = [*ends.tables, Table((holder, "states"), None, 0)]
+        ends = replace(ends, tables=tables, first=first, kinds=[ends.kinds[index]], inputs_of=[inputs])
+        layout = _Layout([layer], ends, self._windows, self._dtype)
+        cache = KVCache(len(self.layers), num_rows=1, capacity=TABLE_BLOCK)
+        store = self._store(layout, cache, num_nodes, 1)
+        looked_up = _Tables(ends, TABLE_BLOCK, layout.computed_bytes)
+        nodes = Nodes.from_chains([list(range(num_nodes))])
+        counts, lengths = array_of([num_nodes]), array_of([0])
+        fed = _FedFields(1, num_nodes, num_nodes, 0, nodes.tokens.data_ptr(), nodes.depths.data_ptr())
+        fed.counts, fed.lengths = ctypes.addressof(counts), ctypes.addressof(lengths)
+        states = torch.empty(2, 1, num_nodes, layout.width, dtype=self._dtype)
+        read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
+        logits = torch.empty(num_nodes, layout.num_logits, dtype=self._dtype)
+        results = _ResultFields(states.data_ptr(), read.data_ptr(), None, num_nodes, logits.data_ptr())
+        addresses = layout.address, looked_up.address, None if store is None else store.address
+        found = self._kernels.forward(*addresses, ctypes.addressof(fed), ctypes.addressof(results), 1)
+        if store is None or found != 0:
+            raise NotTraceableError("what it is given is not looked up by tokens and positions")
+        return states[1], logits
+
+    def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
+        """The memory of a cache, with room for so many columns; None where it is not kept as this takes it."""
+        layers = cache.layers
+        for index, (heads, size, value_size) in layout.kv_sizes.items():
+            layer: Any = layers[index] if index < len(layers) else None
+            if type(layer) is not RaggedLayer:
+                return None
+            if not layer.is_initialized:
+                layer.lazy_initialization(
+                    *(torch.zeros(1, heads, 1, each, dtype=self._dtype) for each in (size, value_size))
+                )
+        cache.reserve(capacity, num_slots)
+        store = self._known.store
+        if store is None or store.memory is not cache.memory or not store.ready >= layout.kv_sizes.keys():
+            store = self._known.store = _Store(cache)
+        return store if store.is_even else None
+
+    def _tables_for(self, end: int) -> _Tables:
+        """Those with rows for positions before this one, as far as the model has any."""
+        tables = self._tables
+        if end > tables.num_positions and tables.num_positions != self._context_length:
+            tables = self._tables = self._tables_of(max(2 * tables.num_positions, -(-end // TABLE_BLOCK) * TABLE_BLOCK))
+        return tables
+
+    def _tables_of(self, num_positions: int) -> _Tables:
+        if self._context_length is not None:
+            num_positions = min(num_positions, self._context_length)
+        return _Tables(self.ends, num_positions, self._layout.computed_bytes)
+
+
+def _are_same(module: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules run the same code over the same tensors."""
+    held = [{**each._parameters, **each._buffers} for each in (module, other)]
+    return (
+        type(module) is type(other)
+        and vars(module).get("forward") is vars(other).get("forward")
+        and held[0].keys() == held[1].keys()
+        and all(held[0][name] is held[1][name] for name in held[0])
+    )
+
+
+def array_of(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """As C takes them."""
+    return (ctypes.c_int64 * len(values))(*values)

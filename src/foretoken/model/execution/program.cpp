@@ -1,0 +1,370 @@
+// A model over the few nodes of a step in one call: inputs are looked up, masks made, and the steps of all layers run.
+//
+// Between products and attention, operations go node by node over memory that stays in the first cache. What a node gets
+// does not depend on others, see glue.h; what attention and products do, see there.
+
+#include "glue.h"
+#include "threads.h"
+
+#include <vector>
+
+extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
+
+namespace {
+
+enum { LINE = 64, MOST_SCRATCH_THREADS = 256 };
+// Numbers that operations go over from which on threads share nodes: less takes no longer than calling them together.
+enum { SHARED_NUMBERS = 1 << 14 };
+
+int64_t whole_lines(int64_t bytes) { return rounded_up(bytes, LINE); }
+
+struct Room {  // memory that grows with what is asked for
+  std::vector<char> bytes;
+  char* of(int64_t size) {
+    if ((int64_t)bytes.size() < size + LINE) bytes.resize(size + LINE);
+    return (char*)whole_lines((int64_t)bytes.data());
+  }
+};
+
+struct Nodes {  // how the nodes of a forward lie in rows, and what they attend to
+  std::vector<int64_t> rows, columns, firsts, views;
+  int64_t most, longest;
+};
+
+struct Work {
+  Nodes nodes;
+  int helpers;  // threads of attention
+  std::vector<Attention> calls;
+  std::vector<const void*> mask_of;
+  std::vector<Room> masks;
+  std::vector<char*> inputs;
+  std::vector<char*> bases;
+  Room memory, scratch, of_threads, tables, rows;
+};
+
+Work& own_work() {
+  static thread_local Work work;
+  return work;
+}
+
+// ---- operations -----------------------------------------------------------------------------------------------------
+
+template <typename T>
+T* at(char* base, const Operand& operand, int64_t i, int64_t j) {
+  return (T*)base + operand.offset + i * operand.strides[0] + j * operand.strides[1];
+}
+
+template <int64_t CODE, typename A, typename Out>
+void apply(const Operation& o, char* a, char* b, char* out) {
+  for (int64_t i = 0; i < o.sizes[0]; ++i)
+    for (int64_t j = 0; j < o.sizes[1]; ++j)
+      apply_row<CODE>(o.sizes[2], at<A>(a, o.first, i, j), o.first.strides[2], at<float>(b, o.second, i, j),
+                      o.second.strides[2], at<Out>(out, o.out, i, j), o.out.strides[2]);
+}
+
+template <typename A>
+void copy(const Operation& o, char* a, char* out, int64_t kind) {
+  switch (kind) {
+    case BFLOAT16: return apply<COPY, A, Bfloat16>(o, a, a, out);
+    case FLOAT16: return apply<COPY, A, Float16>(o, a, a, out);
+    default: return apply<COPY, A, float>(o, a, a, out);
+  }
+}
+
+void sum(const Operation& o, char* a, char* out) {
+  for (int64_t i = 0; i < o.sizes[0]; ++i)
+    for (int64_t j = 0; j < o.sizes[1]; ++j)
+      *at<float>(out, o.out, i, j) = sum_of(at<float>(a, o.first, i, j), o.sizes[2]);
+}
+
+void run_operation(const Operation& o, const Base* bases, char* a, char* b, char* out) {
+  switch (o.code) {
+    case COPY:
+      switch (bases[o.first.base].kind) {
+        case BFLOAT16: return copy<Bfloat16>(o, a, out, bases[o.out.base].kind);
+        case FLOAT16: return copy<Float16>(o, a, out, bases[o.out.base].kind);
+        default: return copy<float>(o, a, out, bases[o.out.base].kind);
+      }
+#define CASE(NAME) case NAME: return apply<NAME, float, float>(o, a, b, out)
+    CASE(NEG); CASE(ABS); CASE(RELU); CASE(EXP); CASE(SQRT); CASE(RSQRT); CASE(RECIPROCAL); CASE(SIGMOID); CASE(SILU);
+    CASE(TANH); CASE(GELU); CASE(GELU_TANH); CASE(ADD); CASE(SUB); CASE(MUL); CASE(DIV); CASE(LARGER); CASE(SMALLER);
+#undef CASE
+    case SUM: return sum(o, a, out);
+  }
+}
+
+void operate(const Program& program, const Step& step, char* const* bases, int64_t nodes, char* of_threads, int threads) {
+  const Operation *first = program.operations + step.first, *last = first + step.count;
+  int64_t numbers = 0;
+  for (const Operation* o = first; o < last; ++o) numbers += o->sizes[0] * o->sizes[1] * o->sizes[2];
+  const int64_t own = whole_lines(program.scratch * sizeof(float));
+  share_out(nodes, numbers * nodes < SHARED_NUMBERS ? 1 : threads, [&](int64_t begin, int64_t end, int thread) {
+    const auto place = [&](const Operand& operand, int64_t node) {
+      const Base& base = program.bases[operand.base];
+      return base.role == SCRATCH ? of_threads + thread * own : bases[operand.base] + node * base.bytes;
+    };
+    for (int64_t node = begin; node < end; ++node)
+      for (const Operation* o = first; o < last; ++o)
+        run_operation(*o, program.bases, place(o->first, node), place(o->second, node), place(o->out, node));
+  });
+}
+
+// ---- layers ---------------------------------------------------------------------------------------------------------
+
+void keep(const Nodes& nodes, const Attention& call, const char* from, char* to, int64_t row, int64_t head, int64_t size,
+          int64_t item) {
+  for (size_t node = 0; node < nodes.rows.size(); ++node)
+    for (int64_t i = 0; i < call.heads; ++i, from += size * item)
+      memcpy(to + (nodes.rows[node] * row + i * head + nodes.columns[node] * size) * item, from, size * item);
+}
+
+void attend(const Work& work, const Form& form, int64_t number, const Step& step, char* const* bases, char* keys,
+            char* values, char* scratch, int threads) {
+  const Attention& call = work.calls[number];
+  const int64_t item = form.kind == FLOAT32 ? 4 : 2;
+  keep(work.nodes, call, bases[step.key], keys, call.key_row, call.key_head, form.size, item);
+  keep(work.nodes, call, bases[step.value], values, call.value_row, call.value_head, form.value_size, item);
+  foretoken_attention(&call, bases[step.query], keys, values, work.mask_of[number], bases[step.attended],
+                      (float*)scratch, threads);
+}
+
+struct Around {  // what the steps of a layer are given beside its weights
+  char* states;          // hidden states, of nodes
+  char* const* inputs;   // of the model
+  char* const* outputs;  // of the layer
+  const Store* store;
+  int64_t first_row;
+};
+
+void run(const Model& model, const Layer& layer, const Around& around, int64_t nodes, Work& work, int threads) {
+  const Program& program = *layer.program;
+  char* memory = work.memory.of(program.memory * nodes);
+  const int most = threads < MOST_SCRATCH_THREADS ? threads : MOST_SCRATCH_THREADS;
+  char* of_threads = work.of_threads.of(whole_lines(program.scratch * sizeof(float)) * most);
+  work.bases.resize(program.num_bases);
+  char** bases = work.bases.data();
+  for (int64_t i = 0; i < program.num_bases; ++i) {
+    const Base& base = program.bases[i];
+    switch (base.role) {
+      case SCRATCH: bases[i] = of_threads; break;
+      case MEMORY: bases[i] = memory + base.place * nodes; break;
+      case INPUT: bases[i] = base.place ? around.inputs[layer.inputs[base.place - 1]] : around.states; break;
+      case GIVEN: bases[i] = (char*)layer.given[base.place]; break;
+      case OUTPUT: bases[i] = around.outputs[base.place]; break;
+    }
+  }
+  for (const Step* step = program.steps; step < program.steps + program.num_steps; ++step)
+    switch (step->kind) {
+      case OPERATIONS: operate(program, *step, bases, nodes, of_threads, most); break;
+      case PRODUCT: {
+        const Matrix* matrix = (const Matrix*)layer.given[step->matrix];
+        const bool is_small = matrix->inputs * matrix->outputs < model.least_shared;
+        foretoken_product(matrix, bases[step->input], nodes, bases[step->output], is_small ? 1 : threads);
+        break;
+      }
+      case ATTENTION: {
+        const Form& form = model.forms[layer.form];
+        const Attention& call = work.calls[layer.form];
+        const int64_t item = form.kind == FLOAT32 ? 4 : 2;
+        const Store& store = *around.store;
+        attend(work, form, layer.form, *step, bases,
+               (char*)store.keys[layer.cache] + around.first_row * call.key_row * item,
+               (char*)store.values[layer.cache] + around.first_row * call.value_row * item, work.scratch.of(0), work.helpers);
+        break;
+      }
+    }
+}
+
+// ---- rows of nodes --------------------------------------------------------------------------------------------------
+
+// Whether a node sees the column of another one of its row; numbers of others begin with the earlier ones.
+bool sees(const Fed& fed, int64_t row, int64_t node, int64_t other) {
+  if (!fed.ancestors) return other <= fed.earlier + node;
+  return fed.ancestors[(row * fed.width + node) * (fed.earlier + fed.width) + other];
+}
+
+// Of an earlier or a new node, where offsets are left out.
+int64_t position(const Fed& fed, int64_t row, int64_t other) {
+  return fed.lengths[row] - fed.earlier + fed.depths[row * (fed.earlier + fed.width) + other];
+}
+
+// Which columns every node sees, (rows, most, longest), 0 for those; null where all see all.
+const void* mask_for(const Fed& fed, const Form& form, const Nodes& nodes, Room& room) {
+  const int64_t most = nodes.most, longest = nodes.longest, item = form.kind == FLOAT32 ? 4 : 2;
+  const bool is_tree = fed.ancestors && fed.earlier;
+  if (most == 1 && !is_tree && (!form.window || longest <= form.window)) return nullptr;
+  char* mask = room.of(fed.rows * most * longest * item);
+  memset(mask, 0xff, fed.rows * most * longest * item);
+  for (int64_t row = 0; row < fed.rows; ++row)
+    for (int64_t node = 0; node < fed.counts[row]; ++node) {
+      char* of_node = mask + (row * most + node) * longest * item;
+      const int64_t start = fed.lengths[row] - fed.earlier;
+      const int64_t hidden = form.window ? position(fed, row, fed.earlier + node) - form.window + 1 : 0;
+      const int64_t first = hidden < 0 ? 0 : hidden < start ? hidden : start;  // positions before this one are not seen
+      memset(of_node + first * item, 0, (start - first) * item);
+      for (int64_t other = 0; other < fed.earlier + fed.counts[row]; ++other)
+        if (sees(fed, row, node, other) && position(fed, row, other) >= hidden)
+          memset(of_node + (start + other) * item, 0, item);
+    }
+  return mask;
+}
+
+// The rows of a table that nodes have, (nodes, bytes); false for one that there is not.
+bool look_up(const Fed& fed, const Table& table, char* out) {
+  for (int64_t row = 0; row < fed.rows; ++row)
+    for (int64_t node = 0; node < fed.counts[row]; ++node, out += table.bytes) {
+      const int64_t place = position(fed, row, fed.earlier + node) + (fed.offsets ? fed.offsets[row] : 0);
+      const int64_t index = table.by_position ? place : fed.tokens[row * fed.width + node];
+      if (index < 0 || index >= table.count) return false;
+      memcpy(out, table.rows + index * table.bytes, table.bytes);
+    }
+  return true;
+}
+
+void list(const Fed& fed, Nodes& nodes) {
+  nodes.rows.resize(fed.nodes), nodes.columns.resize(fed.nodes);
+  nodes.firsts.resize(fed.rows), nodes.views.resize(fed.rows);
+  nodes.most = nodes.longest = 0;
+  for (int64_t row = 0, at = 0; row < fed.rows; ++row) {
+    const int64_t count = fed.counts[row], end = fed.lengths[row] + count;
+    nodes.firsts[row] = at, nodes.views[row] = end;
+    nodes.most = count > nodes.most ? count : nodes.most, nodes.longest = end > nodes.longest ? end : nodes.longest;
+    for (int64_t node = 0; node < count; ++node, ++at)
+      nodes.rows[at] = row, nodes.columns[at] = fed.lengths[row] + node;
+  }
+}
+
+// Calls of attention of every form, and their masks.
+void prepare(const Model& model, const Store& store, const Fed& fed, Work& work, int threads) {
+  const Nodes& nodes = work.nodes;
+  int64_t scratch = 0, seen = 0;
+  for (int64_t view : nodes.views) seen += view;
+  work.helpers = threads;
+  for (int64_t i = 0; i < model.num_forms; ++i)
+    if (seen * model.forms[i].heads * model.forms[i].size < model.least_shared) work.helpers = 1;
+  work.calls.resize(model.num_forms), work.mask_of.resize(model.num_forms);
+  if ((int64_t)work.masks.size() < model.num_forms) work.masks.resize(model.num_forms);
+  for (int64_t i = 0; i < model.num_forms; ++i) {
+    const Form& form = model.forms[i];
+    const int64_t key_head = store.columns * form.size, value_head = store.columns * form.value_size;
+    work.calls[i] = {fed.rows, form.heads, form.group, form.size, form.value_size, form.kind,
+                     form.heads * form.group * form.size, form.size, form.heads * key_head, key_head,
+                     form.heads * value_head, value_head, nodes.most * nodes.longest, nodes.longest,
+                     fed.counts, nodes.firsts.data(), nodes.views.data(), form.scale};
+    work.mask_of[i] = mask_for(fed, form, nodes, work.masks[i]);
+    const int64_t needed = foretoken_attention_scratch(&work.calls[i], work.helpers);
+    scratch = needed > scratch ? needed : scratch;
+  }
+  work.scratch.of(scratch * sizeof(float));
+}
+
+enum { DONE = 0, OUT_OF_RANGE = -1 };
+
+int64_t forward(const Model& model, const Table* tables, const Store& store, const Fed& fed, const Results& results,
+                int threads) {
+  Work& work = own_work();
+  const int64_t nodes = fed.nodes;
+  list(fed, work.nodes);
+  prepare(model, store, fed, work, threads);
+  int64_t size = 0;
+  for (int64_t i = 0; i < model.num_tables + model.num_computed; ++i) size += whole_lines(nodes * tables[i].bytes);
+  char* room = work.tables.of(size);
+  work.inputs.resize(model.num_tables + model.num_computed);
+  for (int64_t i = 0; i < model.num_tables + model.num_computed; ++i) {
+    work.inputs[i] = room, room += whole_lines(nodes * tables[i].bytes);
+    if (i < model.num_tables && !look_up(fed, tables[i], work.inputs[i])) return OUT_OF_RANGE;
+  }
+  Around around = {work.inputs[0], work.inputs.data(), work.inputs.data() + model.num_tables, &store, fed.first_row};
+  if (model.before) run(model, *model.before, around, nodes, work, threads);
+  char *states = results.states, *next = states;
+  memcpy(states, work.inputs[model.first], nodes * model.state_bytes);
+  around.outputs = &next;
+  for (int64_t i = 0; i < model.num_layers; ++i) {
+    around.states = states, next = states + nodes * model.state_bytes;
+    run(model, model.layers[i], around, nodes, work, threads);
+    states = next;
+  }
+  char* read = results.read;
+  around.states = states, around.outputs = &read;
+  run(model, *model.behind, around, nodes, work, threads);
+  if (!results.num_kept) return DONE;
+  around.states = read;
+  if (results.kept) {
+    around.states = work.rows.of(results.num_kept * model.read_bytes);
+    for (int64_t i = 0; i < results.num_kept; ++i)
+      memcpy(around.states + i * model.read_bytes, read + results.kept[i] * model.read_bytes, model.read_bytes);
+  }
+  char* logits = results.logits;
+  around.outputs = &logits;
+  run(model, *model.head, around, results.num_kept, work, threads);
+  return DONE;
+}
+
+// ---- chains of likeliest tokens -------------------------------------------------------------------------------------
+
+// The first of the largest; -1 where one is not a number, or the largest is infinite.
+template <typename T>
+int64_t argmax(const T* row, int64_t count) {
+  const float infinity = __builtin_inff();
+  float most = -infinity, test = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = value_of(row[i]);
+    most = value > most ? value : most;
+    test += value != value;
+  }
+  if (test != 0 || most == infinity || most == -infinity) return -1;
+  int64_t place = 0;
+  while (value_of(row[place]) != most) ++place;
+  return place;
+}
+
+int64_t likeliest(const Model& model, const char* logits, int64_t columns) {
+  switch (model.kind) {
+    case BFLOAT16: return argmax((const Bfloat16*)logits, columns);
+    case FLOAT16: return argmax((const Float16*)logits, columns);
+    default: return argmax((const float*)logits, columns);
+  }
+}
+
+}  // namespace
+
+// Runs nodes behind what a cache holds, and writes their keys and values there.
+extern "C" int64_t foretoken_forward(const Model* model, const Table* tables, const Store* store, const Fed* fed,
+                                     const Results* results, int threads) {
+  return forward(*model, tables, *store, *fed, *results, threads < 1 ? 1 : threads);
+}
+
+// Runs chains, and behind the last node of every row its likeliest tokens, one after another; of those that are found the
+// last one is not run. Returns: how many forwards that took, or OUT_OF_RANGE.
+extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, const Store* store, const Fed* fed,
+                                    const Drafts* drafts, int threads) {
+  const int64_t rows = fed->rows;
+  std::vector<int64_t> counts(fed->counts, fed->counts + rows), lengths(fed->lengths, fed->lengths + rows), kept;
+  std::vector<int64_t> tokens(rows), depths(rows), growing, still;
+  std::vector<char> states, read, logits;
+  for (int64_t i = 0; i < rows * drafts->most; ++i) drafts->tokens[i] = -1;
+  for (int64_t row = 0, at = 0; row < rows; at += counts[row++])
+    if (drafts->depths[row] > 0) growing.push_back(row), kept.push_back(at + counts[row] - 1);
+  Fed next = *fed;
+  for (int64_t level = 0;; ++level) {
+    states.resize((model->num_layers + 1) * next.nodes * model->state_bytes), read.resize(next.nodes * model->read_bytes);
+    logits.resize(kept.size() * model->logit_bytes);
+    const Results results = {states.data(), read.data(), kept.data(), (int64_t)kept.size(), logits.data()};
+    if (forward(*model, tables, *store, next, results, threads < 1 ? 1 : threads) != DONE) return OUT_OF_RANGE;
+    for (int64_t row = 0; row < rows; ++row) lengths[row] += counts[row], counts[row] = 0;
+    still.clear(), kept.clear();
+    for (size_t i = 0; i < growing.size(); ++i) {
+      const int64_t row = growing[i], place = likeliest(*model, logits.data() + i * model->logit_bytes, drafts->columns);
+      if (place < 0) continue;
+      const int64_t token = drafts->names ? drafts->names[place] : place;
+      drafts->tokens[row * drafts->most + level] = token;
+      if (level + 1 == drafts->depths[row]) continue;
+      kept.push_back((int64_t)still.size()), still.push_back(row);
+      counts[row] = 1, tokens[row] = least(token, drafts->known - 1);
+    }
+    growing.swap(still);
+    if (growing.empty()) return level + 1;
+    next = {rows, 1, (int64_t)growing.size(), 0, tokens.data(), depths.data(), counts.data(), lengths.data(), fed->offsets,
+            nullptr, fed->first_row};
+  }
+}
