@@ -36,7 +36,8 @@ from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.execution import regions
+from foretoken.model.execution import compiled_layers
+from foretoken.model.execution.compiled_layers import CompiledLayers
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
@@ -112,11 +113,10 @@ def compile_times(options: argparse.Namespace) -> dict[str, float]:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "warm"):
-            regions._graphs.clear()
-            lm = CausalLM(load(options), execution="packed", probe=False)
-            made = regions.Regions(folder, None, lm.execution._row_limit)
-            lm.execution.regions = made
-            lm._compile()
+            compiled_layers._graphs.clear()
+            lm = CausalLM(load(options), execution="compiled", probe=False)
+            made = lm.execution.compiled = CompiledLayers(folder, None)
+            lm.execution.make_ready()
             found[name] = made.compile_seconds
             if made.reason:
                 print(f"not compiled: {made.reason}")

@@ -4,6 +4,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define syscall(...) 0  // the system would refuse tiles, which are none
 
 typedef float F16 __attribute__((vector_size(64), may_alias));
 typedef int32_t I16 __attribute__((vector_size(64), may_alias));
@@ -55,6 +59,8 @@ EMU uint16_t e_cmp(F16 a, F16 b, int how) {
     switch (how) {
       case _CMP_EQ_OQ: v = !un && a[i] == b[i]; break;
       case _CMP_NEQ_UQ: v = un || a[i] != b[i]; break;
+      case _CMP_LT_OQ: v = !un && a[i] < b[i]; break;
+      case _CMP_UNORD_Q: v = un; break;
       case _CMP_NLT_UQ: v = un || !(a[i] < b[i]); break;
       default: __builtin_trap();
     }
@@ -63,6 +69,13 @@ EMU uint16_t e_cmp(F16 a, F16 b, int how) {
   return k;
 }
 EMU F16 e_blend(uint16_t k, F16 a, F16 b) { F16 r; EACH(16) r[i] = k >> i & 1 ? b[i] : a[i]; return r; }
+EMU F16 e_min(F16 a, F16 b) { F16 r; EACH(16) r[i] = a[i] < b[i] ? a[i] : b[i]; return r; }
+EMU F16 e_sqrt(F16 a) { F16 r; EACH(16) r[i] = sqrtf(a[i]); return r; }
+EMU H16 e_cvtps_ph(F16 a) { H16 r; EACH(16) r[i] = (uint16_t)_cvtss_sh(a[i], 0); return r; }
+EMU H16 e_cvtepi32_epi16(U16 a) { H16 r; EACH(16) r[i] = (uint16_t)a[i]; return r; }
+EMU F16 e_permutexvar_ps(I16 x, F16 a) { F16 r; EACH(16) r[i] = a[x[i] & 15]; return r; }
+EMU I16 e_cvtepu8_epi32(__m128i a) { uint8_t b[16]; memcpy(b, &a, 16); I16 r; EACH(16) r[i] = b[i]; return r; }
+template <typename... T> EMU F16 e_set_ps(T... v) { const float all[] = {(float)v...}; F16 r; EACH(16) r[i] = all[15 - i]; return r; }
 EMU uint16_t e_cmpi(I16 a, I16 b, int ge) { uint16_t k = 0; EACH(16) k |= (uint16_t)((ge ? a[i] >= b[i] : a[i] < b[i]) << i); return k; }
 EMU uint32_t e_testn(uint32_t k, H32 a, H32 b) { uint32_t r = 0; EACH(32) r |= (uint32_t)((k >> i & 1) && !(a[i] & b[i])) << i; return r; }
 EMU float e_reduce_max(F16 a) { float r = a[0]; EACH(16) r = a[i] > r ? a[i] : r; return r; }
@@ -88,6 +101,17 @@ template <typename... T> EMU H32 e_set16(T... v) { const int16_t all[] = {(int16
 #define _mm512_mul_ps(a, b) ((__m512)((F16)(a) * (F16)(b)))
 #define _mm512_div_ps(a, b) ((__m512)((F16)(a) / (F16)(b)))
 #define _mm512_max_ps(a, b) ((__m512)e_max((F16)(a), (F16)(b)))
+#define _mm512_min_ps(a, b) ((__m512)e_min((F16)(a), (F16)(b)))
+#define _mm512_sqrt_ps(a) ((__m512)e_sqrt((F16)(a)))
+#undef _mm512_cvtps_ph
+#define _mm512_cvtps_ph(a, how) ((__m256i)e_cvtps_ph((F16)(a)))
+#define _mm512_cvtepi32_epi16(a) ((__m256i)e_cvtepi32_epi16((U16)(a)))
+#define _mm512_permutexvar_ps(x, a) ((__m512)e_permutexvar_ps((I16)(x), (F16)(a)))
+#define _mm512_cvtepu8_epi32(a) ((__m512i)e_cvtepu8_epi32(a))
+#define _mm512_set_ps(...) ((__m512)e_set_ps(__VA_ARGS__))
+#define _mm512_srli_epi32(a, n) ((__m512i)((U16)(a) >> (n)))
+#define _mm512_and_si512(a, b) ((__m512i)((U16)(a) & (U16)(b)))
+#define _mm512_mask_mov_epi32(a, k, b) ((__m512i)e_blend(k, (F16)(a), (F16)(b)))
 #define _mm512_add_epi32(a, b) ((__m512i)((I16)(a) + (I16)(b)))
 #define _mm512_add_epi16(a, b) ((__m512i)((H32)(a) + (H32)(b)))
 #define _mm512_add_epi64(a, b) ((__m512i)((I8)(a) + (I8)(b)))

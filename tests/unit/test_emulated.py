@@ -11,15 +11,23 @@ import pytest
 
 from foretoken.model.execution import native
 
+KERNELS = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
 TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.full
 @pytest.mark.skipif(native.library("AVX2") is None, reason="no C++ compiler builds the kernels here")
-@pytest.mark.parametrize("file", ["unit/test_native.py", "integration/test_many_nodes.py"])
-def test_kernels_compute_the_same_on_wider_processors(file: str) -> None:
-    """Products, attention of few nodes and of prompts by AVX-512, AVX512_BF16 and AMX, to the tests of their own."""
-    chosen = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
+@pytest.mark.parametrize(
+    ("file", "chosen"),
+    [
+        ("unit/test_native.py", KERNELS),
+        ("integration/test_many_nodes.py", KERNELS),
+        ("integration/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
+    ],
+)
+def test_kernels_compute_the_same_on_wider_processors(file: str, chosen: str) -> None:
+    """Products, attention of few nodes and of prompts by AVX-512, AVX512_BF16 and AMX, to the tests of their own, and
+    whole programs by AMX, whose products take bfloat16."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-m", "", "-k", chosen, str(TESTS / file)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "emulation"), os.environ.get("PYTHONPATH", "")])},

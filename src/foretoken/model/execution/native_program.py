@@ -29,6 +29,7 @@ from foretoken.model.execution.ends import BoundProgram, Ends, Table, modules_ar
 from foretoken.model.execution.linears import linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
 from foretoken.model.execution.native import KINDS, Library
+from foretoken.model.execution.node_lists import array_of
 from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.execution.tracing import Tracer
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
@@ -668,8 +669,3 @@ def _are_same(module: nn.Module, other: nn.Module) -> bool:
         and held[0].keys() == held[1].keys()
         and all(held[0][name] is held[1][name] for name in held[0])
     )
-
-
-def array_of(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """As C takes them."""
-    return (ctypes.c_int64 * len(values))(*values)
