@@ -302,7 +302,7 @@ def profile(arm: EngineArm, prompts: Seq[Seq[int]], max_new_tokens: int, samplin
 
 
 class _Stopwatch:
-    """Adds up the time inside the modules of some models while a loop runs."""
+    """Adds up the time inside some models, their modules or programs, while a loop runs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -322,4 +322,7 @@ class _Stopwatch:
         with ExitStack() as stack:
             for execution in (model.execution for model in models):
                 stack.enter_context(replaced(execution, "run", self._around(execution.run)))
+                if (program := execution.program) is not None:
+                    stack.enter_context(replaced(program, "run", self._around(program.run)))
+                    stack.enter_context(replaced(program, "chains", self._around(program.chains)))
             yield

@@ -36,14 +36,20 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     ]
     parts.append(tuple(tracer.parts.values()))
     for path, module in layer.named_modules():
-        parts.append((path, type(module)))
-        for name, value in vars(module).items():
-            if name in ("layer_idx", "training") or name.startswith("_") or isinstance(value, Rowwise):
-                continue
-            parts.append((name, _plain(value)))
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            parts.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+        parts.append((path, type(module), plain_attributes(module)))
     return tuple(parts)
+
+
+def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """Attributes of a module that choose what it computes, and shapes and dtypes of its own tensors."""
+    found: list[Any] = [
+        (name, _plain(value))
+        for name, value in vars(module).items()
+        if name not in ("layer_idx", "training") and not name.startswith("_") and not isinstance(value, Rowwise)
+    ]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        found.append((name, None if tensor is None else (tuple(tensor.shape), tensor.dtype)))
+    return tuple(found)
 
 
 def native_matrix(run: object) -> NativeMatrix | NibbleMatrix | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.builds import multiplies_in
+from foretoken.model.execution.builds import multiplies_in, plain_attributes
 from foretoken.model.execution.calls import value_at
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.lowering import (
@@ -107,7 +108,35 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
         forward()
     finally:
         handle.remove()
-    return _Tracer(model, layers, seen).ends()
+    tracer = _Tracer(model, layers, seen)
+    key = tracer.build()
+    if key is None:
+        return tracer.bound(tracer.form())
+    if key not in _forms:
+        _forms[key] = tracer.form()
+    return tracer.bound(_forms[key])
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The ends of models built alike, with numbers of tensors in the place of these.
+
+    Args:
+      layers: programs of the layers, which a key may name by their ids as long as they are held.
+    """
+
+    tables: Sequence[tuple[int | None, Callable[..., torch.Tensor] | None, int]]
+    before: Program | None
+    first: int
+    behind: Program
+    head: Program
+    kinds: Sequence[str | None]
+    inputs_of: Sequence[Mapping[int, int]]
+    layers: Sequence[Program]
+
+
+_forms: dict[Any, _Form] = {}
+"""Of this process, by build."""
 
 
 class _Tracer:
@@ -117,6 +146,7 @@ class _Tracer:
         self._arguments = arguments
         self._modules = [layer.module for layer in layers]
         outside = modules_around(model, self._modules)
+        self._outside = set(outside)
         of_linears = set(linears(model))
         self._leaves = [module for module in outside if module in of_linears]
         self._runners = [_runner(leaf) for leaf in self._leaves]
@@ -132,7 +162,46 @@ class _Tracer:
         self._given: list[torch.Tensor] = []
         self._read: list[torch.Tensor] = []
 
-    def ends(self) -> Ends:
+    def build(self) -> Any:
+        """Key of models whose ends are the same; None for one that runs code which is not its classes' own."""
+        parts: list[Any] = [self._model.config.to_json_string(), type(self._model)]
+        layers, leaves = set(self._modules), dict(zip(self._leaves, self._runners, strict=True))
+        for path, module in self._model.named_modules():
+            if module in layers:
+                parts.append((path, type(module)))
+            if module not in self._outside:
+                continue
+            forward = vars(module).get("forward")
+            if module._forward_hooks or module._forward_pre_hooks or not (forward is None or module in leaves):
+                return None
+            parts.append((path, type(module), plain_attributes(module)))
+            parts.append((type(leaves.get(module)).__name__, _dtype_of(leaves.get(module))))
+        parts += [(id(layer.program), layer.call.inputs, layer.call.mask) for layer in self._layers]
+        return tuple(parts)
+
+    def bound(self, form: _Form) -> Ends:
+        """The ends of this model."""
+
+        def program(of: Program) -> BoundProgram:
+            return BoundProgram(of, self._places, self._runners)
+
+        def table(place: int | None, rows: Callable[..., torch.Tensor] | None, node_dim: int) -> Table:
+            if rows is None or place is not None:
+                return Table(None if place is None else self._places[place], None, node_dim)
+            return Table(None, partial(rows, self._places), node_dim)
+
+        return Ends(
+            [table(*each) for each in form.tables],
+            None if form.before is None else program(form.before),
+            form.first,
+            program(form.behind),
+            program(form.head),
+            form.kinds,
+            form.inputs_of,
+        )
+
+    def form(self) -> _Form:
+        """Trace the model."""
         traced = self._traced()
         graph = traced.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -149,16 +218,17 @@ class _Tracer:
         leaves = self._looked_up(given)
         numbers = {node: number for number, node in enumerate(leaves)}
         computed = [node for node in given if node not in numbers]
-        before = self._bound(computed, {node: number + 1 for node, number in numbers.items()}) if computed else None
+        before = self._program(computed, {node: number + 1 for node, number in numbers.items()}) if computed else None
         numbers |= {node: len(leaves) + number for number, node in enumerate(computed)}
-        return Ends(
+        return _Form(
             [self._table(traced, node) for node in leaves],
             before,
             numbers[given[0]],
-            self._bound([read], {states[-1]: 0}),
-            self._bound([logits], {read: 0}),
+            self._program([read], {states[-1]: 0}),
+            self._program([logits], {read: 0}),
             self._kinds,
             [{key: numbers[given[place]] for key, place in keys.items()} for keys in self._inputs_of],
+            [layer.program for layer in self._layers],
         )
 
     def _looked_up(self, given: Sequence[fx.Node]) -> list[fx.Node]:
@@ -193,14 +263,17 @@ class _Tracer:
             index = index.args[0]
         return index is self._tokens
 
-    def _table(self, traced: fx.GraphModule, node: fx.Node) -> Table:
+    def _table(
+        self, traced: fx.GraphModule, node: fx.Node
+    ) -> tuple[int | None, Callable[..., torch.Tensor] | None, int]:
         node_dim = dims_of(node)[1]
         assert node_dim is not None
         if self._embeds_tokens(node):
-            return Table(self._places[self._source_of[node.args[0]][1]], None, node_dim)  # type: ignore[index]
-        return Table(None, self._function_of_positions(traced, node), node_dim)
+            return self._source_of[node.args[0]][1], None, node_dim  # type: ignore[index]
+        return None, self._function_of_positions(traced, node), node_dim
 
-    def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
+        """Of the places of tensors, and positions (1, S)."""
         needed = {wanted, *_ancestors(wanted)}
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [node for node in traced.graph.nodes if node.op == "placeholder" and node in needed]
@@ -210,10 +283,9 @@ class _Tracer:
             if node in needed and node not in copies:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(copies[wanted])
-        run = fx.GraphModule(traced, graph).forward
-        sources, places = [self._source_of.get(node) for node in inputs], self._places
+        run, sources = fx.GraphModule(traced, graph).forward, [self._source_of.get(node) for node in inputs]
 
-        def rows(positions: torch.Tensor) -> torch.Tensor:
+        def rows(places: Sequence[Place], positions: torch.Tensor) -> torch.Tensor:
             def value(source: Source | None) -> Any:
                 if source is None:
                     return positions
@@ -224,10 +296,9 @@ class _Tracer:
 
         return rows
 
-    def _bound(self, outputs: Sequence[fx.Node], leaves: Mapping[fx.Node, int]) -> BoundProgram:
+    def _program(self, outputs: Sequence[fx.Node], leaves: Mapping[fx.Node, int]) -> Program:
         dtypes = [_dtype_of(run) for run in self._runners]
-        program = Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
-        return BoundProgram(program, self._places, self._runners)
+        return Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
 
     def _traced(self) -> fx.GraphModule:
         from torch.fx.experimental.proxy_tensor import make_fx
