@@ -5,6 +5,7 @@ The reference is always the model's own `generate`, called with the same argumen
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -202,15 +203,17 @@ def test_chunks_of_the_prompt() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_half_and_single_precision(dtype: torch.dtype) -> None:
-    """bfloat16 may flip a near tie, so the first token's scores are compared, and the tokens with "none"."""
+    """bfloat16 may flip a near tie, so the first token's scores are compared: no further from those in single precision
+    than transformers' own, which rounds more often."""
     model = toy_model(dtype=dtype)
     inputs = padded(prompts(3))
     options = {**inputs, "max_new_tokens": 8, "return_dict_in_generate": True, "output_scores": True}
     theirs = model.generate(**options)
     ours = model.generate(**options, custom_generate=speculate("ngram"))
     assert ours.scores[0].dtype == theirs.scores[0].dtype == torch.float32
-    spread = float(theirs.scores[0].std())
-    torch.testing.assert_close(ours.scores[0], theirs.scores[0], atol=0.05 * spread, rtol=0)
+    truth = copy.deepcopy(model).float().generate(**options).scores[0]
+    errors = [float((found.scores[0] - truth).abs().max()) for found in (ours, theirs)]
+    assert errors[0] <= 1.5 * errors[1] + 1e-5 * float(truth.std())
     if dtype == torch.float32:
         assert torch.equal(ours.sequences, theirs.sequences)
 

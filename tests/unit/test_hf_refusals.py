@@ -30,14 +30,17 @@ from foretoken.errors import (
 )
 from foretoken.hf.caller import Caller
 from foretoken.hf.refusals import check_inputs
+from foretoken.model.support import cache_argument
 from foretoken.testing import toy_model
 
 IDS = torch.tensor([[10, 11, 12]])
 MASK = torch.ones_like(IDS)
+CACHE = cache_argument(toy_model())
+"""What this release of transformers calls a cache."""
 
 
 def filled_cache() -> DynamicCache:
-    return toy_model()(IDS[:, :-1], use_cache=True).past_key_values
+    return toy_model()(IDS[:, :-1], use_cache=True)[CACHE]
 
 
 def run(**options: Any) -> Any:
@@ -60,7 +63,7 @@ def run(**options: Any) -> Any:
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"past_key_values": filled_cache()}, "give the whole text as input_ids"),
+        ({CACHE: filled_cache()}, "give the whole text as input_ids"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"input_ids": None, "inputs_embeds": torch.zeros(1, 3, 32, dtype=torch.float64)}, "give input_ids"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "Leave position_ids out"),
@@ -76,6 +79,8 @@ def test_a_filled_cache_is_refused_however_it_comes() -> None:
     """Called without `generate` around it, the hook sees only the cache itself."""
     with pytest.raises(ConfigError, match="past_key_values"):
         check_inputs({"past_key_values": filled_cache()}, Caller())
+    with pytest.raises(ConfigError, match="past_key_values"):
+        check_inputs({"cache": filled_cache()}, Caller())
     check_inputs({"past_key_values": DynamicCache()}, Caller())
 
 
@@ -84,7 +89,7 @@ def test_an_empty_cache_is_none() -> None:
     model, cache, ids = toy_model(), DynamicCache(), IDS
     for _ in range(2):
         want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
-        ids = run(model=model, input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        ids = run(model=model, input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache})
         assert torch.equal(ids, want)
         assert cache.get_seq_length() == 0
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from foretoken import zoo
 from foretoken.errors import ConfigError, UnsupportedModelError
+from foretoken.model.support import cache_argument
 from foretoken.testing.inflation import inflate, inflated_from
 
 SHAPE = {
@@ -65,7 +66,8 @@ def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def cached_logits(model: torch.nn.Module, ids: torch.Tensor, cut: int) -> torch.Tensor:
     head = model(input_ids=ids[:, :cut], use_cache=True)
-    tail = model(input_ids=ids[:, cut:], past_key_values=head.past_key_values, use_cache=True)
+    cache = {cache_argument(model): head[cache_argument(model)]}
+    tail = model(input_ids=ids[:, cut:], **cache, use_cache=True)
     return torch.cat([head.logits, tail.logits], dim=1)
 
 

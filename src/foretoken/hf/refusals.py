@@ -131,8 +131,14 @@ def check_inputs(model_kwargs: dict[str, Any], caller: Caller) -> None:
 
 def _is_filled(cache: Any) -> bool:
     """Whether decoding from this cache would differ from decoding without any."""
-    is_exact = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache)
-    return cache is not None and not (is_exact and cache.get_seq_length() == 0)
+    if cache is None:
+        return False
+    if not isinstance(cache, Cache) or isinstance(cache, QuantizedCache):
+        return True
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # of recurrent states, whose model the adapter refuses
+        return False
 
 
 def check_processors(processors: Any) -> None:
