@@ -136,7 +136,7 @@ def _is_filled(cache: Any) -> bool:
     if not isinstance(cache, Cache) or isinstance(cache, QuantizedCache):
         return True
     try:
-        return cache.get_seq_length() > 0
+        return bool(cache.get_seq_length() > 0)
     except ValueError:  # of recurrent states, whose model the adapter refuses
         return False
 

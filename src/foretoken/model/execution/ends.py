@@ -48,11 +48,13 @@ class Table:
     Args:
       embedding: of the table by tokens; None for one by positions.
       rows: of a table by positions: of positions (1, S) gives (1, S, ...) or so, with nodes in dimension `node_dim`.
+      read: tensors that these rows are computed from.
     """
 
     embedding: Place | None
     rows: Callable[[torch.Tensor], torch.Tensor] | None
     node_dim: int
+    read: Sequence[Place] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class _Form:
       layers: programs of the layers, which a key may name by their ids as long as they are held.
     """
 
-    tables: Sequence[tuple[int | None, Callable[..., torch.Tensor] | None, int]]
+    tables: Sequence[tuple[int | None, Callable[..., torch.Tensor] | None, int, Sequence[int]]]
     before: Program | None
     first: int
     behind: Program
@@ -185,10 +187,12 @@ class _Tracer:
         def program(of: Program) -> BoundProgram:
             return BoundProgram(of, self._places, self._runners)
 
-        def table(place: int | None, rows: Callable[..., torch.Tensor] | None, node_dim: int) -> Table:
-            if rows is None or place is not None:
+        def table(
+            place: int | None, rows: Callable[..., torch.Tensor] | None, node_dim: int, read: Sequence[int]
+        ) -> Table:
+            if rows is None:
                 return Table(None if place is None else self._places[place], None, node_dim)
-            return Table(None, partial(rows, self._places), node_dim)
+            return Table(None, partial(rows, self._places), node_dim, [self._places[number] for number in read])
 
         return Ends(
             [table(*each) for each in form.tables],
@@ -265,12 +269,14 @@ class _Tracer:
 
     def _table(
         self, traced: fx.GraphModule, node: fx.Node
-    ) -> tuple[int | None, Callable[..., torch.Tensor] | None, int]:
+    ) -> tuple[int | None, Callable[..., torch.Tensor] | None, int, Sequence[int]]:
         node_dim = dims_of(node)[1]
         assert node_dim is not None
         if self._embeds_tokens(node):
-            return self._source_of[node.args[0]][1], None, node_dim  # type: ignore[index]
-        return None, self._function_of_positions(traced, node), node_dim
+            return self._source_of[node.args[0]][1], None, node_dim, ()  # type: ignore[index]
+        sources = [self._source_of.get(parent, ("", 0)) for parent in _ancestors(node)]
+        read = [key for kind, key in sources if kind == "tensor"]
+        return None, self._function_of_positions(traced, node), node_dim, read
 
     def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
         """Of the places of tensors, and positions (1, S)."""

@@ -306,12 +306,14 @@ class _Tables:
         self._fields = (_TableFields * (len(ends.tables) + len(computed_bytes)))()
         self._kept: list[torch.Tensor] = []
         self._watched: list[tuple[nn.Module, str, int]] = []
+        self._read: list[tuple[nn.Module, str, tuple[int, int]]] = []
         for place, table in zip(self._fields, ends.tables, strict=False):
             if table.embedding is not None:
                 found = getattr(*table.embedding).detach()
                 self._watched.append((*table.embedding, found.data_ptr()))
             else:
                 assert table.rows is not None
+                self._read += [(*each, _version(getattr(*each))) for each in table.read]
                 blocks = torch.split(torch.arange(num_positions), TABLE_BLOCK)
                 found = torch.cat([table.rows(block[None]).movedim(table.node_dim, 0) for block in blocks])
             rows = found.contiguous()
@@ -323,8 +325,10 @@ class _Tables:
         self.address = ctypes.addressof(self._fields)
 
     def still_hold(self) -> bool:
-        """Whether embeddings lie where they lay."""
-        return all(getattr(module, name).data_ptr() == address for module, name, address in self._watched)
+        """Whether embeddings lie where they lay, and nobody has written into what positions are turned by."""
+        return all(getattr(module, name).data_ptr() == address for module, name, address in self._watched) and all(
+            _version(getattr(module, name)) == version for module, name, version in self._read
+        )
 
 
 class _Store:
@@ -658,6 +662,11 @@ class NativeProgram:
         if self._context_length is not None:
             num_positions = min(num_positions, self._context_length)
         return _Tables(self.ends, num_positions, self._layout.computed_bytes)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes when somebody writes into a tensor or replaces its storage."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _are_same(module: nn.Module, other: nn.Module) -> bool:
