@@ -19,10 +19,10 @@ SAME_ON_EVERY_VERSION = tests/conformance \
 	model_changes.py mutations.py policies_in_engine.py \
 	prefixes.py prompt_bits.py random_schedules.py real_model.py rejection_law.py self_draft_mutations.py \
 	self_draft_state.py strict.py swift.py) \
-	$(addprefix tests/unit/test_,acceptance.py applicability.py architecture.py attention.py bench.py budget.py candidates.py chat.py \
-	cli_options.py compiling.py composition.py costs.py cuts.py datastore.py datastore_resume.py defaults.py \
+	$(addprefix tests/unit/test_,acceptance.py acceptance_model.py cost_model.py methods.py scripts.py applicability.py architecture.py bench.py budget.py candidates.py chat.py \
+	cli_options.py compiling.py composition.py costs.py datastore.py datastore_resume.py defaults.py \
 	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py \
-	flat_nodes.py growth.py habit.py heads_checkpoint.py hostile_kernels.py imports.py jacobi.py kept_kernels.py length_policies.py \
+	flat_nodes.py growth.py heads_checkpoint.py hostile_kernels.py imports.py jacobi.py kept_kernels.py \
 	lengths.py lookahead.py medusa_hydra_layouts.py methods.py mutants.py nasd.py neighbours.py ngram.py noise.py pages.py params.py \
 	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
 	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py)
