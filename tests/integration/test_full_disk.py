@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from test_broken_steps import TOY_PARAMS, expected_of_toy, given, tokens, toy
 
 from foretoken import LLM
-from foretoken.cli.bench import _write
+from foretoken.bench.report import Report
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.folders import append_lines, is_no_room, keep_json, keep_text
@@ -102,12 +103,13 @@ def test_an_error_in_words_is_told_from_others() -> None:
     assert not is_no_room(RuntimeError("unexpected pos 704 vs 598"))
 
 
-def test_a_bench_goes_on_and_keeps_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "results.json"
-    _write(file, {"first": 1})
+def test_a_bench_goes_on_and_keeps_what_came_before(tmp_path: Path) -> None:
+    file, said = tmp_path / "results.json", list[str]()
+    report = Report(Console(quiet=True), file, said.append)
+    report.keep(first=1)
     with room_for(1024):
-        _write(file, {"first": 1, "second": "x" * 4096})
-    assert "results.json cannot be written (File too large); what was measured is shown" in capsys.readouterr().err
+        report.keep(second="x" * 4096)
+    assert "results.json cannot be written (File too large); what was measured is shown" in said[0]
     assert json.loads(file.read_text()) == {"first": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
 

@@ -19,6 +19,7 @@ from foretoken import LLM, zoo
 from foretoken.errors import ProbeError
 from foretoken.model import lm as model_module
 from foretoken.model.execution.execution import Execution
+from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
@@ -27,6 +28,7 @@ from foretoken.model.partial import representative
 from foretoken.model.probe import Check
 from foretoken.model.prober import Prober
 from foretoken.model.reduced import representatives
+from foretoken.model.support import cache_argument
 from foretoken.testing import strengthen
 from mutations import Patch, shifts_positions, shows_siblings
 
@@ -297,6 +299,7 @@ def test_a_graph_that_ignores_its_positions_loses_trees(
     At the weights of the class, in half precision, positions move logits by less than rounding does.
     """
     model = build("llama", DTYPES[dtype], is_strong=is_strong)
+    monkeypatch.setattr(NativeProgram, "is_possible", False)
     monkeypatch.setattr(Execution, "run", with_counted_positions)
     assert_right(load(model))
     with caplog.at_level(logging.WARNING, "foretoken"):
@@ -440,6 +443,7 @@ def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatc
         shapes.append(tuple(input_ids.shape) if flat is None else flat.shape)
         return forward(self, input_ids, *args, **options)
 
+    monkeypatch.setattr(Execution, "record", lambda *_: None)  # which looks at the model, too
     counting.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
     monkeypatch.setattr(type(model), "forward", counting)
     lm = load(model, kind)
@@ -485,9 +489,8 @@ def test_a_model_that_does_not_run_reduced_is_probed_as_it_is() -> None:
     class Direct(LlamaForCausalLM):
         def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **options: Any) -> Any:
             keep = options.pop("logits_to_keep", 0)
-            states = self.model(
-                input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, **options
-            )[0]
+            options[cache_argument(self.model)] = past_key_values
+            states = self.model(input_ids=input_ids, position_ids=position_ids, **options)[0]
             kept = slice(-keep, None) if isinstance(keep, int) else keep
             logits = torch.nn.functional.linear(states[:, kept], self.lm_head.weight)
             return transformers.modeling_outputs.CausalLMOutputWithPast(logits=logits)
