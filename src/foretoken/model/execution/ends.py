@@ -30,7 +30,7 @@ from foretoken.model.execution.lowering import (
 )
 from foretoken.model.execution.operators import product
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.tracing import Symbols, fake_mode, held, one_trace_at_a_time, replaced
+from foretoken.model.execution.tracing import Symbols, ancestors, fake_mode, held, one_trace_at_a_time, replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -255,7 +255,7 @@ class _Tracer:
             return False
         if self._embeds_tokens(node):
             return self._source_of.get(node.args[0], ("", 0))[0] == "tensor"  # type: ignore[arg-type]
-        inputs = {parent for parent in _ancestors(node) if parent.op == "placeholder"}
+        inputs = {parent for parent in ancestors(node) if parent.op == "placeholder"}
         inputs -= {each for each, (kind, _) in self._source_of.items() if kind in ("nodes", "tensor")}
         return inputs == {self._positions} and node.meta["val"].is_floating_point() and dims_of(node)[1] is not None
 
@@ -274,13 +274,13 @@ class _Tracer:
         assert node_dim is not None
         if self._embeds_tokens(node):
             return self._source_of[node.args[0]][1], None, node_dim, ()  # type: ignore[index]
-        sources = [self._source_of.get(parent, ("", 0)) for parent in _ancestors(node)]
+        sources = [self._source_of.get(parent, ("", 0)) for parent in ancestors(node)]
         read = [key for kind, key in sources if kind == "tensor"]
         return None, self._function_of_positions(traced, node), node_dim, read
 
     def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
         """Of the places of tensors, and positions (1, S)."""
-        needed = {wanted, *_ancestors(wanted)}
+        needed = {wanted, *ancestors(wanted)}
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [node for node in traced.graph.nodes if node.op == "placeholder" and node in needed]
         for node in inputs:
@@ -379,17 +379,6 @@ class _Tracer:
             return product(x, number, size)  # type: ignore[no-any-return]
 
         return forward
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """All that a node is computed from."""
-    found, waiting = set[fx.Node](), [node]
-    while waiting:
-        for parent in waiting.pop().all_input_nodes:
-            if parent not in found:
-                found.add(parent)
-                waiting.append(parent)
-    return found
 
 
 def _runner(leaf: nn.Module) -> Any:

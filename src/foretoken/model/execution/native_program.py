@@ -195,6 +195,7 @@ class _Layout:
         self.num_packed = PackedProduct.num_packed
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._kept: list[object] = []
+        self._matrices: dict[int, Any] = {}
         forms: dict[Any, int] = {}
         fields: list[_FormFields] = []
         of_layers = (_LayerFields * len(layers))()
@@ -247,8 +248,6 @@ class _Layout:
         self._kept += [of_layers, of_forms, of_ends, layers, ends]
         self.address = ctypes.addressof(self.fields)
 
-    _matrices: dict[int, Any]
-
     def _fill_end(self, place: _LayerFields, end: BoundProgram, inputs: Sequence[int] = ()) -> None:
         self._fill(place, end.program, end.tensors, end.runners, inputs)
         place.form = place.cache = -1
@@ -261,8 +260,6 @@ class _Layout:
         runners: Sequence[Any],
         inputs: Sequence[int],
     ) -> None:
-        if "_matrices" not in vars(self):
-            self._matrices = {}
         addresses: list[int] = []
         for kind, key in program.given:
             if kind == "constants":
@@ -609,7 +606,7 @@ class NativeProgram:
             raise NotTraceableError(f"its logits differ from those of its modules (relative error {error:.2g})")
 
     def _alone(self, layer: LayerProgram, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer returns of hidden states (1, S, H), those of the first tokens of a text, and logits of that."""
+        """What a layer returns of hidden states (1, S, H), the first ones of a text; of the last layer, logits too."""
         holder, num_nodes = nn.Module(), given.shape[1]
         holder.register_buffer("states", given.contiguous().view(num_nodes, -1))
         ends, first = self.ends, len(self.ends.tables)
@@ -626,8 +623,8 @@ class NativeProgram:
         fed.counts, fed.lengths = ctypes.addressof(counts), ctypes.addressof(lengths)
         states = torch.empty(2, 1, num_nodes, layout.width, dtype=self._dtype)
         read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
-        logits = torch.empty(num_nodes, layout.num_logits, dtype=self._dtype)
-        results = _ResultFields(states.data_ptr(), read.data_ptr(), None, num_nodes, logits.data_ptr())
+        logits = torch.empty(num_nodes if layer is self.layers[-1] else 0, layout.num_logits, dtype=self._dtype)
+        results = _ResultFields(states.data_ptr(), read.data_ptr(), None, len(logits), logits.data_ptr())
         addresses = layout.address, looked_up.address, None if store is None else store.address
         found = self._kernels.forward(*addresses, ctypes.addressof(fed), ctypes.addressof(results), 1)
         if store is None or found != 0:
