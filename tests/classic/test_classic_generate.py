@@ -329,12 +329,12 @@ def test_the_length_penalty_favours_longer_outputs() -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 20])
 def test_the_penalty_is_the_described_one(length: int) -> None:
-    from foretoken.classic.adapters import adapter_of
+    from foretoken.classic.reader import reader_of
     from foretoken.classic.request import Request
     from foretoken.classic.sampling.beams import BeamSearch
 
-    adapter = adapter_of(target())
-    search = BeamSearch(Request.of(PROMPT, adapter.target, 5, []), adapter, 4, 3, 5.0, 1.2)
+    reader = reader_of(target(), keeps_cache=True)
+    search = BeamSearch(Request.of(PROMPT, reader.model, 5, []), reader, 4, 3, 5.0, 1.2)
     assert search.penalty(length) == pytest.approx(((5.0 + length) / 6.0) ** 1.2)
 
 

@@ -1,41 +1,21 @@
-"""Models that read one growing text, or several of one length."""
+"""Models that read one growing text, or the beams of one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from foretoken.classic.adapters import ready
 from foretoken.classic.modules import PlainModule
 from foretoken.config.engine import EngineConfig
 from foretoken.loading.adapters import Adapter
+from foretoken.model.cache.prefixes import shared_length
 from foretoken.model.cache.ragged import KVCache
-from foretoken.model.lm import Nodes
+from foretoken.model.lm import CausalLM, Nodes
 
-
-class Readable(Protocol):
-    """What a call has to know of a model."""
-
-    name: str
-    vocab_size: int
-    context_length: int | None
-    device: torch.device
-
-
-class TextReader(Protocol):
-    """Reads one growing text."""
-
-    @property
-    def model(self) -> Readable:
-        """Whose logits they are."""
-        ...
-
-    def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
-        """Logits (num_last, V) after the last tokens of the text."""
-        ...
+Readable = CausalLM | PlainModule
+"""Has a name, a vocabulary, a context length and a device."""
 
 
 def reader_of(model: nn.Module, *, keeps_cache: bool) -> TextReader:
@@ -61,6 +41,10 @@ class ModuleReader:
         """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the module."""
         return self.model.read([text], num_last)[0]
 
+    def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
+        """Logits (B, V) after texts of one length."""
+        return self.model.read(texts)[:, 0]
+
 
 class Reader:
     """Gives logits after the last tokens of a text, and feeds only what the cache does not hold.
@@ -78,24 +62,36 @@ class Reader:
         self._adapter = adapter
         self._keeps_cache = keeps_cache
         self._cache = self.model.new_cache(1)
-        self._held: list[int] = []
+        self._held: tuple[int, ...] = ()
 
     def read(self, text: Sequence[int], num_last: int = 1) -> Tensor:
         """Logits (num_last, V) after the last ``num_last`` tokens of the text, in the dtype of the model.
 
         Tokens that the model has no embedding for are read as its last one.
         """
-        tokens = list(text)
-        self._roll_back(tokens, len(tokens) - num_last)
-        logits = feed(self._adapter, self._cache, tokens[len(self._held) :], num_last)
+        tokens = tuple(text)
+        kept = shared_length(self._held, tokens[: len(tokens) - num_last]) if self._keeps_cache else 0
+        self._held = self._held[:kept]
+        self._cache.rollback([kept])
+        logits = feed(self._adapter, self._cache, tokens[kept:], num_last)
         self._held = tokens
         return logits
 
-    def _roll_back(self, tokens: Sequence[int], most: int) -> None:
-        """Keep what the cache and the first ``most`` tokens have in common."""
-        length = common_length(self._held, tokens[:most]) if self._keeps_cache else 0
-        self._cache.rollback([length])
-        del self._held[length:]
+    def read_beams(self, texts: Sequence[Sequence[int]], parents: Sequence[int]) -> Tensor:
+        """Logits (B, V) after texts of one length, of which only the last token is fed.
+
+        Args:
+          parents: the row of the cache, by the call before, that holds all of a text but its last token.
+        """
+        self._cache.reorder(parents)
+        nodes = Nodes.from_chains([text[-1:] for text in texts])
+        with self._adapter.lock:
+            logits = self.model.forward(nodes, self._cache)[:, 0]
+        self._cache.commit([(0,)] * len(texts))
+        return logits
+
+
+TextReader = Reader | ModuleReader
 
 
 def feed(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: int = 1) -> Tensor:
@@ -114,11 +110,3 @@ def _forward(adapter: Adapter, cache: KVCache, tokens: Sequence[int], num_last: 
         logits = adapter.target.forward(Nodes.from_chains([tokens]), cache, keep=kept)
     cache.commit([range(len(tokens))])
     return logits[0]
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common beginning: 2 for (1, 2, 3) and (1, 2, 4, 5)."""
-    limit = min(len(first), len(second))
-    if first[:limit] == second[:limit]:
-        return limit
-    return next(i for i in range(limit) if first[i] != second[i])

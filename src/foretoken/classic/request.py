@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from foretoken.classic.reader import Readable
 from foretoken.config.keywords import whole_number
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.sequence import as_ids, check_prompt
 from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError
-
-
-class Limited(Protocol):
-    """A model with a vocabulary and a context."""
-
-    vocab_size: int
-    context_length: int | None
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,9 @@ class Request:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, inputs: Sequence[int], model: Limited, max_gen_len: int, eos_tokens_id: int | Iterable[int]) -> Request:
+    def of(
+        cls, inputs: Sequence[int], model: Readable, max_gen_len: int, eos_tokens_id: int | Iterable[int]
+    ) -> Request:
         """Check the arguments of a call.
 
         Raises: PromptError for an empty or malformed prompt, or ids outside the vocabulary; ContextLengthError for

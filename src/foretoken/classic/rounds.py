@@ -1,9 +1,15 @@
-"""The round of every classic function: propose, verify, accept, emit, observe."""
+"""The round of every classic function: propose, verify, accept, emit, observe.
+
+Cache, acceptance rule, stopping, prompt checks and length policies are the engine's; its loop is not. What is described
+cannot run in it: a user's processor is called once per accepted token and draws from torch's global generator (the
+engine's noise is keyed, so `torch.manual_seed` would repeat nothing), ``use_cache=False`` reads the whole text every
+time, any module may be the model, and the first forward reads the whole prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
@@ -56,15 +62,6 @@ class Proposer(Protocol):
         ...
 
 
-class NoProposer:
-    """Plain decoding: every draft is empty."""
-
-    def propose(self, text: Sequence[int], budget: int) -> Draft:
-        return Draft()
-
-    def observe(self, text: Sequence[int], laws: Sequence[Tensor]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Decoding:
     """One call: what is decoded, by whom, and who watches.
@@ -73,7 +70,7 @@ class Decoding:
       request: prompt and limits.
       target: reads the text.
       law: the user's processor.
-      proposer: where drafts come from.
+      proposer: where drafts come from; None decodes plainly: every draft is empty.
       first_target: let the target say the first token alone.
       is_adjusted: False replaces the residual by the target's law: lossy.
       trace: takes in every step.
@@ -87,7 +84,7 @@ class Decoding:
     target: TextReader
     law: ProcessedLaw
     trace: Trace
-    proposer: Proposer = field(default_factory=NoProposer)
+    proposer: Proposer | None = None
     first_target: bool = False
     is_adjusted: bool = True
     on_step: OnStep | None = None
@@ -107,7 +104,8 @@ class Decoding:
                     break
             step = result.step(len(text), len(emitted))
             text += emitted
-            self.proposer.observe(text, result.laws[: len(emitted)])
+            if self.proposer is not None:
+                self.proposer.observe(text, result.laws[: len(emitted)])
             self.trace.steps.append(step)
             if self.on_step is not None:
                 self.on_step(step, text)
@@ -118,7 +116,7 @@ class Decoding:
         times = [perf_counter()]
         is_first = len(text) == len(self.request.prompt)
         budget = 0 if self.first_target and is_first else self.request.max_length - len(text) - 1
-        draft = self.proposer.propose(text, budget) if budget > 0 else Draft()
+        draft = Draft() if self.proposer is None or budget < 1 else self.proposer.propose(text, budget)
         times.append(perf_counter())
         logits = self.target.read([*text, *draft.tokens], len(draft.tokens) + 1)
         times.append(perf_counter())

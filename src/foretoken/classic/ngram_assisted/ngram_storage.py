@@ -1,4 +1,8 @@
-"""Counts of which token has followed which others: a drafter without a model."""
+"""Counts of which token has followed which others: a drafter without a model.
+
+The storage of `nasd` in the engine counts by the same rule, and keeps chances and runners-up for its trees. These keep
+the two dictionaries of the description instead, which programs read and write.
+"""
 
 from __future__ import annotations
 

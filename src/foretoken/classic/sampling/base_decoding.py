@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from foretoken.classic.adapters import ready
-from foretoken.classic.modules import PlainModule
 from foretoken.classic.processed import ProcessedLaw
 from foretoken.classic.reader import reader_of
 from foretoken.classic.request import Request, check_least
@@ -99,12 +97,9 @@ def beam_search_generate(
     """
     check_least("num_beams", num_beams, 1)
     check_least("top_k", top_k, 1)
-    adapter = ready(model)
-    if isinstance(adapter, PlainModule):
-        adapter.say_once()
-    read = adapter if isinstance(adapter, PlainModule) else adapter.target
-    request = Request.of(inputs, read, max_gen_len, eos_tokens_id)
-    search = BeamSearch(request, adapter, num_beams, min(top_k, read.vocab_size), min_length, alpha)
+    reader = reader_of(model, keeps_cache=True)
+    request = Request.of(inputs, reader.model, max_gen_len, eos_tokens_id)
+    search = BeamSearch(request, reader, num_beams, min(top_k, reader.model.vocab_size), min_length, alpha)
     trace = begin_trace("beam_search_generate", len(request.prompt))
     for step in search.steps():
         trace.steps.append(step)

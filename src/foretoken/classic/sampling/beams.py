@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.classic.modules import PlainModule
-from foretoken.classic.reader import feed
+from foretoken.classic.reader import TextReader
 from foretoken.classic.request import Request
 from foretoken.classic.trace import Step
 from foretoken.errors import ConfigError, NumericsError
-from foretoken.loading.adapters import Adapter
-from foretoken.model.lm import Nodes
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,10 @@ class BeamSearch:
     ``num_beams`` of its step, as in transformers. The search is over when no running output can beat the
     best of them any more.
 
+    Beams are no drafts, and nothing else in foretoken searches: the engine refuses them by name.
+
     Args:
+      reader: of the model, with a cache.
       top_k: continuations of every beam that are looked at, at most V.
       min_length, alpha: of the length penalty, see `penalty`.
 
@@ -51,7 +50,7 @@ class BeamSearch:
     def __init__(
         self,
         request: Request,
-        adapter: Adapter | PlainModule,
+        reader: TextReader,
         num_beams: int,
         top_k: int,
         min_length: float,
@@ -60,9 +59,7 @@ class BeamSearch:
         if not min_length > -1.0:
             raise ConfigError(f"min_length is {min_length}; it must be above -1, or the length penalty has no value")
         self._request = request
-        self._reader: _BeamReader = (
-            _ModuleReader(adapter) if isinstance(adapter, PlainModule) else _CacheReader(adapter)
-        )
+        self._reader = reader
         self._num_beams = num_beams
         self._top_k = top_k
         self._min_length = min_length
@@ -85,13 +82,21 @@ class BeamSearch:
         """Extend all beams by one token at a time, in one forward each."""
         while self.length < self._longest and self._can_improve():
             start = perf_counter()
-            logits = self._reader.read(self._request.prompt, self.running)
+            logits = self._read()
             middle = perf_counter()
             self.length += 1
             self._select(self._candidates(logits))
             position = len(self._request.prompt) + self.length - 1
             best = (self.running or self.finished)[0].tokens[-1]
             yield Step(position, 0, None, (), 0, best, False, 0.0, middle - start, perf_counter() - middle)
+
+    def _read(self) -> Tensor:
+        """Logits (B, V) after the running beams."""
+        prompt = self._request.prompt
+        if not self.length:
+            return self._reader.read(prompt)
+        texts = [(*prompt, *beam.tokens) for beam in self.running]
+        return self._reader.read_beams(texts, [beam.parent for beam in self.running])
 
     def _candidates(self, logits: Tensor) -> list[Beam]:
         """The best continuations of all beams (rows of logits (B, V)), best first; enough for all of them to end."""
@@ -125,37 +130,3 @@ class BeamSearch:
             return bool(self.running)
         penalty = max(self.penalty(max(self.length, 1)), self.penalty(self._longest))
         return self.running[0].score / penalty > self.finished[0].score
-
-
-class _BeamReader(Protocol):
-    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
-        """Logits (B, V) after the prompt and the tokens of every beam, all of one length."""
-        ...
-
-
-class _CacheReader:
-    """Reads the last token of every beam over a row of a cache, which is that of the beam it has come from."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._cache = adapter.target.new_cache(1)
-
-    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
-        if not beams[0].tokens:
-            return feed(self._adapter, self._cache, prompt)
-        self._cache.reorder([beam.parent for beam in beams])
-        nodes = Nodes.from_chains([beam.tokens[-1:] for beam in beams])
-        with self._adapter.lock:
-            logits = self._adapter.target.forward(nodes, self._cache)[:, 0]
-        self._cache.commit([(0,)] * len(beams))
-        return logits
-
-
-class _ModuleReader:
-    """Reads the whole text of every beam."""
-
-    def __init__(self, module: PlainModule) -> None:
-        self._module = module
-
-    def read(self, prompt: Sequence[int], beams: Sequence[Beam]) -> Tensor:
-        return self._module.read([(*prompt, *beam.tokens) for beam in beams])[:, 0]
