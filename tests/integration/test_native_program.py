@@ -424,3 +424,25 @@ def test_prompts_are_compiled_when_the_first_long_one_comes() -> None:
     assert lm.execution.num_compiled == 0
     lm.forward(Nodes.from_chains([[i % 60 for i in range(80)]]), lm.new_cache(1))
     assert lm.execution.num_compiled == lm.num_layers
+
+
+@pytest.mark.parametrize("kind", ["compiled", "packed"])
+@pytest.mark.parametrize("name", ["llama", "phi", "gpt2"])
+def test_steps_stay_native_after_a_long_prompt(name: str, kind: str) -> None:
+    """What modules run by once a long prompt has come was taken for a forward that somebody had replaced: steps then
+    ran by modules for good, with other bits."""
+    lm = CausalLM(llama() if name == "llama" else ARCHITECTURES[name].build("sdpa", torch.float32), execution=kind)
+    layers = LayerSet(attention=frozenset({1}), mlp=frozenset({0}))
+    early = skipping(lm, layers)
+    want = [steps(each, [9], TREES[1]) for each in (lm, early)]
+    for each in (lm, early):
+        each.forward(Nodes.from_chains([[i % 60 for i in range(80)]]), each.new_cache(1))
+    late = skipping(lm, layers)
+    for each in (lm, early, late):
+        each.execution.refresh_if_stale()
+    before = [program_of(each).num_runs for each in (lm, early, late)]
+    got = [steps(each, [9], TREES[1]) for each in (lm, early, late)]
+    assert all(program_of(each).num_runs > count for each, count in zip((lm, early, late), before, strict=True))
+    assert same(got[0], want[0])
+    assert same(got[1], want[1])
+    assert same(got[2], want[1])

@@ -25,6 +25,7 @@ from foretoken.model.execution.builds import build_of, check, layout_of, same_co
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
 from foretoken.model.execution.inductor import Inductor, Segment
 from foretoken.model.execution.kept_kernels import folder_name, whole
+from foretoken.model.execution.linears import StandIn
 from foretoken.model.execution.lowering import NotTraceableError, Source
 from foretoken.model.execution.operators import Runner, attention
 from foretoken.model.execution.tracing import Tracer, ancestors
@@ -114,7 +115,7 @@ class BoundSegment:
         return self._run([known[source] if value is None else value for value, source in pairs])
 
 
-class CompiledLayer:
+class CompiledLayer(StandIn):
     """The forward of one decoder layer, compiled.
 
     Args:

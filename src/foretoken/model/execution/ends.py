@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.model.execution.builds import multiplies_in, plain_attributes
 from foretoken.model.execution.calls import value_at
-from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.linears import changed_forward, linears, replacement
 from foretoken.model.execution.lowering import (
     NODES_HINT,
     Lowering,
@@ -173,7 +173,7 @@ class _Tracer:
                 parts.append((path, type(module)))
             if module not in self._outside:
                 continue
-            forward = vars(module).get("forward")
+            forward = changed_forward(module)
             if module._forward_hooks or module._forward_pre_hooks or not (forward is None or module in leaves):
                 return None
             parts.append((path, type(module), plain_attributes(module)))

@@ -26,7 +26,7 @@ from foretoken.model.execution.attention import is_plain, is_seen
 from foretoken.model.execution.builds import TOLERANCE, build_of, check, layout_of, native_matrix, what_changed
 from foretoken.model.execution.calls import Calls, LayerCall, Recording
 from foretoken.model.execution.ends import BoundProgram, Ends, Table, modules_around
-from foretoken.model.execution.linears import linears
+from foretoken.model.execution.linears import changed_forward, linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
 from foretoken.model.execution.native import KINDS, Library
 from foretoken.model.execution.node_lists import array_of
@@ -392,7 +392,7 @@ class NativeProgram:
         modules = [layer.module for layer in layers]
         self._watched = [*modules_around(model, modules), *modules]
         of_linears = set(linears(model))  # they are products
-        self._forwards = [(each, vars(each).get("forward")) for each in self._watched if each not in of_linears]
+        self._forwards = [(each, changed_forward(each)) for each in self._watched if each not in of_linears]
         self._known = _Known()
         self._age = 0
         self._seen: tuple[int, int] | None = None  # hooks ever registered, and age, when modules were looked at
@@ -428,7 +428,7 @@ class NativeProgram:
             self._is_unchanged = not torch_modules._has_any_global_hook() and all(  # type: ignore[no-untyped-call]
                 not module._forward_hooks and not module._forward_pre_hooks for module in self._watched
             )
-            self._is_unchanged &= all(vars(module).get("forward") is forward for module, forward in self._forwards)
+            self._is_unchanged &= all(changed_forward(module) is forward for module, forward in self._forwards)
             self._seen = state if self._is_unchanged else None  # hooks may be taken away again
             if self._is_unchanged and not self._layout.still_holds():
                 self._layout = _Layout(self.layers, self.ends, self._windows, self._dtype)
@@ -671,7 +671,7 @@ def _are_same(module: nn.Module, other: nn.Module) -> bool:
     held = [{**each._parameters, **each._buffers} for each in (module, other)]
     return (
         type(module) is type(other)
-        and vars(module).get("forward") is vars(other).get("forward")
+        and changed_forward(module) is changed_forward(other)
         and held[0].keys() == held[1].keys()
         and all(held[0][name] is held[1][name] for name in held[0])
     )

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2CLS
 
+from foretoken.model.execution.linears import StandIn
+
 VECTOR = 64
 """Numbers. The widest step of torch's loops is two vectors of 512 bits in half precision."""
 PART = 2**14
@@ -22,7 +24,7 @@ PART = 2**14
 ACTIVATIONS = tuple({entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()})
 
 
-class Rowwise:
+class Rowwise(StandIn):
     """The forward of an elementwise module, by which a row has the same bits whatever rows are beside it.
 
     Args:

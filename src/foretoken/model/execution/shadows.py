@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.model.execution.compiled_layers import CompiledLayer
+from foretoken.model.execution.linears import StandIn
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.wrappers import take_out_compilation
 
 Model = TypeVar("Model", bound=nn.Module)
 
-SHARED = (PackedLinear, Rowwise, CompiledLayer)
+SHARED = (PackedLinear, StandIn)
 """Forwards that copies of a module share."""
 
 
