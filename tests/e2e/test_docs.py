@@ -27,7 +27,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    return [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line]
+    shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(page, "bash")]
+    return [line for block in shown for line in block.splitlines() if line]
 
 
 @pytest.fixture(autouse=True)
