@@ -28,7 +28,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -161,7 +161,7 @@ class Soak:
         for title, (drafter, governor) in self.world.engines.items():
             with_faults(drafter, self.rng, self.fault_rate, self.faults)
             engine = self._engine(drafter, self.world.config, prefixes=self.prefixes, governor=governor)
-            engine._ids = iter(range(FIRST_ID, 2 * FIRST_ID))  # type: ignore[assignment]
+            engine._admission = replace(engine._admission, ids=iter(range(FIRST_ID, 2 * FIRST_ID)))
             self.engines[title], self.open[title] = engine, []
         self._alone = self._engine(EmptyDrafter(), self.world.alone)
 

@@ -49,7 +49,6 @@ LONGER = {
     "engine/acceptance_model.py": "one model with the rates that it is made of",
     "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
     "engine/costs.py": "forwards that are timed, and what is kept of that",
-    "engine/engine.py": "the engine is one class: its requests, and the loop as a sequence of verbs",
     "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
     "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
     "heads/int8.py": "one head in kernels: what they are given, its weights, and its calls",

@@ -128,7 +128,6 @@ class TestSamplingParams:
             ({"use_beam_search": True}, "use_beam_search=True: .*beam_search_generate"),
             ({"structured_outputs": {"json": {}}}, "structured_outputs=dict: .*no grammars in this version"),
             ({"guided_decoding": {"json": {}}}, "guided_decoding=dict: .*logits_processors"),
-            ({"prompt_logprobs": 3}, "prompt_logprobs=3: .*use logprobs"),
             ({"do_sample": False}, "do_sample=False: temperature=0 is greedy"),
             ({"max_length": 99}, "max_length=99: .*use max_tokens"),
         ],

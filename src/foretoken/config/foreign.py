@@ -108,7 +108,6 @@ SAMPLING_PARAMETERS = {
     "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
     "structured_outputs": Foreign(_NO_GRAMMAR),
     "guided_decoding": Foreign(_NO_GRAMMAR),
-    "prompt_logprobs": Foreign("log-probabilities are of generated tokens only; use logprobs"),
     "allowed_token_ids": Foreign("ban the others with logit_bias={id: -inf}, or a function in logits_processors"),
     "truncate_prompt_tokens": Foreign(
         "prompts are used whole or refused; cut token_ids before they come in", (None, -1)

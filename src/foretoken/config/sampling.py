@@ -57,6 +57,8 @@ class SamplingParams:
       bad_words_ids: token sequences that may not occur.
       seed: 0..2**64-1; None (or -1) draws one per request, which is reported.
       logprobs: None, or how many most likely tokens are returned with every token, 0 for its own only.
+      prompt_logprobs: None, or how many most likely tokens are returned with every token of the prompt, 0 for its own
+        only; by the model alone, before any processor, since nothing of a prompt was sampled.
       ignore_eos: EOS does not end the output.
       skip_special_tokens: leave special tokens out of the text.
       detokenize: produce text; stop strings need it.
@@ -86,6 +88,7 @@ class SamplingParams:
     bad_words_ids: Sequence[Sequence[int]] | None = ()
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -165,8 +168,9 @@ class SamplingParams:
                     f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                     "lower the first or raise the second"
                 )
-        if self.logprobs is not None:
-            self._set("logprobs", whole("logprobs", self.logprobs, 0, remedy="None turns them off"))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                self._set(name, whole(name, count, 0, remedy="None turns them off"))
         if self.seed is not None:
             seed = whole("seed", self.seed, -1, 2**64 - 1, remedy="None draws one per request")
             self._set("seed", None if seed == -1 else seed)

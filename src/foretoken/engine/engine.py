@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ import torch
 
 from foretoken.config.engine import EngineConfig
 from foretoken.engine.accepting import accept_rows, choose_all
+from foretoken.engine.admission import Admission
 from foretoken.engine.decoding import emit, observe, propose
 from foretoken.engine.drafter import Drafter, PromptChunk
 from foretoken.engine.exclusive_use import ExclusiveUse
@@ -21,15 +21,13 @@ from foretoken.engine.features import RowFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
 from foretoken.engine.guarding import GuardedDrafter
+from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.memory import MemoryPlan
-from foretoken.engine.outputs import RowOutput, TokenLogprobs
+from foretoken.engine.outputs import RowOutput
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.sequence import Sequence, as_ids, check_prompt
+from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import Clock, StepProfile
-from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError, EngineBusyError
-from foretoken.law.noise import fresh_seed, mix
-from foretoken.law.sampling import SamplingLaw
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
 
@@ -83,6 +81,9 @@ class Engine:
                 f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
+        self._admission = Admission(
+            target, self.eos_token_ids, tokenizer, self.max_model_len, self.config.contains_faults
+        )
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
@@ -92,7 +93,6 @@ class Engine:
         self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._guarded)
         self._scheduler = Scheduler(target, self.cache, self._guarded, self.config, plan=self._plan, prefixes=prefixes)
         self._governing = Governing(self.governor, self._forwards, self._scheduler)
-        self._ids = count()  # unique also when requests are added from several threads
         self._use = ExclusiveUse()
         self._is_broken = False
 
@@ -121,52 +121,14 @@ class Engine:
         leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
         still unfinished.
         """
-        prompt = as_ids(prompt_ids)
-        check_prompt(prompt, self.target.vocab_size, self.max_model_len)
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        if self._scheduler.holds(request_id):
+        rows = self._admission.rows(prompt_ids, params, request_id, history_ids)
+        if self._scheduler.holds(rows[0].request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
-        seed = fresh_seed() if params.seed is None else params.seed
-        rows = [
-            self._new_row(prompt, self._new_law(params, prompt, history_ids, mix(seed, index)), request_id, index)
-            for index in range(params.n)
-        ]
         if self._plan is not None:
-            self._plan.check(len(prompt), rows[0].max_length)
+            self._plan.check(rows[0].num_prompt_tokens, rows[0].max_length)
         rows[0].forks = rows[1:]
         self._scheduler.waiting.append(rows[0])
         return rows
-
-    def _new_law(
-        self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int
-    ) -> SamplingLaw:
-        law = SamplingLaw(
-            params,
-            vocab_size=self.target.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            prompt_ids=prompt,
-            history_ids=history_ids,
-            device=self.target.device,
-        )
-        law.seed, law.contains_faults = seed, self.config.contains_faults
-        return law
-
-    def _new_row(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Sequence:
-        params, length = law.params, len(prompt)
-        wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
-        max_length = min(wanted, self.max_model_len)
-        return Sequence(
-            id=next(self._ids),
-            request_id=request_id,
-            index=index,
-            token_ids=list(prompt),
-            num_prompt_tokens=length,
-            params=params,
-            seed=law.seed,
-            law=law,
-            max_length=max_length,
-            checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
-        )
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End every row of a request, queued or running; returns those that were ended."""
@@ -240,7 +202,7 @@ class Engine:
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
         first_slot = self._scheduler.slot_of(rows[0])
-        output = self._forwards.read(chunks, first_slot)
+        output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs)
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
         if self.drafter.requires.reads_prompts:
             shown = [
@@ -248,7 +210,9 @@ class Engine:
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             ]
             self._guarded.read(rows, shown)
-        for row, chunk in zip(rows, chunks, strict=True):
+        for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
+            if row.learns_logprobs:
+                row.learn_logprobs(len(chunk), output.logits[place])
             row.num_prefilled += len(chunk)
         self.profile.num_prefill_tokens += sum(map(len, chunks))
         self._scheduler.start([row for row in rows if row.is_prefilled])

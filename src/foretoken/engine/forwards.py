@@ -95,14 +95,14 @@ class Forwards:
             return None
         return self._max_model_len + max(self._config.prefill_chunk_size, self._config.strict_width)
 
-    def read(self, chunks: Seq[Seq[int]], first_row: int) -> Output:
-        """Run the next tokens of prompts in neighbouring rows. Logits only where the drafter wants them."""
+    def read(self, chunks: Seq[Seq[int]], first_row: int, *, keeps_logits: bool = False) -> Output:
+        """Run the next tokens of prompts in neighbouring rows. Logits only where they or the drafter want them."""
         return self._target.forward_with(
             self._wanted,
             Nodes.from_chains(chunks, self._config.prefill_chunk_size if self.has_one_shape else None),
             self._cache,
             first_row=first_row,
-            keep=None if self._keeps_prompt_logits else slice(0, 0),
+            keep=None if keeps_logits or self._keeps_prompt_logits else slice(0, 0),
             view_length=self._view_length,
         )
 

@@ -7,27 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.sequence import Sequence
 from foretoken.law import sampling
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of one emitted token under its processed distribution: its own, and the k most likely."""
-
-    token: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-    @classmethod
-    def of(cls, token: int, log_probs: torch.Tensor, k: int) -> TokenLogprobs:
-        """Read off a row (V,) of log-probabilities; rank 1 is the most likely token."""
-        logprob = log_probs[token]
-        top = log_probs.topk(min(k, len(log_probs)))
-        rank = int((log_probs > logprob).sum()) + 1
-        return cls(token, float(logprob), rank, tuple(top.indices.tolist()), tuple(top.values.tolist()))
 
 
 @dataclass(frozen=True)
@@ -55,4 +37,4 @@ def logprobs_of(
     if k is None:
         return ()
     table = sampling.log_probs(logits, [row.law] * len(tokens), paths)
-    return tuple(TokenLogprobs.of(token, table[i], k) for i, token in enumerate(tokens))
+    return tuple(TokenLogprobs.of(tokens, table, k))

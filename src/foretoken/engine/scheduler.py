@@ -149,7 +149,7 @@ class Scheduler:
     def _recall(self, row: Sequence) -> int:
         """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
         row.num_changes = self._target.num_changes
-        if self._prefixes is None:
+        if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
         prompt = row.token_ids[: row.num_to_prefill]
         remembered = partial(self._drafter.recall, row)
@@ -174,20 +174,20 @@ class Scheduler:
         self._due = self._due or set(prefilling)
         first = next(place for place, row in enumerate(prefilling) if row in self._due)
         due = takewhile(self._due.__contains__, prefilling[first:])
-        is_short = self._is_short(prefilling[first])
-        together = list(takewhile(lambda row: self._is_short(row) == is_short, due))
+        kind = self._kind_of_chunk(prefilling[first])
+        together = list(takewhile(lambda row: self._kind_of_chunk(row) == kind, due))
         if one_by_one:
             together = together[:1]
-        elif self.num_decoding:
+        elif self.num_decoding or prefilling[first].learns_logprobs:  # whose logits are kept meanwhile
             totals = accumulate(map(self._chunk_length, together))
             together = together[: max(1, sum(total <= self._config.prefill_chunk_size for total in totals))]
         self._due.difference_update(together)
         return together
 
-    def _is_short(self, row: Sequence) -> bool:
+    def _kind_of_chunk(self, row: Sequence) -> tuple[bool, bool]:
         """Whether the next chunk is one of few nodes, which other kernels read than long ones: its bits may not depend
-        on what is read beside it."""
-        return self._chunk_length(row) <= MOST_NODES
+        on what is read beside it. And whether logits of it are wanted."""
+        return self._chunk_length(row) <= MOST_NODES, row.learns_logprobs
 
     def next_chunk(self, row: Sequence) -> list[int]:
         """The tokens that a row reads next."""

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config.keywords import whole_number
+from foretoken.engine.logprobs import TokenLogprobs, raw_logprobs
 from foretoken.engine.stats import SequenceStats, StepTrace
 from foretoken.errors import ContextLengthError, PromptError
 
 if TYPE_CHECKING:
+    import torch
+
     from foretoken.config.sampling import SamplingParams
     from foretoken.engine.stopping import Detokenizer, StopChecker
     from foretoken.law.sampling import SamplingLaw
@@ -42,6 +45,7 @@ class Sequence:
       num_replayed: length of its output when it last had to leave the cache, to be read again.
       is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
       num_changes: of the target, when the row came into the cache.
+      prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
     """
 
     id: int
@@ -65,6 +69,7 @@ class Sequence:
     num_replayed: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def text(self) -> Detokenizer | None:
@@ -103,8 +108,20 @@ class Sequence:
         return self.num_prompt_to_read + self.num_replayed
 
     @property
+    def learns_logprobs(self) -> bool:
+        """Whether its next chunk tells log-probabilities of the prompt, as that of a first sample may."""
+        wants = self.params.prompt_logprobs is not None and self.index == 0
+        return wants and len(self.prompt_logprobs) == self.num_prefilled < self.num_prompt_to_read
+
+    @property
     def is_prefilled(self) -> bool:
         return self.num_prefilled == self.num_to_prefill
+
+    def learn_logprobs(self, num_tokens: int, logits: torch.Tensor) -> None:
+        """Take in those of the tokens that follow its next chunk, given the logits (N, V) of its ``num_tokens``."""
+        first = self.num_prefilled + 1
+        tokens = self.token_ids[first : first + num_tokens]
+        self.prompt_logprobs += raw_logprobs(tokens, logits, self.params.prompt_logprobs or 0)
 
     def record(self, tree: DraftTree, accepted: Seq[int], num_emitted: int) -> None:
         """Count one verify step, before its tokens are appended; ``accepted`` are drafted nodes."""

@@ -136,6 +136,8 @@ class RequestOutput:
       finished: False when it was aborted before its end.
       lossless: the acceptance rule keeps the law of the target.
       num_cached_tokens: of the prompt, taken over from earlier requests instead of being fed (vLLM's field).
+      prompt_logprobs: per token of the prompt, None for the first, its own log-probability and the most likely ones by
+        the model alone; None unless asked for.
     """
 
     request_id: str
@@ -146,6 +148,7 @@ class RequestOutput:
     metrics: RequestMetrics
     lossless: bool = True
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def __repr__(self) -> str:
         shown = [repr(sample) for sample in self.outputs[:_SHOWN_SAMPLES]]

@@ -138,7 +138,14 @@ class Session:
             metrics=self._metrics(request),
             num_cached_tokens=request.texts[0].row.num_cached_tokens,
             lossless=self._is_lossless,
+            prompt_logprobs=self._prompt_logprobs(request),
         )
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        """Those of the tokens that were read so far; the first one has none."""
+        if request.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprobs(entry) for entry in request.texts[0].row.prompt_logprobs)]
 
     def _completion(self, request: Request, text: TextStream) -> CompletionOutput:
         wants_logprobs = request.params.logprobs is not None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from foretoken.law.faults import is_fatal, told
 
 if TYPE_CHECKING:
-    from foretoken.engine.outputs import RowOutput, TokenLogprobs
+    from foretoken.engine.logprobs import TokenLogprobs
+    from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence
 
 Segments = tuple[tuple[str, str], ...]

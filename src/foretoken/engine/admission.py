@@ -1,0 +1,83 @@
+"""Rows of requests as they arrive, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from foretoken.engine.sequence import Sequence, as_ids, check_prompt
+from foretoken.engine.stopping import StopChecker
+from foretoken.law.noise import fresh_seed, mix
+from foretoken.law.sampling import SamplingLaw
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from foretoken.config.sampling import SamplingParams
+    from foretoken.model.lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Makes the rows of requests.
+
+    Args:
+      target: the model.
+      eos_token_ids: tokens that end a row.
+      tokenizer: needed for stop strings only.
+      max_model_len: prompt and output together never exceed it.
+      contains_faults: see `EngineConfig`.
+      ids: of rows; unique also when requests are added from several threads.
+    """
+
+    target: CausalLM
+    eos_token_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase | None
+    max_model_len: int
+    contains_faults: bool
+    ids: Iterator[int] = field(default_factory=count)
+
+    def rows(
+        self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None, history_ids: Seq[int] | None
+    ) -> list[Sequence]:
+        """The ``params.n`` rows of a request; see `Engine.add_request`."""
+        prompt = as_ids(prompt_ids)
+        check_prompt(prompt, self.target.vocab_size, self.max_model_len)
+        request_id = f"request-{next(self.ids)}" if request_id is None else request_id
+        seed = fresh_seed() if params.seed is None else params.seed
+        return [
+            self._row(prompt, self._law(params, prompt, history_ids, mix(seed, index)), request_id, index)
+            for index in range(params.n)
+        ]
+
+    def _law(self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int) -> SamplingLaw:
+        law = SamplingLaw(
+            params,
+            vocab_size=self.target.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            prompt_ids=prompt,
+            history_ids=history_ids,
+            device=self.target.device,
+        )
+        law.seed, law.contains_faults = seed, self.contains_faults
+        return law
+
+    def _row(self, prompt: list[int], law: SamplingLaw, request_id: str, index: int) -> Sequence:
+        params, length = law.params, len(prompt)
+        wanted = self.max_model_len if params.max_tokens is None else length + params.max_tokens
+        max_length = min(wanted, self.max_model_len)
+        return Sequence(
+            id=next(self.ids),
+            request_id=request_id,
+            index=index,
+            token_ids=list(prompt),
+            num_prompt_tokens=length,
+            params=params,
+            seed=law.seed,
+            law=law,
+            max_length=max_length,
+            checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
+        )

@@ -1,0 +1,48 @@
+"""Log-probabilities of tokens as results have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+FEW_NODES = 32
+"""Rows of logits that are turned into log-probabilities at once."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one token under one distribution: its own, and the k most likely."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tokens: Seq[int], log_probs: torch.Tensor, k: int) -> list[TokenLogprobs]:
+        """Read off rows (len(tokens), V) of log-probabilities; rank 1 is the most likely token."""
+        own = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=log_probs.device)[:, None])
+        ranks = (log_probs > own).sum(dim=1) + 1
+        top = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
+        columns = own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist()
+        return [
+            cls(token, logprob, rank, tuple(top_ids), tuple(top_logprobs))
+            for token, logprob, rank, top_ids, top_logprobs in zip(tokens, *columns, strict=True)
+        ]
+
+
+def raw_logprobs(tokens: Seq[int], logits: torch.Tensor, k: int) -> list[TokenLogprobs]:
+    """Log-probabilities of tokens by the model alone, of float32 sums.
+
+    Args:
+      logits: (N, V) that the tokens have come after, in order; N may be larger. They are turned few at a time, so that
+        they are never copied whole.
+    """
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), FEW_NODES):
+        some = tokens[first : first + FEW_NODES]
+        found += TokenLogprobs.of(some, logits[first : first + len(some)].float().log_softmax(dim=-1), k)
+    return found
