@@ -65,7 +65,7 @@ class NasdDrafter(PlannedDrafter):
     """Drafts the most frequent successor of the last tokens, again and again, by counts of the row's text.
 
     Source: n-gram assisted speculative decoding (romsto/Speculative-Decoding; the text-only case is ANPD, Ou
-    et al. 2024, arXiv:2404.08698). Deviations: docs/methods/nasd.md.
+    et al. 2024, arXiv:2404.08698). Deviations: dev/deviations.md.
 
     Args:
       num_speculative_tokens: depth of the draft, unless ``length_policy`` says otherwise.

@@ -58,7 +58,7 @@ _OWN_FLOOR = 0.02
 class RestDrafter(PlannedDrafter):
     """Drafts the most frequent continuations of the longest end of the text that the datastore knows.
 
-    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: docs/methods/rest.md.
+    Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: dev/deviations.md.
 
     Args:
       datastore: opened, of the target's tokenizer. It is only read, so any number of drafters may share it.

@@ -61,7 +61,7 @@ class SuffixDrafter(PlannedDrafter):
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
     SAM-Decoding (Hu et al. 2024, arXiv:2411.10666) for the automaton over the request. Deviations:
-    docs/methods/suffix.md.
+    dev/deviations.md.
 
     Args:
       num_speculative_tokens: deepest draft, unless ``length_policy`` says otherwise.
