@@ -229,6 +229,41 @@ class DraftTree:
             sources=None if self.sources is None else tuple([self.sources[node] for node in nodes]),
         )
 
+    def joined(self, other: DraftTree, max_nodes: int) -> DraftTree:
+        """This draft and the nodes of another that it lacks, as far as there is room; nodes keep their sources.
+
+        Where this one has scores, nodes of the other have at most those of their parents. Chains 1 5 6 and 1 5 7 become
+        tokens (1, 5, 6, 7), parents (-1, 0, 1, 1). The draft is no sample of a law.
+        """
+        tokens, parents = list(self.tokens), list(self.parents)
+        sources = [self.source_of(node) for node in range(len(self))]
+        scores = None if self.scores is None else list(self.scores)
+        found = dict(self._child_of)
+        places = {0: 0}  # node of the other -> node here
+        for node in range(1, len(other)):
+            above, token = places.get(other.parents[node]), other.tokens[node]
+            if above is None:
+                continue
+            place = found.get((above, token))
+            if place is None and len(tokens) < max_nodes:
+                place = found[above, token] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+                sources.append(other.source_of(node))
+                if scores is not None:
+                    stated = scores[above] if other.scores is None else other.scores[node]
+                    scores.append(min(scores[above], stated))
+            if place is not None:
+                places[node] = place
+        return DraftTree(
+            tuple(tokens),
+            tuple(parents),
+            scores=None if scores is None else tuple(scores),
+            source=other.source,
+            sources=tuple(sources),
+            plan=other.plan,
+        )
+
     def main_chain(self) -> DraftTree:
         """The continuation of first children: what remains of a tree where only chains can be verified.
 

@@ -59,6 +59,8 @@ class SamplingParams:
       logprobs: None, or how many most likely tokens are returned with every token, 0 for its own only.
       prompt_logprobs: None, or how many most likely tokens are returned with every token of the prompt, 0 for its own
         only; by the model alone, before any processor, since nothing of a prompt was sampled.
+      prediction: text or token ids that the output is expected to be like: drafted beside what the drafter proposes, so
+        that only the speed depends on it. The front door turns text into tokens.
       ignore_eos: EOS does not end the output.
       skip_special_tokens: leave special tokens out of the text.
       detokenize: produce text; stop strings need it.
@@ -89,6 +91,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prediction: str | Sequence[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -101,6 +104,8 @@ class SamplingParams:
         self._set("bad_words", strings("SamplingParams", "bad_words", self.bad_words))
         self._set("stop_token_ids", tuple(self._token("stop_token_ids", t) for t in self._listed("stop_token_ids")))
         self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            self._set("prediction", tuple(self._token("prediction", t) for t in self._listed("prediction")))
         self._set("logit_bias", self._checked_bias())
         self._check_processors()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):

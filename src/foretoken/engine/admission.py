@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from foretoken.engine.prediction import Prediction
 from foretoken.engine.sequence import Sequence, as_ids, check_prompt
 from foretoken.engine.stopping import StopChecker
+from foretoken.errors import ConfigError
 from foretoken.law.noise import fresh_seed, mix
 from foretoken.law.sampling import SamplingLaw
 
@@ -53,6 +55,20 @@ class Admission:
             for index in range(params.n)
         ]
 
+    def _prediction(self, params: SamplingParams, start: int) -> Prediction | None:
+        given = params.prediction
+        if not given:
+            return None
+        if isinstance(given, str):
+            raise ConfigError(f"prediction {given[:40]!r} was not resolved to tokens; give token ids, or a tokenizer")
+        outside = [token for token in given if token >= self.target.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"prediction holds token ids {outside[:8]}, outside the vocabulary, 0..{self.target.vocab_size - 1}; "
+                "leave them out"
+            )
+        return Prediction(given, start)
+
     def _law(self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int) -> SamplingLaw:
         law = SamplingLaw(
             params,
@@ -80,4 +96,5 @@ class Admission:
             law=law,
             max_length=max_length,
             checker=StopChecker(params, self.eos_token_ids, length, max_length, self.tokenizer),
+            prediction=self._prediction(params, length),
         )

@@ -87,8 +87,9 @@ def emit_row(
     accepted = verdict.path[1 : len(tokens) + 1]
     if finish is not None:
         error = None
+    sources = tuple([tree.source_of(node) for node in accepted])
     if row.params.logprobs is None and not config.output_scores and not config.output_logits:
-        output = RowOutput(row, tuple(tokens), len(accepted), error=error)
+        output = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources)
     else:
         nodes = list(verdict.path[: len(tokens)])
         paths, chosen_from = [tree.path_tokens(node) for node in nodes], logits[place][nodes]
@@ -98,6 +99,7 @@ def emit_row(
             len(accepted),
             logprobs=logprobs_of(row, tokens, chosen_from, paths),
             error=error,
+            sources=sources,
             scores=sampling.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
             logits=chosen_from.float() if config.output_logits else None,
         )

@@ -28,6 +28,7 @@ __all__ = [
     "Requirements",
     "StepResult",
     "WrappingDrafter",
+    "own_result",
 ]
 
 
@@ -110,6 +111,23 @@ class StepResult:
     def committed(self) -> Features:
         """Features of the committed tokens: of the pending one, and of the accepted ones, ``len(emitted)`` in all."""
         return self.features.at(self.path) if self.text_features is None else self.text_features
+
+
+def own_result(tree: DraftTree, result: StepResult) -> StepResult:
+    """The outcome of a step for the proposal of one part."""
+    if len(tree) == 1:
+        return StepResult(tree, (0,), result.emitted, result.features.at((0,)), result.committed)
+    places = {0: 0}  # node of the part's tree -> node of the tree that was verified
+    for node in range(1, len(tree)):
+        above = places.get(tree.parents[node])
+        place = None if above is None else result.tree.child(above, tree.tokens[node])
+        if place is not None:
+            places[node] = place
+    own = tree.restricted(list(places))
+    verified = list(places.values())  # of node i of ``own``
+    accepted = set(result.path)
+    path = tuple(node for node, place in enumerate(verified) if place in accepted)
+    return StepResult(own, path, result.emitted, result.features.at(verified), result.committed)
 
 
 @dataclass(frozen=True)

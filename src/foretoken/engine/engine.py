@@ -21,6 +21,7 @@ from foretoken.engine.features import RowFeatures
 from foretoken.engine.forwards import NO_LIMIT, Forwards
 from foretoken.engine.governing import AnyGovernor, Governing
 from foretoken.engine.guarding import GuardedDrafter
+from foretoken.engine.joining import JoiningDrafter
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.memory import MemoryPlan
 from foretoken.engine.outputs import RowOutput
@@ -87,11 +88,12 @@ class Engine:
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
-        self._guarded = GuardedDrafter(drafter, contains_faults=self.config.contains_faults)
-        self._guarded.bind(target, self.cache)
+        guarded = GuardedDrafter(drafter, contains_faults=self.config.contains_faults)
+        self._drafting = JoiningDrafter(guarded, self.config.rule)
+        self._drafting.bind(target, self.cache)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
-        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._guarded)
-        self._scheduler = Scheduler(target, self.cache, self._guarded, self.config, plan=self._plan, prefixes=prefixes)
+        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
+        self._scheduler = Scheduler(target, self.cache, self._drafting, self.config, plan=self._plan, prefixes=prefixes)
         self._governing = Governing(self.governor, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
@@ -209,7 +211,7 @@ class Engine:
                 PromptChunk(row.num_prefilled, len(chunk), RowFeatures(output, i))
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
             ]
-            self._guarded.read(rows, shown)
+            self._drafting.read(rows, shown)
         for place, (row, chunk) in enumerate(zip(rows, chunks, strict=True)):
             if row.learns_logprobs:
                 row.learn_logprobs(len(chunk), output.logits[place])
@@ -221,7 +223,7 @@ class Engine:
     def _decode(self, rows: list[Sequence]) -> list[RowOutput]:
         """One round over the rows that decode."""
         clock = Clock(self.profile)
-        trees = propose(rows, self._guarded, self._forwards, self._governing, self._scheduler.max_nodes)
+        trees = propose(rows, self._drafting, self._forwards, self._governing, self._scheduler.max_nodes)
         self._erase_doubtful(rows)
         clock.lap("propose_seconds")
         output = self._forwards.verify(trees)
@@ -238,7 +240,7 @@ class Engine:
         clock.lap("commit_seconds")
         if self.drafter.observes:
             features = [RowFeatures(output, i, choices) for i in range(len(rows))]
-            observe(self._guarded, trees, paths, outputs, features)
+            observe(self._drafting, trees, paths, outputs, features)
         for row in rows:
             if row.is_finished:
                 self.profile.ended.add(row.stats)

@@ -16,7 +16,8 @@ from foretoken.law import sampling
 class RowOutput:
     """The tokens that one step added to one row.
 
-    ``num_accepted`` of the ``token_ids``, counted from the front, were drafted; the rest came from the target.
+    ``num_accepted`` of the ``token_ids``, counted from the front, were drafted, by what ``sources`` name; the rest came
+    from the target.
     ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
     """
 
@@ -27,6 +28,7 @@ class RowOutput:
     error: Exception | None = None
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
+    sources: tuple[str, ...] = ()
 
 
 def logprobs_of(

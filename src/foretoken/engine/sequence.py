@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.config.sampling import SamplingParams
+    from foretoken.engine.prediction import Prediction
     from foretoken.engine.stopping import Detokenizer, StopChecker
     from foretoken.law.sampling import SamplingLaw
     from foretoken.tree import DraftTree
@@ -45,6 +46,7 @@ class Sequence:
       num_replayed: length of its output when it last had to leave the cache, to be read again.
       is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
       num_changes: of the target, when the row came into the cache.
+      prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
     """
 
@@ -69,6 +71,7 @@ class Sequence:
     num_replayed: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
+    prediction: Prediction | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property

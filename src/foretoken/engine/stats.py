@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.engine.budget import Cuts
 from foretoken.engine.cost_model import RATE
+from foretoken.engine.prediction import PREDICTION
 
 if TYPE_CHECKING:
     from foretoken.tree import DraftTree
@@ -100,6 +101,16 @@ class SequenceStats:
     def num_proposed_tokens(self) -> int:
         """Tokens that were drafted, whether they were verified or cut."""
         return self.num_draft_tokens + self.cuts.num_tokens
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """Tokens of the output that the request had predicted, and that were drafted for that."""
+        return self.accepted_by[PREDICTION]
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        """Tokens of the prediction that were drafted and verified in vain."""
+        return self.drafted_by[PREDICTION] - self.accepted_by[PREDICTION]
 
     @property
     def draft_acceptance_rate(self) -> float:

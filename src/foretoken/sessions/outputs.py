@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
 
+from foretoken.engine.prediction import PREDICTION
 from foretoken.engine.stats import SequenceStats, StepTrace
 
 if TYPE_CHECKING:
@@ -201,10 +202,14 @@ def speculative_metrics(stats: SequenceStats, num_spec_tokens: int, is_lossless:
     accepted counts that occurred, as strings of integers. ``num_proposed_tokens`` were drafted, ``num_draft_tokens`` of
     them verified, and the others cut, by cause in ``num_cut_tokens``; ``num_undrafted_steps`` has the steps without a
     draft by what kept them from having one (`foretoken.engine.budget`). Where several drafters had a part,
-    ``by_drafter`` says what each has proposed. ``drafter_error`` is there where an exception has ended the drafting of
-    a row, and says which.
+    ``by_drafter`` says what each has proposed. ``accepted_prediction_tokens`` and ``rejected_prediction_tokens`` are
+    there where a prediction of the request's own was drafted; ``drafter_error`` where an exception has ended the
+    drafting of a row, and says which.
     """
     drafters: dict[str, Any] = {} if len(stats.drafted_by) < 2 else {"by_drafter": _by_drafter(stats)}
+    if stats.drafted_by[PREDICTION]:
+        drafters["accepted_prediction_tokens"] = stats.accepted_prediction_tokens
+        drafters["rejected_prediction_tokens"] = stats.rejected_prediction_tokens
     if stats.drafter_error:
         drafters["drafter_error"] = stats.drafter_error
     histogram = {str(count): stats.acceptance_histogram[count] for count in sorted(stats.acceptance_histogram)}

@@ -117,7 +117,7 @@ def read_params(
     num_prompts: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[SamplingParams]:
-    """Parameters for every prompt, with ``bad_words`` as token ids.
+    """Parameters for every prompt, with ``bad_words`` and ``prediction`` as token ids.
 
     Raises: ConfigError when there are not as many as prompts, or when text is needed and there is no tokenizer.
     """
@@ -148,14 +148,23 @@ def seeded(params: SamplingParams, seed: int | None, number: int) -> SamplingPar
     return replace(params, seed=mix(seed, number) >> (64 - _SEED_BITS))
 
 
+_WITHOUT_TEXT = {"stop": "use stop_token_ids", "bad_words": "use bad_words_ids", "prediction": "give token ids"}
+
+
 def _resolved(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingParams:
-    for name in ("stop", "bad_words"):
-        if getattr(params, name) and tokenizer is None:
+    for name, remedy in _WITHOUT_TEXT.items():
+        given = getattr(params, name)
+        if given and tokenizer is None and (name != "prediction" or isinstance(given, str)):
             raise ConfigError(
-                f"SamplingParams.{name} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or use "
-                f"{'stop_token_ids' if name == 'stop' else 'bad_words_ids'}"
+                f"SamplingParams.{name} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or "
+                f"{remedy}"
             )
-    if not params.bad_words or tokenizer is None:
+    if tokenizer is None:
+        return params
+    if isinstance(text := params.prediction, str):
+        check_unicode(text, "prediction")
+        params = replace(params, prediction=tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    if not params.bad_words:
         return params
     banned = [ids for word in params.bad_words for ids in spellings(word, tokenizer)]
     return replace(params, bad_words=(), bad_words_ids=(*(params.bad_words_ids or ()), *banned))

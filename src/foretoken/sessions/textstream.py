@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from foretoken.engine.prediction import PREDICTION
 from foretoken.law.faults import is_fatal, told
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ Segments = tuple[tuple[str, str], ...]
 """Pieces of text, each with the name of what proposed it."""
 
 TARGET = "target"
+OF_REQUESTS = (PREDICTION,)
+"""Names of what requests draft by themselves."""
 
 
 class TextStream:
@@ -61,7 +64,9 @@ class TextStream:
         self.finish_reason, self.stop_reason = output.row.finish_reason, output.row.stop_reason
         num_others = len(output.token_ids) - output.num_accepted
         try:
-            self.read(output.token_ids, [drafter_name] * output.num_accepted + [TARGET] * num_others)
+            drafters = [source if source in OF_REQUESTS else drafter_name for source in output.sources]
+            drafters += [drafter_name] * (output.num_accepted - len(drafters))
+            self.read(output.token_ids, drafters + [TARGET] * num_others)
         except Exception as fault:
             if is_fatal(fault):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
-from foretoken.engine.drafter import Budget, Drafter, StepResult, WrappingDrafter
+from foretoken.engine.drafter import Budget, Drafter, StepResult, WrappingDrafter, own_result
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftPlan, DraftTree
@@ -105,23 +105,6 @@ class _Memories(tuple[object, ...]):
 def _last_plan(trees: Seq[DraftTree]) -> DraftPlan | None:
     """The plan of the last part that has one."""
     return next((tree.plan for tree in reversed(trees) if tree.plan is not None), None)
-
-
-def own_result(tree: DraftTree, result: StepResult) -> StepResult:
-    """The outcome of a step for the proposal of one part."""
-    if len(tree) == 1:
-        return StepResult(tree, (0,), result.emitted, result.features.at((0,)), result.committed)
-    places = {0: 0}  # node of the part's tree -> node of the tree that was verified
-    for node in range(1, len(tree)):
-        above = places.get(tree.parents[node])
-        place = None if above is None else result.tree.child(above, tree.tokens[node])
-        if place is not None:
-            places[node] = place
-    own = tree.restricted(list(places))
-    verified = list(places.values())  # of node i of ``own``
-    accepted = set(result.path)
-    path = tuple(node for node, place in enumerate(verified) if place in accepted)
-    return StepResult(own, path, result.emitted, result.features.at(verified), result.committed)
 
 
 class Calibration:
