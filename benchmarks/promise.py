@@ -32,9 +32,9 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.bench.provenance import provenance
-from foretoken.compiling import instruction_set
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
+from foretoken.native.build import instruction_set
 from foretoken.testing import hostile_kernels, token_gap, ungoverned
 from foretoken.testing.hostile import KINDS
 

@@ -11,12 +11,12 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from foretoken.compiling import OPTIONS, cpp_compiler
 from foretoken.folders import cache_folder
-from foretoken.model.execution import native
+from foretoken.native import library as native
+from foretoken.native.build import OPTIONS, cpp_compiler
 
 HERE = Path(__file__).parent
-NOT_EMULATED = "drafting.cpp", "growing.cpp"  # heads in eight bits
+NOT_EMULATED = "int8_head.cpp", "int8_draft.cpp"  # heads in eight bits
 ABSENT = """#include <stdint.h>
 extern "C" {
 int64_t foretoken_bytes_product() { return -1; }
@@ -33,7 +33,7 @@ _real = native.library
 def library(instruction: str | None = None) -> native.Library | None:
     """Those of AVX2 as they are, all wider ones emulated."""
     chosen = instruction or "AMX"
-    return _real("AVX2") if chosen == "AVX2" else native.Library.load(_built(chosen), chosen)
+    return _real("AVX2") if chosen == "AVX2" else native.Library(_built(chosen), chosen)
 
 
 def _built(instruction: str) -> Path:

@@ -17,17 +17,18 @@ from transformers import PreTrainedModel
 
 from compiled_models import ALL, UNCOMPILED, build
 from foretoken import LLM, SamplingParams
-from foretoken.compiling import cpp_compiler
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model import groups
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import compiled_layers, inductor, native
+from foretoken.model.execution import compiled_layers, inductor
 from foretoken.model.execution.compiled_layers import CompiledLayer, worth_compiling
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import can_pack as can_pack_here
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native import library as native
+from foretoken.native.build import cpp_compiler
 from foretoken.tree import DraftTree
 
 pytestmark = [

@@ -20,7 +20,7 @@ from promise import METHODS, Cell, Study
 from architectures import target_model
 from foretoken import LLM, SamplingParams
 from foretoken.errors import UnsupportedModelError
-from foretoken.model.execution import native
+from foretoken.native import library as native
 from foretoken.testing import hostile_kernels
 from harness import random_ids
 

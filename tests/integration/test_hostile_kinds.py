@@ -13,7 +13,7 @@ import torch
 from promise import Cell, Study
 
 from foretoken import SamplingParams
-from foretoken.model.execution import native
+from foretoken.native import library as native
 from foretoken.testing import hostile_kernels, toy_model
 from foretoken.testing.hostile import KINDS
 from friendly import friendly_kernels

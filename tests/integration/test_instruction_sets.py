@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import foretoken
-from foretoken.compiling import instruction_set
-from foretoken.model.execution import native
+from foretoken.native import library as native
+from foretoken.native.build import instruction_set
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

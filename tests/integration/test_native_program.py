@@ -18,10 +18,12 @@ from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import ends, lowering, native, native_program
+from foretoken.model.execution import ends, native_program
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native import abi
+from foretoken.native import library as native
 from foretoken.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no kernels here")
@@ -359,7 +361,7 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
     """The control: without the fault the same model has one."""
     monkeypatch.setattr(native_program, "_programs", {})
     if fault == "a code":
-        monkeypatch.setitem(lowering.CODES, "rsqrt", lowering.CODES["sqrt"])
+        monkeypatch.setitem(abi.CODES, "rsqrt", abi.CODES["sqrt"])
     elif fault == "an input":
         take = native_program.LayerProgram.__init__
 

@@ -16,7 +16,7 @@ import torch
 from promise import Said, said
 
 from foretoken import LLM, SamplingParams
-from foretoken.model.execution import native
+from foretoken.native import library as native
 from foretoken.testing import hostile_kernels, toy_model
 from harness import random_ids
 

@@ -14,7 +14,6 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
 from compiled_models import FAST as COMPILED
 from compiled_models import build
 from foretoken import LLM
-from foretoken.compiling import cpp_compiler
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
@@ -34,6 +33,7 @@ from foretoken.model.execution.packing import can_pack
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.support import cache_argument
 from foretoken.model.votes import Voter
+from foretoken.native.build import cpp_compiler
 from foretoken.testing import check_drafter, compare, toy_model
 from foretoken.tree import DraftTree
 from harness import adapter, first_attention, random_ids, tolerance

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from foretoken import compiling
 from foretoken.folders import cache_folder
+from foretoken.native import build as compiling
 
 pytestmark = pytest.mark.skipif(
     compiling.cpp_compiler() is None or compiling.instruction_set() is None, reason="nothing is compiled here"

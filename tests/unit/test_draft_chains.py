@@ -31,9 +31,9 @@ from foretoken.engine.sequence import Sequence
 from foretoken.engine.stopping import StopChecker
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.law.processors import SamplingLaw
-from foretoken.model.execution import native
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native import library as native
 from foretoken.testing import GREEDY, SAMPLED, check_drafter, toy_model
 from foretoken.testing.toys import strengthen
 

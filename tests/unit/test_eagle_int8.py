@@ -21,9 +21,9 @@ from foretoken.heads.eagle import EagleHead, EagleShape
 from foretoken.heads.int8 import Int8Matrix
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.execution import native as kernels_of
 from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.lm import CausalLM
+from foretoken.native import library as kernels_of
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 
 HALF = torch.bfloat16

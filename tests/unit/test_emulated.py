@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.model.execution import native
+from foretoken.native import library as native
 
 KERNELS = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
 TESTS = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
     ("file", "chosen"),
     [
         ("unit/test_native.py", KERNELS),
-        ("integration/test_many_nodes.py", KERNELS),
+        ("integration/test_prefill_attention.py", KERNELS),
         ("integration/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
     ],
 )

@@ -12,13 +12,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
-from foretoken.model.execution import native, packing
+from foretoken.model.execution import packing
 from foretoken.model.execution.attention import grouped_sdpa
-from foretoken.model.execution.native import NativeMatrix
 from foretoken.model.execution.operators import Runner, product
 from foretoken.model.execution.packing import PackedProduct, can_pack
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native import library as native
+from foretoken.native.packed_matmul import NativeMatrix
 from foretoken.testing import hostile_kernels, toy_model
 from foretoken.testing.hostile import KINDS, MOST_ROWS_OF_STEPS
 

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     ("errors",),
     ("lazy", "folders", "machine", "progress"),
-    ("compiling",),
+    ("native",),
     ("tree", "config"),
     ("law",),
     ("accept",),
@@ -51,7 +51,6 @@ LONGER = {
     "engine/costs.py": "forwards that are timed, and what is kept of that",
     "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
     "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
-    "heads/int8.py": "one head in kernels: what they are given, its weights, and its calls",
     "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
     "heads/medusa_hydra.py": "one family of modules, whose structures and blocks are shared",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
@@ -59,7 +58,6 @@ LONGER = {
     "model/execution/ends.py": "one trace of what lies around the layers, and its parts",
     "model/execution/execution.py": "one way in: what is packed, recorded and compiled of a shadow, and why not",
     "model/execution/lowering.py": "one pass over a graph: where numbers lie, and what each operator becomes",
-    "model/execution/native.py": "the library of kernels, and the matrices that they multiply by",
     "model/execution/native_program.py": "one program: its structures, its tables, and the calls that run it",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
 }

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from foretoken import compiling, machine
+from foretoken import machine
 from foretoken.folders import locked
 from foretoken.model.execution import kept_kernels
 from foretoken.model.execution.kept_kernels import LISTING, folder_name, whole
+from foretoken.native import build as compiling
 
 
 def leave(folder: Path, **files: str) -> None:

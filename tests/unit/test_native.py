@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.model.execution import native
 from foretoken.model.execution.builds import build_of
-from foretoken.model.execution.few_nodes import FewNodes
 from foretoken.model.execution.packing import PackedProduct, can_pack
 from foretoken.model.promise import MOST_NODES
+from foretoken.native import library as native
+from foretoken.native.attention import DecodeAttention
+from foretoken.native.packed_matmul import NativeMatrix
 
 HALF = torch.bfloat16
 SETS = list(native.OPTIONS)
@@ -37,11 +38,11 @@ def kernels(request: pytest.FixtureRequest) -> native.Library:
 
 def matrix(
     kernels: native.Library, outputs: int, inputs: int, dtype: torch.dtype, has_bias: bool = False
-) -> tuple[native.NativeMatrix, torch.Tensor, torch.Tensor | None]:
+) -> tuple[NativeMatrix, torch.Tensor, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    return native.NativeMatrix(weight, bias, kernels), weight, bias
+    return NativeMatrix(weight, bias, kernels), weight, bias
 
 
 class TestNativeMatrix:
@@ -152,7 +153,7 @@ class Step:
         return mask.masked_fill_(~self.visible[:, None], torch.finfo(mask.dtype).min)
 
     def run(self, kernels: native.Library) -> torch.Tensor:
-        few = FewNodes(kernels, self.counts, self.columns)
+        few = DecodeAttention(kernels, self.counts, self.columns)
         output = few(self.query, self.keys, self.values, self.mask, None)
         assert output is not None
         return output
@@ -187,7 +188,7 @@ STEPS = [
 ]
 
 
-class TestFewNodes:
+class TestDecodeAttention:
     @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
     @pytest.mark.parametrize("step", STEPS, ids=lambda step: str(step[0]))
     def test_is_attention(
@@ -221,7 +222,7 @@ class TestFewNodes:
             try:
                 for threads in (1, 2, 3):
                     torch.set_num_threads(threads)
-                    alone = FewNodes(kernels, [1], [len(columns)])(query, keys, values, None, None)
+                    alone = DecodeAttention(kernels, [1], [len(columns)])(query, keys, values, None, None)
                     assert alone is not None
                     assert torch.equal(alone[0], result[number]), (row, node, threads)
             finally:
@@ -250,17 +251,19 @@ class TestFewNodes:
                 length = keys.shape[2]
                 mask = torch.zeros(1, 1, 1, length, dtype=dtype)
                 mask[..., :first] = torch.finfo(dtype).min
-                plain = FewNodes(kernels, [1], [length])(rows.query[:, :, node : node + 1], keys, values, mask, None)
+                plain = DecodeAttention(kernels, [1], [length])(
+                    rows.query[:, :, node : node + 1], keys, values, mask, None
+                )
                 assert plain is not None
                 assert torch.equal(plain[0], result[node]), (head, node)
 
     def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library) -> None:
         most = Step([MOST_NODES], [80], (2, 2), 32, torch.float32)
-        assert FewNodes(kernels, [MOST_NODES], [80])(most.query, most.keys, most.values, None, None) is not None
+        assert DecodeAttention(kernels, [MOST_NODES], [80])(most.query, most.keys, most.values, None, None) is not None
         many = Step([MOST_NODES + 1], [80], (2, 2), 32, torch.float32)
-        assert FewNodes(kernels, [MOST_NODES + 1], [80])(many.query, many.keys, many.values, None, None) is None
+        assert DecodeAttention(kernels, [MOST_NODES + 1], [80])(many.query, many.keys, many.values, None, None) is None
         few = Step([2], [40], (2, 2), 32, torch.float32)
-        run = FewNodes(kernels, [2], [40])
+        run = DecodeAttention(kernels, [2], [40])
         assert run(few.query.double(), few.keys.double(), few.values.double(), None, None) is None
         assert run(few.query, few.keys.transpose(2, 3).contiguous().transpose(2, 3), few.values, None, None) is None
         assert run(few.query, few.keys, few.values, few.mask == 0, None) is None
@@ -297,14 +300,14 @@ class TestFewNodes:
     def test_scratch_stays_within_bounds(self, kernels: native.Library) -> None:
         """However many nodes and columns there are; a node of a large step has the bits that it has alone."""
         rows = Step([64], [40_000], (32, 2), 16, torch.float32)
-        few = FewNodes(kernels, [64], [40_000])
+        few = DecodeAttention(kernels, [64], [40_000])
         known = few.call(rows.query, rows.keys, rows.values, rows.mask, None, 2)
         assert known is not None
         assert known[1] * 4 <= 2**27
         result = rows.run(kernels)
         for node in (0, 40, 63):
             query, mask = rows.query[:, :, node : node + 1], rows.mask[:, :, node : node + 1].contiguous()
-            alone = FewNodes(kernels, [1], [40_000])(query, rows.keys, rows.values, mask, None)
+            alone = DecodeAttention(kernels, [1], [40_000])(query, rows.keys, rows.values, mask, None)
             assert alone is not None
             assert torch.equal(alone[0], result[node])
 
@@ -396,7 +399,7 @@ def test_a_matrix_refuses_inputs_that_it_does_not_multiply() -> None:
     """It read and wrote four bytes for each of their two."""
     kernels = native.library()
     assert kernels is not None
-    matrix = native.NativeMatrix(torch.ones(32, 32), None, kernels)
+    matrix = NativeMatrix(torch.ones(32, 32), None, kernels)
     with pytest.raises(TypeError, match=r"multiplies in torch\.float32 was given torch\.bfloat16"):
         matrix(torch.ones(1, 32, dtype=torch.bfloat16))
 
@@ -406,7 +409,7 @@ def test_a_product_of_several_layers_runs_and_splits() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         layers = [torch.nn.Linear(64, size).to(dtype) for size in (48, 16)]
         product = PackedProduct(layers)
-        assert isinstance(product.matrix, native.NativeMatrix)
+        assert isinstance(product.matrix, NativeMatrix)
         x = torch.randn(5, 64).to(dtype)
         expected = torch.cat([layer(x) for layer in layers], -1)
         assert torch.allclose(product(x).float(), expected.float(), atol=0.02 if dtype != torch.float32 else 1e-5)
@@ -418,8 +421,8 @@ def test_a_product_of_several_layers_runs_and_splits() -> None:
 def test_a_lesser_cpu_decodes_the_same_text(most: str, tmp_path: Path) -> None:
     """In a process that is held to fewer instructions, with the kernels of these."""
     code = (
-        "import torch; from foretoken.model.execution import native\n"
-        "from foretoken import LLM, SamplingParams; from foretoken.model.execution.native import NativeMatrix\n"
+        "import torch\n"
+        "from foretoken import LLM, SamplingParams; from foretoken.native.packed_matmul import NativeMatrix\n"
         "llm = LLM('zoo:tiny', dtype='bfloat16', execution='packed')\n"
         "plain = LLM('zoo:tiny', dtype='bfloat16', execution='eager')\n"
         "used = [p for p in llm.target.execution._products if isinstance(p.matrix, NativeMatrix)]\n"

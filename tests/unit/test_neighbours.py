@@ -18,8 +18,9 @@ from foretoken import machine
 from foretoken.loading import threads
 from foretoken.loading.threads import keep_to_quota, threads_note
 from foretoken.machine import cpu_quota
-from foretoken.model.execution import native
-from foretoken.model.execution.helpers import FEW_STEPS, MOST_STEPS, WINDOW, Helpers
+from foretoken.native import library as native
+from foretoken.native.packed_matmul import NativeMatrix
+from foretoken.native.threads import FEW_STEPS, MOST_STEPS, WINDOW, Helpers
 
 # ---- the cgroup's quota ---------------------------------------------------------------------------------------------
 
@@ -226,12 +227,12 @@ def threads_of_torch() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def products(kernels: native.Library) -> list[tuple[native.NativeMatrix, torch.Tensor]]:
+def products(kernels: native.Library) -> list[tuple[NativeMatrix, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 64, 96), (3, 608, 1000), (17, 96, 4000), (70, 256, 515), (5, 32, 7)]
     return [
         (
-            native.NativeMatrix(torch.randn(outputs, inputs, generator=generator), None, kernels),
+            NativeMatrix(torch.randn(outputs, inputs, generator=generator), None, kernels),
             torch.randn(rows, inputs, generator=generator),
         )
         for rows, inputs, outputs in shapes

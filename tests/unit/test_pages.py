@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from foretoken.model.execution import pages
+from foretoken.native import memory as pages
 
 HAS_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 SHAPES = [(3,), (100, 70), (2, 5, 333), (1, 1), (700, 1024), (1024, 513), (0, 4), (90, 90)]

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.engine.accepting import Choices
-    from foretoken.law import kernels
     from foretoken.model.capture import Output
+    from foretoken.native import sample_kernels
 else:
     torch = Lazy("torch")
-    kernels = Lazy("foretoken.law.kernels")
+    sample_kernels = Lazy("foretoken.native.sample_kernels")
 
 _BLOCK = 128
 
@@ -111,7 +111,7 @@ class RowFeatures(Features):
         logits = self._output.logits[self._row]
         if not len(logits):  # a prompt of which no logits were wanted
             return super().top_ids(k, nodes)
-        found = kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
+        found = sample_kernels.best(logits, min(k, logits.shape[-1]), nodes)  # without a copy
         return largest_ids(_selected(logits, nodes), k) if found is None else found
 
     @property
@@ -135,7 +135,7 @@ def largest_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     """
     num_rows, num_scores = scores.shape
     k = min(k, num_scores)
-    if (found := kernels.best(scores, k)) is not None:
+    if (found := sample_kernels.best(scores, k)) is not None:
         return found
     num_blocks = num_scores // _BLOCK
     if num_blocks < 4 * k or scores.device.type != "cpu":

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from foretoken.engine.budget import Budget, Limits
 from foretoken.engine.drafter import Requirements
 from foretoken.model.capture import Output, Wanted
-from foretoken.model.execution.native import loaded_helpers
 from foretoken.model.nodes import Nodes
 from foretoken.model.promise import Promise
+from foretoken.native.library import loaded_helpers
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:

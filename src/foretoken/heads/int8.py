@@ -14,128 +14,17 @@ from torch import nn
 from foretoken.heads.eagle import EagleHead, FusedLayer
 from foretoken.heads.layers import DecoderLayer, RMSNorm
 from foretoken.model.execution import linears, packing
-from foretoken.model.execution.native import Library
-from foretoken.model.execution.node_lists import NodeList, array_of
+from foretoken.model.execution.node_lists import NodeList
+from foretoken.native import abi
+from foretoken.native.library import Library
+from foretoken.native.packed_matmul import Int8Matrix
 
-MOST_LEVELS = 60
-"""Of a draft: ``drafting.h`` has room for a few more."""
-MOST_HALF = 256
+MOST_LEVELS = abi.MOST_LEVELS - 4
+"""Of a draft."""
 MOST_NODES = 64
 """Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
 
 DTYPES = (torch.bfloat16, torch.float32)
-
-SPAN = 64
-"""Inputs that share a scale of activations."""
-BLOCK = 32
-LARGEST = 127.0
-
-Address = ctypes.c_void_p
-Integer = ctypes.c_int64
-
-
-class MatrixStruct(ctypes.Structure):
-    """A matrix of bytes: sizes, and addresses of weights, scales and biases."""
-
-    _fields_ = (
-        ("inputs", ctypes.c_int64),
-        ("outputs", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-    )
-
-
-class HeadStruct(ctypes.Structure):
-    """A head: sizes, addresses of tables and norms, and its matrices."""
-
-    _fields_ = (
-        *((name, Integer) for name in ["generation", "size", "width", "heads", "kv_heads", "head_dim", "inner"]),
-        *((name, Integer) for name in ("is_residual_normed", "norms_output", "is_float")),
-        *((name, Address) for name in ("table", "frequencies")),
-        *((name, Address) for name in ("embed", "streams", "input", "hidden", "post", "norm")),
-        *((name, MatrixStruct) for name in ("fuse", "heads_in", "heads_out", "gate_up", "down", "output")),
-        ("eps", ctypes.c_float),
-        ("rope_factor", ctypes.c_float),
-    )
-
-
-class LevelStruct(ctypes.Structure):
-    """The nodes of a level, and where they are written."""
-
-    _fields_ = (
-        *((name, Integer) for name in ("nodes", "rows")),
-        *(
-            (name, Address)
-            for name in ["tokens", "positions", "columns", "prefix", "above", "counts", "firsts", "view"]
-        ),
-        *((name, Address) for name in ("keys", "values")),
-        *((name, Integer) for name in ("row", "head")),
-        *((name, Address) for name in ("features", "streams", "outputs")),
-    )
-
-
-class GrowStruct(ctypes.Structure):
-    """A draft that is to be grown, and where it is written."""
-
-    _fields_ = (
-        *((name, Integer) for name in ["pending", "trunk", "depth", "branches", "beam", "most"]),
-        *((name, Address) for name in ("keys", "values")),
-        *((name, Integer) for name in ("row", "head")),
-        ("owed", Integer),
-        *((name, Address) for name in ("tokens_of", "streams", "last")),
-        *((name, Address) for name in ("names", "tokens", "parents", "scores")),
-        ("least_mass", ctypes.c_double),
-        ("least", ctypes.c_double),
-        ("power", ctypes.c_float),
-    )
-
-
-class Int8Matrix:
-    """A weight rounded to bytes, with a scale by output.
-
-    Args:
-      weight: (out, in) of any float dtype, ``in`` a multiple of 64.
-      bias: (out,), or None.
-
-    Attributes:
-      structure: what kernels are given; it holds addresses of tensors that live as long as this object.
-
-    Exactness: within half of a 127th of the largest weight of an output, and of the largest of 64 activations; for
-      drafts alone.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        outputs, inputs = weight.shape
-        wide = weight.detach().float()
-        scales = wide.abs().amax(1).clamp(min=1e-30) / LARGEST
-        whole = (wide / scales[:, None]).round().clamp(-LARGEST, LARGEST).add(128.0).to(torch.uint8)
-        whole = torch.nn.functional.pad(whole, (0, 0, 0, -outputs % BLOCK), value=128)
-        # by blocks of 32 outputs and 4 inputs: two vectors of 16 outputs x 4 inputs
-        self._packed = whole.view(-1, BLOCK, inputs // 4, 4).permute(0, 2, 1, 3).contiguous()
-        self._scales = scales.contiguous()
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.num_bytes = self._packed.numel()
-        self.structure = MatrixStruct(
-            inputs,
-            outputs,
-            self._packed.data_ptr(),
-            self._scales.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-        )
-
-    def product(self, x: torch.Tensor, kernels: Library) -> torch.Tensor:
-        """(n, in) in float32 -> (n, out)."""
-        x = x.float().contiguous()
-        out = x.new_empty(len(x), self.structure.outputs)
-        address = ctypes.addressof(self.structure)
-        kernels.drafting["bytes_product"](address, x.data_ptr(), len(x), out.data_ptr(), torch.get_num_threads())
-        return out
-
-    @staticmethod
-    def fits(inputs: int) -> bool:
-        """Whether a weight with so many inputs can be kept so."""
-        return inputs % SPAN == 0
 
 
 class Int8Head:
@@ -160,7 +49,7 @@ class Int8Head:
         sizes = shape.layer
         self.size, self.num_logits = sizes.hidden_size, len(output)
         self.num_kv_heads, self.head_dim = sizes.num_kv_heads, sizes.head_dim
-        self._kernels = kernels.drafting
+        self._kernels = kernels
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
         norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
@@ -176,7 +65,7 @@ class Int8Head:
         self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
         frequencies = head.rotary.frequencies.float().contiguous()
         self._kept += [matrices, frequencies]
-        self._head = HeadStruct(
+        self._head = abi.Head(
             shape.generation,
             sizes.hidden_size,
             len(shape.streams) * shape.target_size,
@@ -210,13 +99,13 @@ class Int8Head:
         count = len(nodes.tokens)
         outputs = torch.empty(count, self.size)
         given = given.contiguous() if is_true else given.float().contiguous()
-        above = (Integer * (count * (MOST_LEVELS + 4)))()
+        above = (abi.Integer * (count * (abi.MOST_LEVELS)))()
         for node, columns in enumerate(nodes.above or [()] * count):
-            first = node * (MOST_LEVELS + 4)
+            first = node * (abi.MOST_LEVELS)
             above[first : first + len(columns) + 1] = [*columns, -1]
-        of_nodes = [array_of(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
-        of_rows = [array_of(each) for each in (nodes.counts, nodes.firsts(), nodes.views())]
-        level = LevelStruct(
+        of_nodes = [abi.array_of(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
+        of_rows = [abi.array_of(each) for each in (nodes.counts, nodes.firsts(), nodes.views())]
+        level = abi.Level(
             count,
             len(nodes.counts),
             *(ctypes.addressof(each) for each in (*of_nodes, above, *of_rows)),
@@ -276,11 +165,11 @@ class Int8Head:
         Returns: tokens, parents, and logarithms of the chances of paths, of every node.
         """
         most = min(most, 1 + depth * beam * branches)
-        tokens, parents = (Integer * most)(), (Integer * most)()
+        tokens, parents = (abi.Integer * most)(), (abi.Integer * most)()
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
-        tokens_of = array_of(chain)
-        growing = GrowStruct(
+        tokens_of = abi.array_of(chain)
+        growing = abi.Growing(
             pending,
             trunk,
             depth,
@@ -304,7 +193,7 @@ class Int8Head:
         return tokens[:count], parents[:count], scores[:count]
 
     def _run(self, name: str, *arguments: int) -> int:
-        function: Callable[..., int] = self._kernels[name]
+        function: Callable[..., int] = getattr(self._kernels, name)
         return function(ctypes.addressof(self._head), *arguments, torch.get_num_threads())
 
     def _weight_of(self, norm: nn.Module | None) -> int | None:
@@ -330,7 +219,7 @@ def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> st
         "it has another activation than silu": sizes.activation != "silu",
         "it has norms by head or by stream": sizes.has_head_norms or shape.fc_norm,
         "its sizes are no multiples of 64": any(size % 64 for size in (*inputs, sizes.intermediate_size)),
-        "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * MOST_HALF,
+        "its attention heads are of an odd size": sizes.head_dim % 32 != 0 or sizes.head_dim > 2 * abi.MOST_HALF,
         "its embeddings are in another dtype": table.dtype != head.dtype or not table.is_contiguous(),
         "other norms than its own": any(type(module) is not RMSNorm for module in _norms(head)),
     }

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.law import kernels, noise
+from foretoken.law import noise
 from foretoken.law.gumbel_topk import GumbelTopK, healthy_rows, ranked
 from foretoken.law.nucleus import candidates
 from foretoken.law.support import Warper
+from foretoken.native import sample_kernels
 
 NUM_ROWS = 8
 """Rows that are looked at together, few enough to stay in the processor's cache between two passes."""
@@ -38,7 +39,7 @@ def argmax(logits: Tensor) -> Tensor:
         if not logits.is_contiguous():
             return torch.stack([argmax(row) for row in logits])  # numpy would copy a part of a wider table
         return argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:2])
-    if (found := kernels.argmax(logits)) is not None:
+    if (found := sample_kernels.argmax(logits)) is not None:
         return found
     if (infinity := INFINITY_BITS.get(logits.dtype)) is not None:
         return torch.from_numpy(_argmax_of_halves(logits.detach().view(torch.int16).numpy(), infinity))
@@ -128,7 +129,7 @@ def perturbed_best(
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k, columns)
     if k == 1 and columns is None and not warper.truncates:
-        best = kernels.gumbel_argmax(scores, warper.temperature, keys)
+        best = sample_kernels.gumbel_argmax(scores, warper.temperature, keys)
         if best is not None:
             return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
     top = GumbelTopK(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import NumericsError, ShapeError
-from foretoken.law import kernels, noise
+from foretoken.law import noise
 from foretoken.law.choice import argmax, largest, perturbed_best
 from foretoken.law.gumbel_topk import healthy_rows
 from foretoken.law.processors import Path, SamplingLaw, check_shapes, process, processed
 from foretoken.law.support import Warper
+from foretoken.native import sample_kernels
 
 __all__ = [
     "SamplingLaw",
@@ -119,9 +120,11 @@ def choose_at(logits: Tensor, node: int, law: SamplingLaw, path: Path, position:
     if not law.is_processed:
         found = None
         if law.is_greedy:
-            found = kernels.argmax_at(logits, node)
+            found = sample_kernels.argmax_at(logits, node)
         elif not law.warper.truncates:
-            found = kernels.gumbel_argmax_at(logits, node, law.warper.temperature, noise.row_key(law.seed, position))
+            found = sample_kernels.gumbel_argmax_at(
+                logits, node, law.warper.temperature, noise.row_key(law.seed, position)
+            )
         if found is not None:
             return found
     return int(choose(logits[node : node + 1], [law], [path], [position]))

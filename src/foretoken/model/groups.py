@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.model.execution.few_nodes import FewNodes
-from foretoken.model.execution.many_nodes import ManyNodes
 from foretoken.model.masks import FULL, Masks, folded
 from foretoken.model.nodes import FlatNodes, Nodes
 from foretoken.model.promise import MOST_NODES
+from foretoken.native.attention import DecodeAttention, PrefillAttention
 
 if TYPE_CHECKING:
-    from foretoken.model.execution.native import Library
+    from foretoken.native.library import Library
 
 CALL_COLUMNS = 256
 """What one more call of attention costs, in columns of one row and node: some 20 microseconds on a CPU."""
@@ -47,8 +46,8 @@ class RowGroup:
     columns: int
     masks: dict[str, torch.Tensor | None]
     head: int | None = None
-    few: FewNodes | None = None
-    many: ManyNodes | None = None
+    few: DecodeAttention | None = None
+    many: PrefillAttention | None = None
     _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -122,10 +121,10 @@ class Grouping:
             are_chains = nodes.ancestors is None and nodes.num_fed == 0
             head = before[0] if are_chains and len(rows) == 1 else None
             seen = [min(heads[row] + counts[row], length) for row in rows]
-            few = None if self._kernels is None else FewNodes(self._kernels, flat.counts, seen)
+            few = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
             many = None
             if few is not None and not few.is_few and are_chains:
-                many = ManyNodes(few.kernels, flat.counts, before, self._masks.windows)
+                many = PrefillAttention(few.kernels, flat.counts, before, self._masks.windows)
             found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, few, many))
             first += size
         return tuple(found)

@@ -13,7 +13,7 @@ from foretoken.model.nodes import FlatNodes, Nodes
 
 if TYPE_CHECKING:
     from foretoken.model.cache.ragged import KVCache
-    from foretoken.model.execution.native import Library
+    from foretoken.native.library import Library
 
 
 @dataclass(frozen=True)

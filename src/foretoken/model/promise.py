@@ -6,8 +6,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-MOST_NODES = 64
-"""Nodes of a row, its root included, up to which the library's own kernels keep the bits of a node of any tree."""
+from foretoken.native.abi import MOST_NODES
+
+__all__ = ["MOST_NODES", "Promise"]
 
 
 @dataclass(frozen=True)

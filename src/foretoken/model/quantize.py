@@ -12,9 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
 from foretoken.model.execution.linears import replacement
-from foretoken.model.execution.native import NibbleMatrix, library
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
+from foretoken.native.library import library
+from foretoken.native.packed_matmul import NibbleMatrix
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 NUM_LEVELS = 16

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.heads.int8 as int8
-    import foretoken.model.execution.native as kernels_of
     import foretoken.model.execution.node_lists as node_lists
+    import foretoken.native.library as kernels_of
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     int8 = Lazy("foretoken.heads.int8")
-    kernels_of = Lazy("foretoken.model.execution.native")
+    kernels_of = Lazy("foretoken.native.library")
     node_lists = Lazy("foretoken.model.execution.node_lists")
 
 MOST_GROWN = 2

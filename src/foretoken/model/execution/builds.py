@@ -10,10 +10,10 @@ from torch import nn
 from foretoken.model.execution.calls import LayerCall, value_at
 from foretoken.model.execution.linears import replacement
 from foretoken.model.execution.lowering import NotTraceableError
-from foretoken.model.execution.native import NativeMatrix, NibbleMatrix
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.sublayers import LeftOut
+from foretoken.native.packed_matmul import PackedMatrix
 
 if TYPE_CHECKING:
     from foretoken.model.execution.tracing import Tracer
@@ -52,10 +52,10 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def native_matrix(run: object) -> NativeMatrix | NibbleMatrix | None:
+def native_matrix(run: object) -> PackedMatrix | None:
     """The matrix with which the library's own kernels run a product; None where something else runs it."""
     matrix = getattr(run, "matrix", None)
-    return matrix if type(matrix) in (NativeMatrix, NibbleMatrix) else None
+    return matrix if isinstance(matrix, PackedMatrix) else None
 
 
 def multiplies_in(run: object) -> torch.dtype:

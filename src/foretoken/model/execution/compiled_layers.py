@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from foretoken.compiling import cpp_compiler
 from foretoken.folders import CACHE_VARIABLE, cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import build_of, check, layout_of, same_code, what_changed
@@ -29,6 +28,7 @@ from foretoken.model.execution.linears import StandIn
 from foretoken.model.execution.lowering import NotTraceableError, Source
 from foretoken.model.execution.operators import Runner, attention
 from foretoken.model.execution.tracing import Tracer, ancestors
+from foretoken.native.build import cpp_compiler
 
 logger = logging.getLogger("foretoken")
 

@@ -21,7 +21,6 @@ from foretoken.model.execution.ends import Ends, trace_ends
 from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.lowering import NotTraceableError
-from foretoken.model.execution.native import KINDS, Library, NativeMatrix, library
 from foretoken.model.execution.native_program import NativeProgram, layer_program
 from foretoken.model.execution.packing import (
     PackedLinear,
@@ -34,6 +33,8 @@ from foretoken.model.execution.sharing import groups, move_out, shared_storages
 from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
 from foretoken.model.support import cache_argument
+from foretoken.native.library import KINDS, Library, library
+from foretoken.native.packed_matmul import NativeMatrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

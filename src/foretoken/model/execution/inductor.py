@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from foretoken.compiling import cpp_compiler
 from foretoken.model.execution.lowering import NotTraceableError, Source
 from foretoken.model.execution.tracing import one_trace_at_a_time
+from foretoken.native.build import cpp_compiler
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from foretoken.compiling import cpp_compiler
 from foretoken.folders import keep_json, locked, sha256_of
 from foretoken.machine import cpu_digest
+from foretoken.native.build import cpp_compiler
 
 logger = logging.getLogger("foretoken")
 

@@ -21,11 +21,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from foretoken.model.execution.native import KINDS
 from foretoken.model.execution.operators import attention, product
+from foretoken.native import abi
+from foretoken.native.library import KINDS
 
 aten = torch.ops.aten
-Integer, Address = ctypes.c_int64, ctypes.c_void_p
 
 Source: TypeAlias = tuple[str, Any]
 """Where a graph finds an input: ("nodes", None), ("product", index), ("tensor", index) or ("input", index)."""
@@ -37,73 +37,9 @@ where torch has taken it for the only one."""
 LINE = 64
 """Bytes. Memory of all nodes begins at a multiple, however many there are."""
 
-CODES = {
-    name: number
-    for number, name in enumerate(
-        [
-            "copy",
-            "neg",
-            "abs",
-            "relu",
-            "exp",
-            "sqrt",
-            "rsqrt",
-            "reciprocal",
-            "sigmoid",
-            "silu",
-            "tanh",
-            "gelu",
-            "gelu_tanh",
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "maximum",
-            "minimum",
-            "sum",
-        ]
-    )
-}
-SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
-OPERATIONS, PRODUCT, ATTENTION = range(3)
-
 
 class NotTraceableError(Exception):
     """A model does something that no program holds."""
-
-
-class _Operand(ctypes.Structure):
-    _fields_ = (("base", Integer), ("offset", Integer), ("strides", Integer * 3))
-
-
-class _Operation(ctypes.Structure):
-    _fields_ = (
-        ("code", Integer),
-        ("sizes", Integer * 3),
-        ("out", _Operand),
-        ("first", _Operand),
-        ("second", _Operand),
-    )
-
-
-class _Base(ctypes.Structure):
-    _fields_ = tuple((name, Integer) for name in ("role", "place", "kind", "bytes"))
-
-
-_STEP = ["kind", "first", "count", "matrix", "input", "output", "query", "key", "value", "attended"]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = tuple((name, Integer) for name in _STEP)
-
-
-class ProgramFields(ctypes.Structure):
-    """What C++ is given of a program."""
-
-    _fields_ = (
-        *((name, Address) for name in ("bases", "operations", "steps")),
-        *((name, Integer) for name in ("num_bases", "num_steps", "scratch", "memory")),
-    )
 
 
 @dataclass(frozen=True)
@@ -129,9 +65,9 @@ class Program:
 
     def __init__(
         self,
-        bases: Sequence[_Base],
-        operations: Sequence[_Operation],
-        steps: Sequence[_Step],
+        bases: Sequence[abi.Base],
+        operations: Sequence[abi.Operation],
+        steps: Sequence[abi.Step],
         scratch: int,
         memory: int,
         inputs: Sequence[int],
@@ -147,11 +83,11 @@ class Program:
         self.output_sizes = tuple(output_sizes)
         self.in_tuple: int | None = None
         self._kept = (
-            (_Base * len(bases))(*bases),
-            (_Operation * len(operations))(*operations),
-            (_Step * len(steps))(*steps),
+            (abi.Base * len(bases))(*bases),
+            (abi.Operation * len(operations))(*operations),
+            (abi.Step * len(steps))(*steps),
         )
-        self._fields = ProgramFields(
+        self._fields = abi.Program(
             *[ctypes.addressof(each) for each in self._kept], len(bases), len(steps), scratch, memory
         )
         self.address = ctypes.addressof(self._fields)
@@ -222,10 +158,10 @@ class Lowering:
         self._outputs = outputs
         self._dtypes = dtypes
         self._leaves = leaves or {}
-        self._bases: list[_Base] = []
+        self._bases: list[abi.Base] = []
         self._spans: dict[int, list[int]] = {}  # steps from which on, and up to which, memory is needed
-        self._operations: list[_Operation] = []
-        self._steps: list[_Step] = []
+        self._operations: list[abi.Operation] = []
+        self._steps: list[abi.Step] = []
         self._inputs = [0]  # the first place is that of hidden states
         self._given: list[Source] = [("constants", None)]
         self._constants: list[float] = []
@@ -234,8 +170,8 @@ class Lowering:
         self._scratch = self._most_scratch = 0
         self._first = 0  # operation of this run
         self._heads: Heads | None = None
-        self._scratch_base = self._base(SCRATCH, 0, torch.float32, 0)
-        self._constant_base = self._base(GIVEN, 0, torch.float32, 0)
+        self._scratch_base = self._base(abi.SCRATCH, 0, torch.float32, 0)
+        self._constant_base = self._base(abi.GIVEN, 0, torch.float32, 0)
 
     def program(self) -> Program:
         """Lower the graph."""
@@ -295,11 +231,11 @@ class Lowering:
     def _base(self, role: int, place: int, dtype: torch.dtype, num_numbers: int) -> int:
         if dtype not in KINDS:
             raise NotTraceableError(f"it computes in {dtype}")
-        self._bases.append(_Base(role, place, KINDS[dtype], num_numbers * dtype.itemsize))
+        self._bases.append(abi.Base(role, place, KINDS[dtype], num_numbers * dtype.itemsize))
         return len(self._bases) - 1
 
     def _memory(self, dtype: torch.dtype, num_numbers: int) -> int:
-        base = self._base(MEMORY, 0, dtype, num_numbers)
+        base = self._base(abi.MEMORY, 0, dtype, num_numbers)
         self._spans[base] = [len(self._steps), len(self._steps)]
         return base
 
@@ -323,7 +259,7 @@ class Lowering:
 
     def _home(self, node: fx.Node, size: int) -> int | None:
         if node in self._homes and node.meta["val"].dtype == torch.float32 and node.op == "call_function":
-            return self._base(OUTPUT, self._homes[node], torch.float32, size)
+            return self._base(abi.OUTPUT, self._homes[node], torch.float32, size)
         return self._memory(torch.float32, size) if self._home_is_wanted(node) else None
 
     def _home_is_wanted(self, node: fx.Node) -> bool:
@@ -349,7 +285,7 @@ class Lowering:
 
     def _close_run(self) -> None:
         if len(self._operations) > self._first:
-            self._steps.append(_Step(OPERATIONS, self._first, len(self._operations) - self._first))
+            self._steps.append(abi.Step(abi.OPERATIONS, self._first, len(self._operations) - self._first))
         self._first = len(self._operations)
         self._scratch = 0
         self._loaded.clear()
@@ -364,7 +300,7 @@ class Lowering:
         for each in bases:
             self._touch(each.base)
         for offsets, inner in _unrolled(dims):
-            op = _Operation(CODES[code])
+            op = abi.Operation(abi.CODES[code])
             op.sizes[:] = [size for size, _ in inner]
             for number, (place, view) in enumerate(zip((op.out, op.first, op.second), bases, strict=True)):
                 place.base, place.offset = view.base, view.offset + offsets[number]
@@ -405,7 +341,7 @@ class Lowering:
             view.value is None
             and view.is_contiguous
             and view.offset == 0
-            and self._bases[view.base].role in (MEMORY, INPUT, OUTPUT)
+            and self._bases[view.base].role in (abi.MEMORY, abi.INPUT, abi.OUTPUT)
             and self._bases[view.base].bytes == size * dtype.itemsize
             and self._dtype(view.base) == dtype
         )
@@ -419,9 +355,9 @@ class Lowering:
         view = self._views[node]
         if view.node_dim is None:
             raise NotTraceableError("what it returns is the same for all nodes")
-        if self._bases[view.base].role == OUTPUT and self._bases[view.base].place == number:
+        if self._bases[view.base].role == abi.OUTPUT and self._bases[view.base].place == number:
             return
-        base = self._base(OUTPUT, number, node.meta["val"].dtype, math.prod(view.shape))
+        base = self._base(abi.OUTPUT, number, node.meta["val"].dtype, math.prod(view.shape))
         self._emit("copy", View(base, 0, view.shape, _strides(view.shape), view.node_dim), self._from(view))
 
     # ---- nodes of the graph -----------------------------------------------------------------------------------------
@@ -452,7 +388,7 @@ class Lowering:
             val = node.meta["val"]
             if not val.is_contiguous():
                 raise NotTraceableError("it holds a tensor that does not lie in one piece")
-            base = self._base(GIVEN, self._give((kind, key)), val.dtype, 0)
+            base = self._base(abi.GIVEN, self._give((kind, key)), val.dtype, 0)
             shape = tuple(map(int, val.shape))
             self._views[node] = View(base, 0, shape, _strides(shape), None)
 
@@ -462,7 +398,7 @@ class Lowering:
             raise NotTraceableError("it is given something that does not belong to nodes")
         if number not in self._inputs:
             self._inputs.append(number)
-        base = self._base(INPUT, self._inputs.index(number), node.meta["val"].dtype, math.prod(shape))
+        base = self._base(abi.INPUT, self._inputs.index(number), node.meta["val"].dtype, math.prod(shape))
         return View(base, 0, shape, _strides(shape), node_dim)
 
     def _give(self, source: Source) -> int:
@@ -536,7 +472,7 @@ class Lowering:
         outer = tuple(x.shape[place] for place in kept)
         rows = math.prod(outer)
         out = self._new(None, (rows, 1), 0)
-        op = _Operation(CODES["sum"])
+        op = abi.Operation(abi.CODES["sum"])
         op.sizes[:] = (1, rows, count)
         for place, view, steps in (
             (op.out, out, (0, 1, 0)),
@@ -736,9 +672,9 @@ class Lowering:
         self._close_run()
         self._touch(stored)
         shape, node_dim = dims_of(node)
-        step = _Step(PRODUCT)
+        step = abi.Step(abi.PRODUCT)
         is_output = node in self._homes and node.meta["val"].dtype == dtype
-        out = self._base(OUTPUT, self._homes[node], dtype, size) if is_output else self._memory(dtype, size)  # type: ignore[arg-type]
+        out = self._base(abi.OUTPUT, self._homes[node], dtype, size) if is_output else self._memory(dtype, size)  # type: ignore[arg-type]
         step.matrix, step.input, step.output = self._give(("product", index)), stored, out
         self._steps.append(step)
         return View(step.output, 0, shape, _strides(shape), node_dim)
@@ -758,7 +694,7 @@ class Lowering:
         for base in (query, key, value):
             self._touch(base)
         shape, node_dim = dims_of(node)
-        step = _Step(ATTENTION)
+        step = abi.Step(abi.ATTENTION)
         step.query, step.key, step.value, step.attended = query, key, value, self._memory(dtype, math.prod(shape))
         self._steps.append(step)
         return View(step.attended, 0, shape, _strides(shape), node_dim)

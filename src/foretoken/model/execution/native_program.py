@@ -28,12 +28,11 @@ from foretoken.model.execution.calls import Calls, LayerCall, Recording
 from foretoken.model.execution.ends import BoundProgram, Ends, Table, modules_around
 from foretoken.model.execution.linears import changed_forward, linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
-from foretoken.model.execution.native import KINDS, Library
-from foretoken.model.execution.node_lists import array_of
 from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.execution.tracing import Tracer
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
-from foretoken.model.promise import MOST_NODES
+from foretoken.native import abi
+from foretoken.native.library import KINDS, Library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from foretoken.model.nodes import Logits
 
 logger = logging.getLogger("foretoken")
-
-Integer, Address = ctypes.c_int64, ctypes.c_void_p
 
 LARGE = 2**25
 """Weights from which on a model is read from memory, not from the processor's caches."""
@@ -56,63 +53,6 @@ position has the same angles in every table."""
 
 _programs: dict[Any, Program] = {}
 """Of layers, by their build."""
-
-
-class _LayerFields(ctypes.Structure):
-    _fields_ = (
-        *((name, Address) for name in ("program", "given", "inputs")),
-        *((name, Integer) for name in ("num_inputs", "form", "cache")),
-    )
-
-
-class _FormFields(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("heads", "group", "size", "value_size", "kind", "window")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class _TableFields(ctypes.Structure):
-    _fields_ = (("rows", Address), *((name, Integer) for name in ("bytes", "count", "by_position")))
-
-
-_SIZES = "num_layers num_forms num_tables num_computed first state_bytes read_bytes logit_bytes kind least_shared"
-
-
-class _ModelFields(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in _SIZES.split()),
-        *((name, Address) for name in ("layers", "forms", "before", "behind", "head")),
-    )
-
-
-class _StoreFields(ctypes.Structure):
-    _fields_ = (("keys", Address), ("values", Address), ("columns", Integer))
-
-
-class _FedFields(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("rows", "width", "nodes", "earlier")),
-        *((name, Address) for name in ("tokens", "depths", "counts", "lengths", "offsets", "ancestors")),
-        ("first_row", Integer),
-    )
-
-
-class _ResultFields(ctypes.Structure):
-    _fields_ = (
-        *((name, Address) for name in ("states", "read", "kept")),
-        ("num_kept", Integer),
-        ("logits", Address),
-    )
-
-
-class _DraftFields(ctypes.Structure):
-    _fields_ = (
-        ("depths", Address),
-        *((name, Integer) for name in ("most", "columns", "known")),
-        ("names", Address),
-        ("tokens", Address),
-    )
 
 
 @dataclass(frozen=True)
@@ -197,8 +137,8 @@ class _Layout:
         self._kept: list[object] = []
         self._matrices: dict[int, Any] = {}
         forms: dict[Any, int] = {}
-        fields: list[_FormFields] = []
-        of_layers = (_LayerFields * len(layers))()
+        fields: list[abi.Form] = []
+        of_layers = (abi.Layer * len(layers))()
         self.kv_sizes: dict[int, tuple[int, int, int]] = {}
         for index, (place, layer) in enumerate(zip(of_layers, layers, strict=True)):
             form = -1
@@ -211,15 +151,15 @@ class _Layout:
                     forms[key] = len(fields)
                     scale = heads.size**-0.5 if layer.scaling is None else layer.scaling
                     sizes = heads.heads, heads.group, heads.size, heads.value_size
-                    fields.append(_FormFields(*sizes, KINDS[dtype], windows[kind] or 0, scale))
+                    fields.append(abi.Form(*sizes, KINDS[dtype], windows[kind] or 0, scale))
                 form = forms[key]
                 assert layer.cache_index is not None
                 self.kv_sizes[layer.cache_index] = heads.heads, heads.size, heads.value_size
             inputs = [ends.inputs_of[index][key] for key in layer.program.inputs[1:]]
             self._fill(place, layer.program, layer.tensors, layer.runners, inputs)
             place.form, place.cache = form, -1 if layer.cache_index is None else layer.cache_index
-        of_forms = (_FormFields * len(fields))(*fields)
-        of_ends = (_LayerFields * 3)()
+        of_forms = (abi.Form * len(fields))(*fields)
+        of_ends = (abi.Layer * 3)()
         self._fill_end(of_ends[1], ends.behind)
         self._fill_end(of_ends[2], ends.head)
         computed: Sequence[int] = ()
@@ -231,7 +171,7 @@ class _Layout:
         self.num_read, self.num_logits = ends.behind.program.output_sizes[0], ends.head.program.output_sizes[0]
         (self.width,) = {layer.program.output_sizes[0] for layer in layers}
         weights = sum(matrix.packed.numel() for matrix in self._matrices.values())
-        self.fields = _ModelFields(
+        self.fields = abi.Model(
             len(layers),
             len(fields),
             len(ends.tables),
@@ -248,13 +188,13 @@ class _Layout:
         self._kept += [of_layers, of_forms, of_ends, layers, ends]
         self.address = ctypes.addressof(self.fields)
 
-    def _fill_end(self, place: _LayerFields, end: BoundProgram, inputs: Sequence[int] = ()) -> None:
+    def _fill_end(self, place: abi.Layer, end: BoundProgram, inputs: Sequence[int] = ()) -> None:
         self._fill(place, end.program, end.tensors, end.runners, inputs)
         place.form = place.cache = -1
 
     def _fill(
         self,
-        place: _LayerFields,
+        place: abi.Layer,
         program: Program,
         tensors: Sequence[tuple[nn.Module, str]],
         runners: Sequence[Any],
@@ -277,7 +217,7 @@ class _Layout:
                 self._kept.append(matrix)
                 self._matrices[matrix.address] = matrix
                 addresses.append(matrix.address)
-        given, numbers = (Address * len(addresses))(*addresses), (Integer * max(len(inputs), 1))(*inputs)
+        given, numbers = (abi.Address * len(addresses))(*addresses), (abi.Integer * max(len(inputs), 1))(*inputs)
         self._kept += [given, numbers, program]
         place.program, place.given, place.inputs = program.address, ctypes.addressof(given), ctypes.addressof(numbers)
         place.num_inputs = len(inputs)
@@ -300,7 +240,7 @@ class _Tables:
     @torch.inference_mode()
     def __init__(self, ends: Ends, num_positions: int, computed_bytes: Sequence[int]) -> None:
         self.num_positions = num_positions
-        self._fields = (_TableFields * (len(ends.tables) + len(computed_bytes)))()
+        self._fields = (abi.Table * (len(ends.tables) + len(computed_bytes)))()
         self._kept: list[torch.Tensor] = []
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._read: list[tuple[nn.Module, str, tuple[int, int]]] = []
@@ -339,14 +279,14 @@ class _Store:
             (layer.keys, layer.values) if ready else (None, None) for layer, ready in zip(layers, has, strict=True)
         ]
         self._arrays = [
-            (Address * len(layers))(*(None if pair[part] is None else pair[part].data_ptr() for pair in buffers))
+            (abi.Address * len(layers))(*(None if pair[part] is None else pair[part].data_ptr() for pair in buffers))
             for part in (0, 1)
         ]
         found = [buffer for pair in buffers for buffer in pair if buffer is not None]
         columns = {buffer.shape[2] for buffer in found}
         self.ready = {index for index, ready in enumerate(has) if ready}
         self.is_even = len(columns) <= 1 and all(buffer.is_contiguous() for buffer in found)
-        self._fields = _StoreFields(*map(ctypes.addressof, self._arrays), next(iter(columns), 0))
+        self._fields = abi.Store(*map(ctypes.addressof, self._arrays), next(iter(columns), 0))
         self.address = ctypes.addressof(self._fields)
 
 
@@ -438,7 +378,7 @@ class NativeProgram:
 
     def takes(self, counts: Iterable[int]) -> bool:
         """Whether so many nodes of every row are run here."""
-        return max(counts) <= MOST_NODES and self.is_possible
+        return max(counts) <= abi.MOST_NODES and self.is_possible
 
     def run(
         self,
@@ -467,8 +407,8 @@ class NativeProgram:
         if store is None:
             return None
         tables = self._tables_for(max(lengths) + width + (0 if offsets is None else max(offsets)))
-        arrays = [array_of(nodes.counts), array_of(lengths), None if offsets is None else array_of(offsets)]
-        fed = _FedFields(
+        arrays = [abi.array_of(nodes.counts), abi.array_of(lengths), None if offsets is None else abi.array_of(offsets)]
+        fed = abi.Fed(
             num_rows,
             width,
             num_nodes,
@@ -483,7 +423,7 @@ class NativeProgram:
         states = torch.empty(len(self.layers) + 1, 1, num_nodes, layout.width, dtype=self._dtype)
         read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
         logits = torch.empty(count, layout.num_logits, dtype=self._dtype)
-        results = _ResultFields(
+        results = abi.Results(
             states.data_ptr(), read.data_ptr(), None if kept is None else kept.data_ptr(), count, logits.data_ptr()
         )
         result = self._kernels.forward(
@@ -552,11 +492,11 @@ class NativeProgram:
         if store is None:
             return None
         tables = self._tables_for(end + (0 if offsets is None else max(offsets)))
-        tokens, wanted = (Integer * (most * len(depths)))(), array_of(depths)
+        tokens, wanted = (abi.Integer * (most * len(depths)))(), abi.array_of(depths)
         # the model's last token stands for those of a larger vocabulary that it does not know
         known = nodes.tokens.clamp(max=self._vocab_size - 1)
-        arrays = [array_of(nodes.counts), array_of(lengths), None if offsets is None else array_of(offsets)]
-        fed = _FedFields(
+        arrays = [abi.array_of(nodes.counts), abi.array_of(lengths), None if offsets is None else abi.array_of(offsets)]
+        fed = abi.Fed(
             len(chains),
             nodes.width,
             nodes.num_real,
@@ -567,7 +507,7 @@ class NativeProgram:
             None,
             0,
         )
-        drafts = _DraftFields(
+        drafts = abi.Drafts(
             ctypes.addressof(wanted),
             most,
             min(num_columns, layout.num_logits),
@@ -575,7 +515,7 @@ class NativeProgram:
             None if names is None else names.data_ptr(),
             ctypes.addressof(tokens),
         )
-        num_forwards = self._kernels.grown_chains(
+        num_forwards = self._kernels.chains(
             layout.address,
             tables.address,
             store.address,
@@ -618,13 +558,13 @@ class NativeProgram:
         store = self._store(layout, cache, num_nodes, 1)
         looked_up = _Tables(ends, TABLE_BLOCK, layout.computed_bytes)
         nodes = Nodes.from_chains([list(range(num_nodes))])
-        counts, lengths = array_of([num_nodes]), array_of([0])
-        fed = _FedFields(1, num_nodes, num_nodes, 0, nodes.tokens.data_ptr(), nodes.depths.data_ptr())
+        counts, lengths = abi.array_of([num_nodes]), abi.array_of([0])
+        fed = abi.Fed(1, num_nodes, num_nodes, 0, nodes.tokens.data_ptr(), nodes.depths.data_ptr())
         fed.counts, fed.lengths = ctypes.addressof(counts), ctypes.addressof(lengths)
         states = torch.empty(2, 1, num_nodes, layout.width, dtype=self._dtype)
         read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
         logits = torch.empty(num_nodes if layer is self.layers[-1] else 0, layout.num_logits, dtype=self._dtype)
-        results = _ResultFields(states.data_ptr(), read.data_ptr(), None, len(logits), logits.data_ptr())
+        results = abi.Results(states.data_ptr(), read.data_ptr(), None, len(logits), logits.data_ptr())
         addresses = layout.address, looked_up.address, None if store is None else store.address
         found = self._kernels.forward(*addresses, ctypes.addressof(fed), ctypes.addressof(results), 1)
         if store is None or found != 0:

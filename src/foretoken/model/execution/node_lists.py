@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -42,8 +41,3 @@ class NodeList:
         """By row, columns up to the last one that is written; one where there is no node."""
         rows = [self.columns[start : start + count] for start, count in zip(self.firsts(), self.counts, strict=True)]
         return [1 + max(columns, default=0) for columns in rows]
-
-
-def array_of(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """As C takes them."""
-    return (ctypes.c_int64 * len(values))(*values)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.native import KINDS, NativeMatrix, library
+from foretoken.native.library import KINDS, library
+from foretoken.native.packed_matmul import NativeMatrix
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18

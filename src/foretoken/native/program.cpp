@@ -8,7 +8,6 @@
 
 #include <vector>
 
-extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
 
 namespace {
 
@@ -124,8 +123,8 @@ void attend(const Work& work, const Form& form, int64_t number, const Step& step
   const int64_t item = form.kind == FLOAT32 ? 4 : 2;
   keep(work.nodes, call, bases[step.key], keys, call.key_row, call.key_head, form.size, item);
   keep(work.nodes, call, bases[step.value], values, call.value_row, call.value_head, form.value_size, item);
-  foretoken_attention(&call, bases[step.query], keys, values, work.mask_of[number], bases[step.attended],
-                      (float*)scratch, threads);
+  foretoken_decode_attention(&call, bases[step.query], keys, values, work.mask_of[number], bases[step.attended],
+                             (float*)scratch, threads);
 }
 
 struct Around {  // what the steps of a layer are given beside its weights
@@ -252,7 +251,7 @@ void prepare(const Model& model, const Store& store, const Fed& fed, Work& work,
                      form.heads * value_head, value_head, nodes.most * nodes.longest, nodes.longest,
                      fed.counts, nodes.firsts.data(), nodes.views.data(), form.scale};
     work.mask_of[i] = mask_for(fed, form, nodes, work.masks[i]);
-    const int64_t needed = foretoken_attention_scratch(&work.calls[i], work.helpers);
+    const int64_t needed = foretoken_decode_attention_scratch(&work.calls[i], work.helpers);
     scratch = needed > scratch ? needed : scratch;
   }
   work.scratch.of(scratch * sizeof(float));
@@ -300,32 +299,6 @@ int64_t forward(const Model& model, const Table* tables, const Store& store, con
   return DONE;
 }
 
-// ---- chains of likeliest tokens -------------------------------------------------------------------------------------
-
-// The first of the largest; -1 where one is not a number, or the largest is infinite.
-template <typename T>
-int64_t argmax(const T* row, int64_t count) {
-  const float infinity = __builtin_inff();
-  float most = -infinity, test = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const float value = value_of(row[i]);
-    most = value > most ? value : most;
-    test += value != value;
-  }
-  if (test != 0 || most == infinity || most == -infinity) return -1;
-  int64_t place = 0;
-  while (value_of(row[place]) != most) ++place;
-  return place;
-}
-
-int64_t likeliest(const Model& model, const char* logits, int64_t columns) {
-  switch (model.kind) {
-    case BFLOAT16: return argmax((const Bfloat16*)logits, columns);
-    case FLOAT16: return argmax((const Float16*)logits, columns);
-    default: return argmax((const float*)logits, columns);
-  }
-}
-
 }  // namespace
 
 // Runs nodes behind what a cache holds, and writes their keys and values there.
@@ -345,6 +318,7 @@ extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, con
   for (int64_t i = 0; i < rows * drafts->most; ++i) drafts->tokens[i] = -1;
   for (int64_t row = 0, at = 0; row < rows; at += counts[row++])
     if (drafts->depths[row] > 0) growing.push_back(row), kept.push_back(at + counts[row] - 1);
+  const int64_t num_columns = model->logit_bytes / (model->kind == FLOAT32 ? 4 : 2);
   Fed next = *fed;
   for (int64_t level = 0;; ++level) {
     states.resize((model->num_layers + 1) * next.nodes * model->state_bytes), read.resize(next.nodes * model->read_bytes);
@@ -354,7 +328,8 @@ extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, con
     for (int64_t row = 0; row < rows; ++row) lengths[row] += counts[row], counts[row] = 0;
     still.clear(), kept.clear();
     for (size_t i = 0; i < growing.size(); ++i) {
-      const int64_t row = growing[i], place = likeliest(*model, logits.data() + i * model->logit_bytes, drafts->columns);
+      const int64_t row = growing[i];
+      const int64_t place = foretoken_argmax_at(logits.data(), model->kind, i, num_columns, drafts->columns);
       if (place < 0) continue;
       const int64_t token = drafts->names ? drafts->names[place] : place;
       drafts->tokens[row * drafts->most + level] = token;

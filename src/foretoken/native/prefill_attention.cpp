@@ -1,17 +1,17 @@
 // Attention of the many nodes of a prompt over a cache of any kind, in float32: every node sees its own column and those
 // before it, or the last few of them.
 //
-// Lanes are nodes, here as in many_nodes.cpp: scores are computed as (columns x nodes) and results as (places x nodes),
+// Lanes are nodes, here as in prefill_tiles.cpp: scores are computed as (columns x nodes) and results as (places x nodes),
 // each a sum of one product after another. A node's result does not depend on the nodes, rows or threads beside it:
 // columns are taken in steps that begin at multiples of `COLUMNS`, and what is not seen has a weight of zero.
 
-#include "calls.h"
+#include "abi.h"
 #include "threads.h"
-#include "softmax.h"
+#include "functions.h"
 
-#if defined(FORETOKEN_AMX)  // see many_nodes.cpp
-int64_t tile_chains_scratch(const Chains* call, int threads);
-void tile_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
+#if defined(FORETOKEN_AMX)  // see prefill_tiles.cpp
+int64_t tile_chains_scratch(const Attention* call, int threads);
+void tile_chains(const Attention* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
                  int threads);
 #endif
 
@@ -29,7 +29,7 @@ struct FloatBlock {
   float *queries, *scores, *sums, *most, *totals;  // per query head places x nodes, except scores: columns x nodes
   float *keys, *values;                            // columns x places of a step, where the cache is of another kind
 
-  FloatBlock(const Chains* call, float* scratch) {
+  FloatBlock(const Attention* call, float* scratch) {
     queries = scratch;
     scores = queries + call->group * NODES * rounded_up(call->size, LANES);
     sums = scores + COLUMNS * NODES;
@@ -38,7 +38,7 @@ struct FloatBlock {
     keys = totals + call->group * NODES;
     values = keys + COLUMNS * call->size;
   }
-  static int64_t size(const Chains* call) {
+  static int64_t size(const Attention* call) {
     const FloatBlock block(call, nullptr);
     return rounded_up(block.values - block.queries + COLUMNS * call->value_size, 16);
   }
@@ -77,7 +77,7 @@ inline void multiply(int64_t rows, const float* a, int64_t row, int64_t step, co
 
 // Queries of some nodes (nodes x places) to (places x nodes), zeros behind the last node.
 template <typename T>
-void turn_queries(const Chains* call, const T* query, int64_t count, float* turned) {
+void turn_queries(const Attention* call, const T* query, int64_t count, float* turned) {
   for (int64_t half = 0; half < NODES; half += LANES)
     for (int64_t place = 0; place < call->size; place += LANES) {
       Vector block[LANES];
@@ -144,7 +144,7 @@ void weigh(float* scores, int64_t columns, float scale, float* most, float* tota
 
 // Sums (places x nodes) by totals, to (nodes x places).
 template <typename T>
-void write_nodes(const Chains* call, const float* sums, const float* totals, int64_t count, T* out) {
+void write_nodes(const Attention* call, const float* sums, const float* totals, int64_t count, T* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
   for (int64_t half = 0; half < NODES; half += LANES) {
     float parts[LANES];
@@ -161,7 +161,7 @@ void write_nodes(const Chains* call, const float* sums, const float* totals, int
 
 // Some nodes of a row, `first` the first of them, for all query heads of a head of keys. Returns: whether all is finite.
 template <typename T, bool CAREFUL>
-bool attend(const Chains* call, int64_t row, int64_t head, int64_t first, const T* query, const T* keys,
+bool attend(const Attention* call, int64_t row, int64_t head, int64_t first, const T* query, const T* keys,
             const T* values, T* out, const FloatBlock& block) {
   const int64_t count = least(NODES, call->counts[row] - first), size = call->size, places = call->value_size;
   const int64_t own = call->before[row] + first, end = own + count, at = call->firsts[row] + first;
@@ -196,7 +196,7 @@ bool attend(const Chains* call, int64_t row, int64_t head, int64_t first, const 
 }
 
 template <typename T>
-void attend_all(const Chains* call, const T* query, const T* keys, const T* values, T* out, float* scratch,
+void attend_all(const Attention* call, const T* query, const T* keys, const T* values, T* out, float* scratch,
                 int threads) {
   int64_t tasks = 0;
   for (int64_t row = 0; row < call->rows; ++row) tasks += call->heads * ((call->counts[row] + NODES - 1) / NODES);
@@ -216,13 +216,13 @@ void attend_all(const Chains* call, const T* query, const T* keys, const T* valu
 }  // namespace
 
 #if defined(FORETOKEN_AMX)
-static inline bool goes_by_tiles(const Chains* call) {
+static inline bool goes_by_tiles(const Attention* call) {
   return call->kind == BFLOAT16 && call->size % 32 == 0 && call->value_size % 32 == 0;
 }
 #endif
 
 // Bytes of scratch that a call needs, aligned to 64.
-extern "C" int64_t foretoken_prompt_attention_scratch(const Chains* call, int threads) {
+extern "C" int64_t foretoken_prefill_attention_scratch(const Attention* call, int threads) {
 #if defined(FORETOKEN_AMX)
   if (goes_by_tiles(call)) return tile_chains_scratch(call, threads);
 #endif
@@ -230,7 +230,7 @@ extern "C" int64_t foretoken_prompt_attention_scratch(const Chains* call, int th
 }
 
 // Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides; out (S, H_q, D_v), contiguous.
-extern "C" void foretoken_prompt_attention(const Chains* call, const void* query, const void* keys, const void* values, void* out,
+extern "C" void foretoken_prefill_attention(const Attention* call, const void* query, const void* keys, const void* values, void* out,
                                  char* scratch, int threads) {
   if (threads < 1) threads = 1;
 #if defined(FORETOKEN_AMX)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from foretoken.engine.features import largest_ids
-from foretoken.law import choice, kernels, noise
+from foretoken.law import choice, noise
 from foretoken.law.gumbel_topk import GumbelTopK
 from foretoken.law.support import Warper
+from foretoken.native import sample_kernels as kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_kernels = pytest.mark.skipif(kernels.kernels() is None, reason="no C++ compiler here")

@@ -8,80 +8,25 @@ of them. Where there is no compiler these operations make the same choices.
 from __future__ import annotations
 
 import ctypes
-import logging
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from foretoken.compiling import compiled, first_line, instruction_set
+from foretoken.native.abi import array_of
+from foretoken.native.library import KINDS, Library, library
 
-logger = logging.getLogger("foretoken")
-
-SOURCE = Path(__file__).with_name("sample_kernels.cpp")
-KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LEAST_VOCABULARY = 4096
 """Shorter rows are not worth a compiler's time."""
 MOST_BEST = 64
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Functions of the address of scores, their kind, the number of rows, the distance between two, and their length.
-
-    Args:
-      argmax: and where the choices go.
-      argmax_at: of the number of one row in the place of that of rows; returns its choice.
-      best: of some rows: and where their numbers lie, how many of every row, and where they go.
-      gumbel_argmax: and the temperature, where the keys of noise lie, and where the choices go.
-      gumbel_argmax_at: of one row, and the temperature and its key; returns its choice.
-    """
-
-    argmax: Callable[..., None]
-    argmax_at: Callable[..., int]
-    best: Callable[..., None]
-    gumbel_argmax: Callable[..., None]
-    gumbel_argmax_at: Callable[..., int]
-
-    @classmethod
-    def load(cls, file: Path) -> Kernels:
-        """Raises: OSError for a file that cannot be loaded, or a process that may not use the instructions."""
-        shared = ctypes.CDLL(str(file.resolve()))
-        if not shared.foretoken_is_allowed():
-            raise OSError("the system does not let this process use them")
-        size, address = ctypes.c_int64, ctypes.c_void_p
-        table = (address, size, size, size, size)
-        arguments = {
-            "argmax": (*table, address),
-            "argmax_at": table,
-            "best": (*table, address, size, address),
-            "gumbel_argmax": (*table, ctypes.c_float, address, address),
-            "gumbel_argmax_at": (*table, ctypes.c_float, ctypes.c_uint64),
-        }
-        made = {}
-        for name, types in arguments.items():
-            function = shared[f"foretoken_{name}"]
-            function.argtypes, function.restype = types, size if name.endswith("_at") else None
-            made[name] = function
-        return cls(**made)
-
-
 @cache
-def kernels() -> Kernels | None:
-    """Kernels of this CPU, compiled at the first call on a machine; None where that is not possible."""
-    chosen = instruction_set()
-    if chosen is None:
-        return None
-    try:
-        with compiled("sample_kernels", chosen, (SOURCE,)) as file:
-            return Kernels.load(file)
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("tokens are chosen by numpy alone: %s", first_line(error))
-        return None
+def kernels() -> Library | None:
+    """Those of this CPU; None where there are none."""
+    return library()
 
 
 def argmax(scores: Tensor) -> Tensor | None:
@@ -122,7 +67,7 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
     address, kind, num_rows, stride, length = table.arguments
     rows = range(num_rows) if rows is None else rows
     found = torch.empty(len(rows), k, dtype=torch.int64)
-    numbers = (ctypes.c_int64 * len(rows))(*rows)
+    numbers = array_of(rows)
     table.kernels.best(address, kind, len(rows), stride, length, ctypes.addressof(numbers), k, found.data_ptr())
     return found
 
@@ -147,7 +92,7 @@ def gumbel_argmax(scores: Tensor, temperature: float, keys: Sequence[int]) -> Te
 
 @dataclass(frozen=True)
 class _Table:
-    kernels: Kernels
+    kernels: Library
     arguments: tuple[int, ...]
 
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "calls.h"
+#include "abi.h"
 #include "threads.h"
 #include "vectors.h"
 

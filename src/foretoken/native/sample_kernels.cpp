@@ -1,16 +1,14 @@
 // The best tokens of rows of scores: the largest, the k largest, and the largest under keyed noise. Each reads a row
 // once; what it returns is what the passes of numpy in choice.py, gumbel_topk.py and noise.py return.
 
-#include <immintrin.h>
+#include "abi.h"
+#include "vectors.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
-enum { FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 enum { BLOCK = 128 };  // scores that are looked at together
 
 // Numbers of either width as integers in the same order. -0 and 0 are one number.
@@ -106,22 +104,17 @@ static inline uint64_t least_bits(double least) {
   return bits <= 0 ? 0 : (uint64_t)bits << 33;
 }
 
-static inline float widened(uint16_t bits, int64_t kind) {
-  if (kind == FLOAT16) return _cvtsh_ss(bits);
-  const uint32_t wide = (uint32_t)bits << 16;
-  float value;
-  memcpy(&value, &wide, 4);
-  return value;
+template <typename T>
+static void widen(const T* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = value_of(values[i]);
 }
 
 static void widen(const void* values, int64_t kind, int64_t count, float* out) {
-  const uint16_t* halves = (const uint16_t*)values;
-  if (kind == FLOAT32)
-    memcpy(out, values, count * 4);
-  else if (kind == BFLOAT16)
-    for (int64_t i = 0; i < count; ++i) out[i] = widened(halves[i], BFLOAT16);
-  else
-    for (int64_t i = 0; i < count; ++i) out[i] = widened(halves[i], FLOAT16);
+  switch (kind) {
+    case FLOAT32: memcpy(out, values, count * sizeof *out); break;
+    case BFLOAT16: widen((const Bfloat16*)values, count, out); break;
+    case FLOAT16: widen((const Float16*)values, count, out); break;
+  }
 }
 
 static int64_t gumbel_argmax(const void* values, int64_t kind, int64_t count, float temperature, uint64_t key,
@@ -184,14 +177,6 @@ static inline const char* row_of(const void* values, int64_t kind, int64_t strid
 }
 
 extern "C" {
-
-bool foretoken_is_allowed() {
-#if defined(FORETOKEN_AVX2)
-  return __builtin_cpu_supports("avx2");
-#else
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
-#endif
-}
 
 // Rows are `stride` numbers apart. -1 for a row with NaN or infinity, or nothing above minus infinity.
 int64_t foretoken_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count) {

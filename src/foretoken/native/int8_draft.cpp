@@ -1,7 +1,8 @@
 // The draft of one greedy row, grown level by level by a head of EAGLE: what drafters/parts/growth.py does with
 // reranking, in one call.
 
-#include "drafting.h"
+#include "abi.h"
+#include "functions.h"
 
 #include <algorithm>
 #include <functional>

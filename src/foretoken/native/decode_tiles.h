@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "pairs.h"
+#include "decode_pairs.h"
 
 #if defined(FORETOKEN_AMX)
 

@@ -3,11 +3,11 @@
 // A node's result does not depend on the nodes, rows, columns or threads beside it, nor on where in the cache the
 // columns that it sees lie, as long as they keep their order: the largest score is exact, weights are added up as whole
 // numbers, and values one column after another. So a node of a draft has the bits of the same token decoded plainly.
-// tiles.h does without the last of these for columns before any draft.
+// decode_tiles.h does without the last of these for columns before any draft.
 
-#include "pairs.h"
+#include "decode_pairs.h"
 #include "threads.h"
-#include "tiles.h"
+#include "decode_tiles.h"
 
 // ---- all of them ----------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ struct Plan {
 };
 
 // Floats of scratch that a call needs.
-extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads) {
+extern "C" int64_t foretoken_decode_attention_scratch(const Attention* call, int threads) {
   if (threads < 1) threads = 1;
   return Plan(call, threads).scratch(call, threads);
 }
@@ -110,7 +110,7 @@ static void attend(const Attention* call, const void* query, const void* keys, c
 
 // Query (S, H_q, D) by strides, keys and values (R, H_kv, T, D) by strides, mask (R or 1, N, T) of the same kind,
 // 0 where a column is seen, or null; out (S, H_q, D_v), contiguous.
-extern "C" void foretoken_attention(const Attention* call, const void* query, const void* keys, const void* values,
+extern "C" void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                     const void* mask, void* out, float* scratch, int threads) {
   if (threads < 1) threads = 1;
 #if defined(FORETOKEN_AMX)
@@ -123,4 +123,4 @@ extern "C" void foretoken_attention(const Attention* call, const void* query, co
   }
 }
 
-extern "C" int foretoken_lanes() { return LANES; }
+extern "C" int foretoken_num_lanes() { return LANES; }

@@ -2,8 +2,65 @@
 
 #pragma once
 
-#include "calls.h"
-#include "softmax.h"
+#include "abi.h"
+#include "functions.h"
+
+enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
+enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
+
+// Columns up to a whole step; rows of scores that begin in the same set of a cache are kept apart.
+static inline int64_t padded(int64_t columns) {
+  const int64_t whole = (columns + STEP - 1) / STEP * STEP;
+  return whole % 1024 ? whole : whole + STEP;
+}
+
+static const float UNIT = 1099511627776.0f;  // 2^40
+
+#if defined(FORETOKEN_AVX2)
+// The sum of weights between 0 and 1 in units of 2^-40, in which any order gives the same.
+struct WholeSum {
+  __m256i sums = _mm256_setzero_si256();
+  void add(__m128 units) {
+    const __m256d whole = _mm256_round_pd(_mm256_cvtps_pd(units), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    const __m256d first = _mm256_set1_pd(4503599627370496.0);  // 2^52: the last bits of a sum with it are a whole number
+    const __m256i bits = _mm256_castpd_si256(_mm256_add_pd(whole, first));
+    sums = _mm256_add_epi64(sums, _mm256_sub_epi64(bits, _mm256_castpd_si256(first)));
+  }
+  void add(Vector weights) {
+    const Vector units = _mm256_mul_ps(weights, all(UNIT));
+    add(_mm256_castps256_ps128(units));
+    add(_mm256_extractf128_ps(units, 1));
+  }
+  int64_t total() const {
+    int64_t parts[4];
+    _mm256_storeu_si256((__m256i*)parts, sums);
+    return parts[0] + parts[1] + parts[2] + parts[3];
+  }
+};
+#else
+struct WholeSum {
+  __m512i sums = _mm512_setzero_si512();
+  void add(Vector weights) {
+    const Vector units = _mm512_mul_ps(weights, all(UNIT));
+    sums = _mm512_add_epi64(sums, _mm512_cvttps_epi64(_mm512_castps512_ps256(units)));
+    sums = _mm512_add_epi64(sums, _mm512_cvttps_epi64(_mm512_extractf32x8_ps(units, 1)));
+  }
+  int64_t total() const { return _mm512_reduce_add_epi64(sums); }
+};
+#endif
+
+// Scores of the first `count` columns that are seen, which is where the mask is 0, and minus infinity for the others.
+template <typename T>
+static inline Vector seen_only(Vector scores, const T* mask, int64_t count) {
+  const Vector unseen = all(-__builtin_inff());
+  if (count >= LANES) return mask ? where_zero(read(mask), scores, unseen) : scores;
+  float is_hidden[LANES];
+  T last[LANES] = {};
+  if (mask && count > 0) memcpy(last, mask, (size_t)count * sizeof(T));
+  write(is_hidden, read(last));
+  for (int64_t lane = count > 0 ? count : 0; lane < LANES; ++lane) is_hidden[lane] = 1;
+  return where_zero(read(is_hidden), scores, unseen);
+}
 
 template <typename T>
 struct Pair {

@@ -2,9 +2,9 @@
 // memory. A row is summed in the same order whatever the number of rows, so its bits do not depend on M.
 //
 // Built for one instruction set by -DFORETOKEN_AMX, -DFORETOKEN_AVX512_BF16, -DFORETOKEN_AVX512 or -DFORETOKEN_AVX2,
-// with the matching -m options. See native.py for what is packed how.
+// with the matching -m options. See packed_matmul.py for what is packed how.
 
-#include "calls.h"
+#include "abi.h"
 #include "floats.h"
 #include "nibbles.h"
 #include "threads.h"
@@ -282,7 +282,7 @@ extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t n
 }
 
 // Outputs per block of a matrix in float32; those of pairs have 32.
-extern "C" int foretoken_block() { return BLOCK; }
+extern "C" int foretoken_num_outputs() { return BLOCK; }
 
 // Whether this process may use what the library was built for.
 extern "C" int foretoken_is_allowed() {

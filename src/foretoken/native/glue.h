@@ -5,69 +5,8 @@
 
 #pragma once
 
-#include "program.h"
-#include "softmax.h"
-
-#include <math.h>
-
-#if defined(FORETOKEN_AVX2)
-static inline Vector smaller(Vector a, Vector b) { return _mm256_min_ps(a, b); }
-static inline Vector root(Vector a) { return _mm256_sqrt_ps(a); }
-static inline Vector where(Vector a, Vector b, Vector less, Vector otherwise) {  // a < b
-  return _mm256_blendv_ps(otherwise, less, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-}
-#else
-static inline Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
-static inline Vector root(Vector a) { return _mm512_sqrt_ps(a); }
-static inline Vector where(Vector a, Vector b, Vector less, Vector otherwise) {
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, less);
-}
-#endif
-
-// Of a polynomial, the highest power first.
-template <int N>
-static inline Vector polynomial(Vector x, const float (&factors)[N]) {
-  Vector y = all(factors[0]);
-  for (int i = 1; i < N; ++i) y = add_product(y, x, all(factors[i]));
-  return y;
-}
-
-static inline Vector size_of(Vector x) { return larger(x, zero() - x); }
-
-// e^x for any x that is no NaN: of a negative one, or one by it.
-static inline Vector power_of_e(Vector x) {
-  const Vector below = exponential(zero() - size_of(x));
-  return where(x, zero(), below, all(1.0f) / below);
-}
-
-// 1 / (1 + e^-x), without what is cancelled.
-static inline Vector sigmoid(Vector x) {
-  const Vector below = exponential(zero() - size_of(x));
-  return where(x, zero(), below, all(1.0f)) / (all(1.0f) + below);
-}
-
-// Quotients of polynomials of x^2, as numerical libraries have them: within some units of the last place.
-static inline Vector hyperbolic_tangent(Vector x) {
-  static const float ABOVE[7] = {-2.76076847742355e-16f, 2.00018790482477e-13f, -8.60467152213735e-11f,
-                                 5.12229709037114e-08f,  1.48572235717979e-05f, 6.37261928875436e-04f,
-                                 4.89352455891786e-03f};
-  static const float BELOW[4] = {1.19825839466702e-06f, 1.18534705686654e-04f, 2.26843463243900e-03f,
-                                 4.89352518554385e-03f};
-  const Vector limited = larger(all(-7.90531110763549805f), smaller(all(7.90531110763549805f), x));
-  const Vector square = limited * limited;
-  const Vector found = limited * polynomial(square, ABOVE) / polynomial(square, BELOW);
-  return where(size_of(x), all(0.0004f), x, found);
-}
-
-static inline Vector error_function(Vector x) {
-  static const float ABOVE[7] = {-2.72614225801306e-10f, 2.77068142495902e-08f,  -2.10102402082508e-06f,
-                                 -5.69250639462346e-05f, -7.34990630326855e-04f, -2.95459980854025e-03f,
-                                 -1.60960333262415e-02f};
-  static const float BELOW[5] = {-1.45660718464996e-05f, -2.13374055278905e-04f, -1.68282697438203e-03f,
-                                 -7.37332916720468e-03f, -1.42647390514189e-02f};
-  const Vector limited = larger(all(-4.0f), smaller(all(4.0f), x)), square = limited * limited;
-  return limited * polynomial(square, ABOVE) / polynomial(square, BELOW);
-}
+#include "abi.h"
+#include "functions.h"
 
 template <int64_t CODE>
 static inline Vector applied(Vector a, Vector b) {

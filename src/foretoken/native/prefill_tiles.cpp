@@ -6,25 +6,15 @@
 // depend on the nodes, rows or threads beside it: columns are taken in steps that begin at multiples of `STEP`, and
 // what is not seen has a weight of zero.
 
-#include "calls.h"
+#include "abi.h"
 #include "threads.h"
-#include "vectors.h"
+#include "functions.h"
 
 #if defined(FORETOKEN_AMX)
 
 enum { NODES = 32, STEP = 128, BLOCK = 32, TILE = 512 };  // a tile of bfloat16 has 512 numbers
 static const float HIDDEN = -1e30f, NONE = -1e20f;        // a score that is not seen, and the largest of no scores
 
-// 2^x for x <= 0, to six digits, and 1 for 0.
-static inline __m512 power_of_two(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
-  __m512 y = _mm512_set1_ps(0.00958285f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.05590642f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.24024099f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.69312419f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, n);
-}
 
 // 16 rows of 16 numbers of 32 bits, `stride` bytes apart, to columns; rows behind `count` are zero.
 static inline void read_turned(const char* from, int64_t stride, int64_t count, __m512* turned) {
@@ -56,7 +46,7 @@ struct Block {
   uint16_t* seen_values;                    // of a step
   float *scores, *sums, *most, *totals;     // columns x nodes, and per query head places x nodes, nodes, nodes
 
-  Block(const Chains* call, char* scratch) {
+  Block(const Attention* call, char* scratch) {
     const int64_t group = call->group;
     queries = (uint16_t*)scratch;
     weights = queries + group * NODES * call->size;
@@ -67,7 +57,7 @@ struct Block {
     most = sums + group * NODES * call->value_size;
     totals = most + group * NODES;
   }
-  static int64_t bytes(const Chains* call) {
+  static int64_t bytes(const Attention* call) {
     const int64_t group = call->group, of_queries = group * NODES * call->size, of_keys = BLOCK * call->size;
     const int64_t of_values = STEP * call->value_size;
     const int64_t floats = STEP * NODES + group * NODES * (call->value_size + 2);
@@ -76,7 +66,7 @@ struct Block {
 };
 
 // Tiles of 16 pairs of places x 16 nodes, for each half of the nodes.
-static void read_queries(const Chains* call, const uint16_t* query, int64_t count, uint16_t* tiles) {
+static void read_queries(const Attention* call, const uint16_t* query, int64_t count, uint16_t* tiles) {
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t place = 0; place < call->size; place += 32) {
       __m512 pairs[16];
@@ -204,7 +194,7 @@ static void copy_seen(const uint16_t* values, int64_t size, int64_t columns, int
 }
 
 // Sums (places x nodes) by totals, to (nodes x places).
-static void write_out(const Chains* call, const float* sums, const float* totals, int64_t count, uint16_t* out) {
+static void write_out(const Attention* call, const float* sums, const float* totals, int64_t count, uint16_t* out) {
   const int64_t stride = call->heads * call->group * call->value_size;
   for (int64_t half = 0; half < 2; ++half)
     for (int64_t place = 0; place < call->value_size; place += 16) {
@@ -220,7 +210,7 @@ static void write_out(const Chains* call, const float* sums, const float* totals
 
 // Up to 32 nodes of a row, `first` the first of them, for all query heads of a head of keys. A careful one is of one
 // node, and leaves out values that it does not see: zero times infinity is nothing. Returns: whether all is finite.
-static bool attend(const Chains* call, int64_t row, int64_t head, int64_t first, int64_t count, bool is_careful,
+static bool attend(const Attention* call, int64_t row, int64_t head, int64_t first, int64_t count, bool is_careful,
                    const uint16_t* query, const uint16_t* keys, const uint16_t* values, uint16_t* out,
                    const Block& block) {
   const int64_t size = call->size, places = call->value_size;
@@ -269,7 +259,7 @@ struct Turned {
   enum { MOST_BYTES = 1 << 26 };
   int64_t bytes;  // of all that there is room for
 
-  Turned(const Chains* call) : bytes(0) {
+  Turned(const Attention* call) : bytes(0) {
     int64_t largest = 0;
     for (int64_t row = 0; row < call->rows; ++row) {
       const int64_t of_row = call->heads * of_head(call, row);
@@ -278,18 +268,18 @@ struct Turned {
     }
     bytes = largest > MOST_BYTES ? largest : least(bytes, MOST_BYTES);
   }
-  static int64_t of_head(const Chains* call, int64_t row) {
+  static int64_t of_head(const Attention* call, int64_t row) {
     return rounded_up(call->before[row] + call->counts[row], BLOCK) * call->value_size * 2;
   }
 };
 
 // Bytes of scratch that a call needs, aligned to 64.
-int64_t tile_chains_scratch(const Chains* call, int threads) {
+int64_t tile_chains_scratch(const Attention* call, int threads) {
   return Turned(call).bytes + threads * Block::bytes(call);
 }
 
-// As foretoken_prompt_attention.
-void tile_chains(const Chains* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
+// As foretoken_prefill_attention.
+void tile_chains(const Attention* call, const void* query, const void* keys, const void* values, void* out, char* scratch,
                  int threads) {
   uint16_t* turned = (uint16_t*)(scratch + threads * Block::bytes(call));
   const int64_t room = Turned(call).bytes;

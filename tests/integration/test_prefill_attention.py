@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -11,11 +10,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from foretoken.compiling import cpp_compiler
-from foretoken.model.execution import native
-from foretoken.model.execution.many_nodes import ManyNodes
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
+from foretoken.native import library as native
+from foretoken.native.attention import PrefillAttention
+from foretoken.native.build import cpp_compiler
 
 HALF = torch.bfloat16
 ROUNDING = {HALF: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
@@ -30,8 +29,8 @@ def kind(request: pytest.FixtureRequest) -> tuple[torch.dtype, native.Library]:
     if widest is None or (name is not None and sets.index(name) < sets.index(widest)):
         pytest.skip(f"this machine has {widest}")
     library = native.library(name)
-    if library is None or dtype not in library.chains:
-        pytest.skip("no kernel here")
+    if library is None:
+        pytest.skip("no kernels here")
     return dtype, library
 
 
@@ -67,7 +66,7 @@ class Prompt:
         self.query = torch.randn(1, sum(counts), heads[0], size, generator=generator).to(dtype).transpose(1, 2)
 
     def run(self, kernels: native.Library, window: int | None = None) -> torch.Tensor:
-        many = ManyNodes(kernels, self.counts, self.before, {"kind": window})
+        many = PrefillAttention(kernels, self.counts, self.before, {"kind": window})
         output = many(self.query, self.keys, self.values, "kind", None)
         assert output is not None
         return output
@@ -110,7 +109,7 @@ PROMPTS: list[Form] = [
 ]
 
 
-class TestManyNodes:
+class TestPrefillAttention:
     @pytest.mark.parametrize("window", [None, 50, 300])
     @pytest.mark.parametrize("form", PROMPTS, ids=lambda form: str(form[0]))
     def test_is_attention(self, kernels: native.Library, dtype: torch.dtype, form: Form, window: int | None) -> None:
@@ -161,15 +160,13 @@ class TestManyNodes:
 
     def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library, dtype: torch.dtype) -> None:
         prompt = Prompt(dtype, [40], [9], (2, 2), 64, 64)
-        many = ManyNodes(kernels, [40], [9], {"kind": None})
+        many = PrefillAttention(kernels, [40], [9], {"kind": None})
         query, keys, values = prompt.query, prompt.keys, prompt.values
         assert many(query, keys, values, "kind", None) is not None
         assert many(query.double(), keys.double(), values.double(), "kind", None) is None
         assert many(query, keys.double(), values, "kind", None) is None
         assert many(query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, "kind", None) is None
         assert many(query, keys, values, "kind", -1.0) is None
-        without = ManyNodes(replace(kernels, chains={}), [40], [9], {"kind": None})
-        assert without(query, keys, values, "kind", None) is None
 
 
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
@@ -191,8 +188,8 @@ def test_a_prompt_leaves_the_same_bits_in_the_cache_however_it_is_cut(
     torch.manual_seed(0)
     model = MistralForCausalLM(config).to(dtype).eval()
     prompts = torch.randint(100, (2, 150), generator=torch.Generator().manual_seed(1)).tolist()
-    runs, run = [], ManyNodes.__call__
-    monkeypatch.setattr(ManyNodes, "__call__", lambda *args: (runs.append(output := run(*args)), output)[1])
+    runs, run = [], PrefillAttention.__call__
+    monkeypatch.setattr(PrefillAttention, "__call__", lambda *args: (runs.append(output := run(*args)), output)[1])
     target = CausalLM(model, execution="compiled", probe=False)
     found = []
     for sizes in ((150,), (70, 80), (83, 67)):

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "calls.h"
+#include "abi.h"
 #include "vectors.h"
 
 #include <vector>

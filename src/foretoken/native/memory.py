@@ -1,4 +1,4 @@
-"""Memory in huge pages, for weights that every step reads from end to end.
+"""Memory of kernels: huge pages for weights that every step reads from end to end, and scratch by thread.
 
 With pages of 4 KiB, a step of a large model waits for the addresses of pages as well as for the weights, and how long
 depends on where the pages happen to lie. Linux gives pages of 2 MiB to memory that asks for them, unless it was told
@@ -79,3 +79,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     except OSError:  # torch says it in its own words
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
+
+
+class _Scratch(threading.local):
+    """Working memory that every thread which runs forwards has for itself, and that grows with what is asked for."""
+
+    bytes = torch.empty(0, dtype=torch.uint8)
+
+
+_scratch = _Scratch()
+
+
+def scratch_address(num_bytes: int) -> int:
+    """The address of so many bytes, which belong to this thread until it asks for more."""
+    if len(_scratch.bytes) < num_bytes + LINE:
+        _scratch.bytes = torch.empty(num_bytes + LINE, dtype=torch.uint8)
+    return -(-_scratch.bytes.data_ptr() // LINE) * LINE

@@ -2,16 +2,16 @@
 //
 // A level of so small a layer is bound by reading its weights and by calls. Weights are kept as bytes with a scale by
 // output, activations are rounded to bytes with a scale by row and 64 inputs as they come; all else is in float32, keys
-// and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/bytes.py and heads/native.py.
+// and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/int8.py.
 
-#include "drafting.h"
+#include "abi.h"
+#include "functions.h"
 #include "threads.h"
 
 #include <algorithm>
 #include <math.h>
 #include <vector>
 
-extern "C" int64_t foretoken_attention_scratch(const Attention* call, int threads);
 
 enum { SPAN = 64, PARTS = BYTES_BLOCK / LANES };  // inputs that share a scale; vectors of a block
 enum { MOST_ROWS = LANES == 8 ? 2 : 6 };          // rows that are multiplied at a time, as registers allow
@@ -258,11 +258,11 @@ static void attend(const Head& head, const Level& level, Room& room, int threads
   const Attention call = {level.rows, head.kv_heads, head.heads / head.kv_heads, size, size, 2, width, size,
                           level.row, level.head, level.row, level.head, most * longest, longest,
                           level.counts, level.firsts, level.view, 1.0f / sqrtf((float)size)};
-  room.scratch.resize(foretoken_attention_scratch(&call, threads) + 16);
+  room.scratch.resize(foretoken_decode_attention_scratch(&call, threads) + 16);
   float* scratch = (float*)(((uintptr_t)room.scratch.data() + 63) / 64 * 64);
   room.seen.resize(level.nodes * width);
-  foretoken_attention(&call, room.queries.data(), level.keys, level.values, room.mask.data(), room.seen.data(), scratch,
-                      threads);
+  foretoken_decode_attention(&call, room.queries.data(), level.keys, level.values, room.mask.data(), room.seen.data(),
+                             scratch, threads);
 }
 
 // What the layer reads: (n, heads) of it in room.inputs, and the residual stream in room.x.

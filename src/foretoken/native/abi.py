@@ -1,0 +1,234 @@
+"""What the compiled library is given: its structures and functions, in the order of ``abi.h``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+Integer, Address = ctypes.c_int64, ctypes.c_void_p
+Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
+
+MOST_NODES = 64
+"""Nodes of a row, its root included, up to which kernels keep the bits of a node of any tree."""
+
+PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES = range(5)
+"""How the numbers of a matrix lie in memory."""
+SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
+"""Which memory an operand of a program lies in."""
+OPERATIONS, PRODUCT, ATTENTION = range(3)
+"""Steps of a program."""
+CODES = {
+    name: number
+    for number, name in enumerate(
+        [
+            *("copy", "neg", "abs", "relu", "exp", "sqrt", "rsqrt", "reciprocal", "sigmoid", "silu", "tanh"),
+            *("gelu", "gelu_tanh", "add", "sub", "mul", "div", "maximum", "minimum", "sum"),
+        ]
+    )
+}
+"""Operations of a program."""
+
+MOST_LEVELS = 64
+"""Of a draft that a head in eight bits grows."""
+MOST_HALF = 256
+"""Numbers in half a head of its attention."""
+
+
+def _of(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, kind) for name in names.split())
+
+
+def array_of(values: Any) -> ctypes.Array[ctypes.c_int64]:
+    """Whole numbers as C takes them."""
+    return (Integer * len(values))(*values)
+
+
+# ---- products and attention -----------------------------------------------------------------------------------------
+
+
+class Matrix(ctypes.Structure):
+    """A packed matrix."""
+
+    _fields_ = (
+        *_of(Integer, "inputs outputs kind"),
+        *_of(Address, "weight bias"),
+        ("group", Integer),
+        *_of(Address, "scales zeros"),
+    )
+
+
+class Bytes(ctypes.Structure):
+    """A packed matrix in eight bits."""
+
+    _fields_ = (*_of(Integer, "inputs outputs"), *_of(Address, "weight scales bias"))
+
+
+class Attention(ctypes.Structure):
+    """Attention of lists of nodes over rows of a cache."""
+
+    _fields_ = (
+        *_of(Integer, "rows heads group size value_size kind"),
+        *_of(Integer, "query_node query_head key_row key_head value_row value_head mask_row mask_node"),
+        *_of(Address, "counts firsts columns"),
+        ("scale", Float),
+        ("window", Integer),
+        ("before", Address),
+    )
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+class Operand(ctypes.Structure):
+    """Numbers of a node."""
+
+    _fields_ = (*_of(Integer, "base offset"), ("strides", Integer * 3))
+
+
+class Operation(ctypes.Structure):
+    """What is done to the numbers of a node."""
+
+    _fields_ = (("code", Integer), ("sizes", Integer * 3), *_of(Operand, "out first second"))
+
+
+class Base(ctypes.Structure):
+    """Memory that operands lie in."""
+
+    _fields_ = _of(Integer, "role place kind bytes")
+
+
+class Step(ctypes.Structure):
+    """Operations, a product, or attention."""
+
+    _fields_ = _of(Integer, "kind first count matrix input output query key value attended")
+
+
+class Program(ctypes.Structure):
+    """What layers built alike do."""
+
+    _fields_ = (*_of(Address, "bases operations steps"), *_of(Integer, "num_bases num_steps scratch memory"))
+
+
+class Layer(ctypes.Structure):
+    """A layer with its weights."""
+
+    _fields_ = (*_of(Address, "program given inputs"), *_of(Integer, "num_inputs form cache"))
+
+
+class Form(ctypes.Structure):
+    """Layers that run attention alike."""
+
+    _fields_ = (*_of(Integer, "heads group size value_size kind window"), ("scale", Float))
+
+
+class Table(ctypes.Structure):
+    """An input that is looked up by token or position."""
+
+    _fields_ = (("rows", Address), *_of(Integer, "bytes count by_position"))
+
+
+class Model(ctypes.Structure):
+    """Layers, and what lies around them."""
+
+    _fields_ = (
+        *_of(Integer, "num_layers num_forms num_tables num_computed first state_bytes read_bytes logit_bytes kind"),
+        ("least_shared", Integer),
+        *_of(Address, "layers forms before behind head"),
+    )
+
+
+class Store(ctypes.Structure):
+    """Where a cache keeps keys and values."""
+
+    _fields_ = (*_of(Address, "keys values"), ("columns", Integer))
+
+
+class Fed(ctypes.Structure):
+    """Nodes of a forward."""
+
+    _fields_ = (
+        *_of(Integer, "rows width nodes earlier"),
+        *_of(Address, "tokens depths counts lengths offsets ancestors"),
+        ("first_row", Integer),
+    )
+
+
+class Results(ctypes.Structure):
+    """Where a forward writes what it computes."""
+
+    _fields_ = (*_of(Address, "states read kept"), ("num_kept", Integer), ("logits", Address))
+
+
+class Drafts(ctypes.Structure):
+    """How far chains are grown, and where they are written."""
+
+    _fields_ = (("depths", Address), *_of(Integer, "most columns known"), *_of(Address, "names tokens"))
+
+
+# ---- heads in eight bits --------------------------------------------------------------------------------------------
+
+
+class Head(ctypes.Structure):
+    """A head: sizes, addresses of tables and norms, and its matrices."""
+
+    _fields_ = (
+        *_of(Integer, "generation size width heads kv_heads head_dim inner is_residual_normed norms_output is_float"),
+        *_of(Address, "table frequencies"),
+        *_of(Address, "embed_norm streams_norm input_norm hidden_norm post_norm norm"),
+        *_of(Bytes, "fuse heads_in heads_out gate_up down output"),
+        *_of(Float, "eps rope_factor"),
+    )
+
+
+class Level(ctypes.Structure):
+    """The nodes of a level, and where they are written."""
+
+    _fields_ = (
+        *_of(Integer, "nodes rows"),
+        *_of(Address, "tokens positions columns prefix above counts firsts view keys values"),
+        *_of(Integer, "row head"),
+        *_of(Address, "features streams outputs"),
+    )
+
+
+class Growing(ctypes.Structure):
+    """A draft that is to be grown, and where it is written."""
+
+    _fields_ = (
+        *_of(Integer, "pending trunk depth branches beam most"),
+        *_of(Address, "keys values"),
+        *_of(Integer, "row head owed"),
+        *_of(Address, "tokens_of streams last names tokens parents scores"),
+        *_of(Double, "least_mass least"),
+        ("power", Float),
+    )
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+_SCORES = (Address, Integer, Integer, Integer, Integer)
+"""Where scores lie, their kind, how many rows or which, numbers between two of them, and in one."""
+
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "product": (None, Address, Address, Integer, Address, Threads),
+    "bytes_product": (None, Address, Address, Integer, Address, Threads),
+    "decode_attention": (None, *(Address,) * 7, Threads),
+    "decode_attention_scratch": (Integer, Address, Threads),
+    "prefill_attention": (None, *(Address,) * 6, Threads),
+    "prefill_attention_scratch": (Integer, Address, Threads),
+    "forward": (Integer, *(Address,) * 5, Threads),
+    "chains": (Integer, *(Address,) * 5, Threads),
+    "head_level": (None, Address, Address, Threads),
+    "head_logits": (None, Address, Address, Integer, Address, Threads),
+    "head_grow": (Integer, Address, Address, Threads),
+    "argmax": (None, *_SCORES, Address),
+    "argmax_at": (Integer, *_SCORES),
+    "best": (None, *_SCORES, Address, Integer, Address),
+    "gumbel_argmax": (None, *_SCORES, Float, Address, Address),
+    "gumbel_argmax_at": (Integer, *_SCORES, Float, ctypes.c_uint64),
+    "limit_threads": (None, Threads),
+    "is_allowed": (ctypes.c_int,),
+    "num_outputs": (ctypes.c_int,),
+    "num_lanes": (ctypes.c_int,),
+}
+"""What every function returns, and is given."""

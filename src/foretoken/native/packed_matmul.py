@@ -1,0 +1,173 @@
+"""Products with packed matrices, by weight format: a step of few rows reads them at the speed of memory.
+
+A step of decoding multiplies a few rows by every weight of a model, and takes as long as reading them. oneDNN's packed
+products read narrow matrices at half to two thirds of what memory gives; ``products.cpp`` reads them at all of it, and
+sums every row in the same order whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from foretoken.native import abi, memory
+from foretoken.native.library import KINDS, Library
+
+PAIRS_BLOCK = 32
+"""Inputs and outputs of a block of pairs."""
+BYTES_BLOCK = 32
+"""Outputs of a block of bytes."""
+SPAN = 64
+"""Inputs whose activations share a scale where weights are bytes."""
+LARGEST = 127.0
+
+
+class PackedMatrix:
+    """A weight (out, in) as kernels read it, and its product.
+
+    Attributes:
+      compute_dtype: of what is multiplied, and of the result.
+      packed: the numbers of the weight.
+      num_bytes: of all that a product reads.
+      address: of what the kernels are told of it.
+
+    Exactness: a row has the same bits among any number of rows; sums are in float32.
+    """
+
+    def __init__(
+        self,
+        kernels: Library,
+        size: tuple[int, int],
+        kind: int,
+        packed: torch.Tensor,
+        bias: torch.Tensor | None,
+        scales: torch.Tensor | None = None,
+        zeros: torch.Tensor | None = None,
+    ) -> None:
+        self._size = outputs, inputs = size
+        self.packed = memory.empty(packed.shape, packed.dtype).copy_(packed)
+        self._kept = [None if each is None else each.float().contiguous() for each in (bias, scales, zeros)]
+        self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
+        of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
+        group = 0 if scales is None else inputs // scales.shape[1]
+        address = self.packed.data_ptr()
+        self._matrix = abi.Matrix(inputs, outputs, kind, address, of_bias, group, of_scales, of_zeros)
+        self.address = ctypes.addressof(self._matrix)
+        self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
+        self.instruction_set = kernels.instruction_set
+        self._run = kernels.product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) of `compute_dtype` -> (..., out)."""
+        if x.dtype != self.compute_dtype:  # what the kernel writes would not fit
+            raise TypeError(f"a matrix that multiplies in {self.compute_dtype} was given {x.dtype}")
+        outputs, inputs = self._size
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], outputs))
+        self._run(self.address, x.data_ptr(), x.numel() // inputs, out.data_ptr(), torch.get_num_threads())
+        return out
+
+
+class NativeMatrix(PackedMatrix):
+    """A weight in a float format.
+
+    Args:
+      weight: (out, in). Multiplied in bfloat16 where the CPU does that, and with float32 sums of float32 products
+        otherwise; half precision is kept as it is in memory either way.
+      bias: (out,), or None.
+
+    Exactness: equals ``F.linear`` within the rounding of the dtype.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Library) -> None:
+        outputs, inputs = weight.shape
+        self._is_pairs = weight.dtype == torch.bfloat16 and kernels.has_pairs
+        block = PAIRS_BLOCK if self._is_pairs else kernels.block
+        padded = F.pad(weight, (0, -inputs % PAIRS_BLOCK * self._is_pairs, 0, -outputs % block))
+        blocks = padded.view(-1, block, padded.shape[1])
+        if self._is_pairs:  # two tiles per 32 inputs, of 16 outputs each, pairs of inputs side by side
+            blocks = blocks.view(len(blocks), 2, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5)
+        else:
+            blocks = blocks.transpose(1, 2)
+        kind = abi.PAIRS if self._is_pairs else KINDS[weight.dtype]
+        super().__init__(kernels, (outputs, inputs), kind, blocks, bias)
+
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in), as it was given."""
+        outputs, inputs = self._size
+        if self._is_pairs:
+            blocks = self.packed.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        else:
+            blocks = self.packed.transpose(1, 2)
+        return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()
+
+
+class NibbleMatrix(PackedMatrix):
+    """A weight in 4 bits.
+
+    Args:
+      codes: int32 (out, in), 0 to 15.
+      scales, zeros: float32 (out, in / group); the weight is (code - 8) * scale + zero.
+      bias: (out,), or None.
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor,
+        bias: torch.Tensor | None,
+        kernels: Library,
+    ) -> None:
+        outputs, inputs = codes.shape
+        block, groups = 2 * kernels.lanes, scales.shape[1]
+        missing = (0, 0, 0, -outputs % block)
+        padded = F.pad(codes.to(torch.uint8), missing).view(-1, block, inputs // 2, 2)
+        both = padded[..., 0] | padded[..., 1] << 4  # (blocks, outputs, pairs of inputs)
+        by_block = (F.pad(each.float(), missing).view(-1, block, groups).transpose(1, 2) for each in (scales, zeros))
+        of_bias = None if bias is None else bias.detach()
+        super().__init__(kernels, (outputs, inputs), abi.NIBBLES, both.transpose(1, 2), of_bias, *by_block)
+
+
+class Int8Matrix:
+    """A weight rounded to bytes, with a scale by output.
+
+    Args:
+      weight: (out, in) of any float dtype, ``in`` a multiple of 64.
+      bias: (out,), or None.
+
+    Attributes:
+      structure: what kernels are given; it holds addresses of tensors that live as long as this object.
+
+    Exactness: within half of a 127th of the largest weight of an output, and of the largest of 64 activations; for
+      drafts alone.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        outputs, inputs = weight.shape
+        wide = weight.detach().float()
+        scales = wide.abs().amax(1).clamp(min=1e-30) / LARGEST
+        whole = (wide / scales[:, None]).round().clamp(-LARGEST, LARGEST).add(128.0).to(torch.uint8)
+        whole = F.pad(whole, (0, 0, 0, -outputs % BYTES_BLOCK), value=128)
+        # by blocks of 32 outputs and 4 inputs: two vectors of 16 outputs x 4 inputs
+        self._packed = whole.view(-1, BYTES_BLOCK, inputs // 4, 4).permute(0, 2, 1, 3).contiguous()
+        self._scales = scales.contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self.num_bytes = self._packed.numel()
+        of_bias = None if self._bias is None else self._bias.data_ptr()
+        self.structure = abi.Bytes(inputs, outputs, self._packed.data_ptr(), self._scales.data_ptr(), of_bias)
+
+    def product(self, x: torch.Tensor, kernels: Library) -> torch.Tensor:
+        """(n, in) in float32 -> (n, out)."""
+        x = x.float().contiguous()
+        out = x.new_empty(len(x), self.structure.outputs)
+        address = ctypes.addressof(self.structure)
+        kernels.bytes_product(address, x.data_ptr(), len(x), out.data_ptr(), torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def fits(inputs: int) -> bool:
+        """Whether a weight with so many inputs can be kept so."""
+        return inputs % SPAN == 0
