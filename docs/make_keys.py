@@ -1,10 +1,13 @@
-"""Write methods and keys into docs/speculative_config.md, from the options of the methods.
+"""Write methods and keys into the pages, from the options of the methods.
 
 python docs/make_keys.py            # after a change of a method's options
+
+A key stands on one page: on that of its methods, where one page has them all, else in docs/speculative_config.md.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,26 +15,58 @@ from pathlib import Path
 from foretoken.config.method import methods
 from foretoken.config.reference import KeyEntry, key_entries
 
-PAGE = Path(__file__).with_name("speculative_config.md")
-BEGIN, END = "<!-- made by docs/make_keys.py -->\n", "<!-- end -->\n"
+DOCS = Path(__file__).parent
+SHARED = DOCS / "speculative_config.md"
+BEGIN, END = "<!-- made by docs/make_keys.py", "<!-- end -->"
+PART = re.compile(rf"({BEGIN}(?:, keys of ([^>]*))? -->\n).*?({END}\n)", re.DOTALL)
+"""What is made of a page: all methods and shared keys, or the keys of the methods that are named."""
 WIDTH = 120
 
 
-def reference() -> str:
-    """The methods, and all keys in groups of one set of methods."""
+def pages() -> dict[Path, str]:
+    """Every page with a part that is made, as it should be."""
+    texts = {path: path.read_text(encoding="utf-8") for path in (SHARED, *sorted((DOCS / "methods").glob("*.md")))}
+    named = {path: found[2] for path, text in texts.items() if (found := PART.search(text)) is not None}
+    owners = {path: set(names.split(", ")) for path, names in named.items() if names}
+    keys: dict[Path, list[KeyEntry]] = {path: [] for path in named}
+    for entry in key_entries():
+        keys[_place(entry, owners)].append(entry)
+    made = {path: _own(owners[path], keys[path]) if path in owners else _shared(keys[path]) for path in named}
+    return {path: PART.sub(lambda found: found[1] + made[path] + found[3], texts[path]) for path in named}  # noqa: B023
+
+
+def _place(entry: KeyEntry, owners: dict[Path, set[str]]) -> Path:
+    """The page with the fewest methods among those that have all of a key's."""
+    having = [path for path, names in owners.items() if entry.defaults.keys() <= names]
+    return min(having, key=lambda path: len(owners[path]), default=SHARED)
+
+
+def _shared(entries: Iterable[KeyEntry]) -> str:
     lines = []
     for method in methods().values():
         others = f" Also {_quoted(method.aliases)}." if method.aliases else ""
         lines += _wrapped(f"- `{method.name}` drafts {method.summary}.{others}")
     groups: dict[tuple[str, ...], list[KeyEntry]] = {}
-    for entry in key_entries():
+    for entry in entries:
         groups.setdefault(tuple(entry.defaults), []).append(entry)
-    for names, entries in groups.items():
-        lines += ["", *_wrapped(f"**{_owners(names)}**"), ""]
-        for entry in entries:
-            default = f"; default {entry.default}" if entry.default else ""
-            lines += _wrapped(f"- `{entry.name}`: {entry.help} ({entry.values}{default})")
+    for names, its_entries in groups.items():
+        lines += ["", *_wrapped(f"**{_owners(names)}**"), "", *_items(its_entries)]
     return "\n".join(lines) + "\n"
+
+
+def _own(names: set[str], entries: Iterable[KeyEntry]) -> str:
+    return (
+        "\n".join([*_items(entries, len(names)), "- and [those of several methods](../speculative_config.md)"]) + "\n"
+    )
+
+
+def _items(entries: Iterable[KeyEntry], num_methods: int = 1) -> list[str]:
+    lines = []
+    for entry in entries:
+        of = f"{_quoted(entry.defaults)}; " if len(entry.defaults) < num_methods else ""
+        default = f"; default {entry.default}" if entry.default else ""
+        lines += _wrapped(f"- `{entry.name}`: {entry.help} ({of}{entry.values}{default})")
+    return lines
 
 
 def _owners(names: tuple[str, ...]) -> str:
@@ -51,11 +86,6 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def page(text: str) -> str:
-    """The page with the reference of today."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + reference() + END + rest.split(END)[1]
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
