@@ -11,21 +11,27 @@ PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/n
 # what no version of transformers can change: the law, drafts and the heads that make them, text, kernels, commands, and
 # what changes and breaks off between steps. Files not named here run on each: logits, masks, caches and features of
 # transformers' modelling code, its generate(), loading, tokenizers and templates
-SAME_ON_EVERY_VERSION = tests/conformance \
-	$(addprefix tests/e2e/test_,chat_terminal.py cli.py cli_datastore.py cli_refusals.py docs.py own_methods.py wheel.py) \
+SAME_ON_EVERY_VERSION = $(addprefix tests/test_,compiling.py real_model.py tree.py) tests/accept \
+	$(addprefix tests/bench/test_,bench.py drafting_cost.py methods.py peers.py scripts.py) \
 	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_installed.py classic_law.py classic_survey.py) \
-	$(addprefix tests/integration/test_,bad_input.py broken_steps.py choices.py counting.py heads_everywhere.py identity_compositions.py \
-	medusa_hydra.py method_mutations.py every_method.py hostile_kinds.py instruction_sets.py \
-	model_changes.py mutations.py policies_in_engine.py \
-	prefixes.py prompt_bits.py random_schedules.py real_model.py rejection_law.py self_draft_mutations.py \
-	self_draft_state.py strict.py swift.py) \
-	$(addprefix tests/unit/test_,acceptance.py acceptance_model.py cost_model.py methods.py scripts.py applicability.py architecture.py bench.py budget.py candidates.py chat.py \
-	cli_options.py compiling.py composition.py costs.py datastore.py datastore_resume.py defaults.py \
-	drafter_state.py drafting_cost.py eagle.py eagle_layouts.py eagle_static.py \
-	flat_nodes.py growth.py heads_checkpoint.py hostile_kernels.py imports.py jacobi.py kept_kernels.py \
-	lengths.py lookahead.py medusa_hydra_layouts.py methods.py mutants.py nasd.py neighbours.py ngram.py noise.py pages.py params.py \
-	payoff.py peers.py rank_tree.py rehearsal.py sampling.py suffix.py token_recycling.py \
-	tiny_recipe.py traceplot.py tree.py tune.py tune_tree.py typical.py verify.py)
+	$(addprefix tests/cli/test_,applicability.py chat.py chat_terminal.py cli.py cli_datastore.py cli_options.py cli_refusals.py) \
+	tests/config \
+	$(addprefix tests/drafters/test_,choices.py counting.py drafter_state.py drafters.py every_method.py lengths.py method_mutations.py policies_in_engine.py) \
+	$(addprefix tests/drafters/compose/test_,composition.py identity_compositions.py) \
+	$(addprefix tests/drafters/heads/test_,eagle.py eagle_static.py heads_everywhere.py medusa_hydra.py) \
+	tests/drafters/iterate $(addprefix tests/drafters/lookup/test_,nasd.py ngram.py suffix.py token_recycling.py) \
+	tests/drafters/parts \
+	$(addprefix tests/drafters/selfdraft/test_,self_draft_mutations.py self_draft_state.py swift.py) \
+	$(addprefix tests/engine/test_,acceptance_model.py broken_steps.py budget.py cost_model.py costs.py prefixes.py random_schedules.py) \
+	$(addprefix tests/heads/test_,eagle_layouts.py heads_checkpoint.py medusa_hydra_layouts.py) \
+	$(addprefix tests/law/test_,noise.py sampling.py) tests/loading/test_neighbours.py \
+	$(addprefix tests/model/test_,flat_nodes.py model_changes.py mutations.py prompt_bits.py rehearsal.py strict.py) \
+	$(addprefix tests/model/execution/test_,hostile_kernels.py hostile_kinds.py instruction_sets.py kept_kernels.py pages.py) \
+	$(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval \
+	$(addprefix tests/sessions/test_,bad_input.py payoff.py) \
+	$(addprefix tests/testing/test_,check_drafter.py mutants.py) tests/train/test_tiny_recipe.py \
+	$(addprefix tests/tune/test_,tune.py tune_tree.py) $(addprefix tests/unit/test_,architecture.py imports.py) \
+	tests/views
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo picture test test-full test-oldest check lint format bench clean

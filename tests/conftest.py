@@ -1,21 +1,25 @@
-"""Settings for the whole suite; its presence also lets tests import the modules beside it."""
+"""Settings for the whole suite. A room of tests has the name of the room of the source that it is about."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from architectures import ARCHITECTURES, REFUSED
 from foretoken import zoo
 from foretoken.errors import ConfigError
 from foretoken.model.execution.packing import can_pack
 from foretoken.testing import governed, ungoverned
 from foretoken.zoo.conversion import weights_file
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache"
+TESTS = Path(__file__).resolve().parent
+sys.path += [str(room) for room in TESTS.rglob("*/") if any(room.glob("test_*.py"))]  # tests that others begin with
+CACHE = TESTS.parent / ".cache"
 os.environ.setdefault("FORETOKEN_CACHE", str(CACHE))  # not the user's; one for all versions and workers
 
 _PACKAGE = zoo.manifest("smollm2").package
@@ -54,8 +58,11 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
         pytest.skip(str(error))
 
 
-ALWAYS = frozenset({"llama", "gemma3", "gpt2"})
-"""Architectures whose integration tests belong to the fast part: rotary positions, windows, learned positions."""
+RARE = frozenset({*ARCHITECTURES, *REFUSED}) - {"llama", "gemma3", "gpt2"}
+"""Architectures whose tests are slow ones; the fast part has rotary positions, windows and learned positions."""
+
+QUICK = frozenset({"test_execution", "test_inflate", "test_model_state"})
+"""Modules whose tests of any architecture belong to the fast part."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -63,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one architecture are slow ones, but for a covering few; `make test` runs them all."""
     for item in items:
         name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
-        if isinstance(name, str) and "integration" in item.path.parts and name not in ALWAYS:
+        if name in RARE and item.path.stem not in QUICK:
             item.add_marker(pytest.mark.slow)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_drafter_state import DRAFTERS, OTHERS, VOCAB_SIZE, target
 from test_swift import swift
 from test_swift import target as deep_target
 
@@ -28,7 +29,6 @@ from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, Trace, compare, decode
 from method_mutants import MUTANTS
 from mutants import Mutant
-from unit.test_drafter_state import DRAFTERS, OTHERS, VOCAB_SIZE, target
 
 METHODS: dict[str, Callable[[], Drafter]] = {
     **DRAFTERS,

@@ -332,6 +332,6 @@ def test_processes_fork_while_and_after_layers_are_compiled() -> None:
         **os.environ,
         "OMP_NUM_THREADS": "1",
     }  # OpenMP's threads do not survive a fork, whatever runs in them
-    command = [sys.executable, "-c", FORK, str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", FORK, str(Path(__file__).parents[2] / "support")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout.strip() == "2", done.stderr

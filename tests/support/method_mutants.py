@@ -1,7 +1,7 @@
 """Faults particular to one method of drafting, each with the test that catches it.
 
 Verification protects the tokens from all of them: they cost steps, memory or privacy. Faults that reach the target's
-cache are in `integration/test_self_draft_mutations.py`.
+cache are in `drafters/selfdraft/test_self_draft_mutations.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytest
+import test_composition
+import test_datastore_resume
+import test_drafter_state
+import test_jacobi
+import test_lookahead
+import test_nasd
+import test_ngram
+import test_self_draft
+import test_self_draft_state
+import test_suffix
+import test_swift
+import test_token_recycling
 
 from foretoken.drafters.compose import union
 from foretoken.drafters.compose.first import FirstDrafter
@@ -46,7 +58,6 @@ from foretoken.retrieval.history import OutputHistory
 from foretoken.retrieval.resuming import State
 from foretoken.retrieval.suffix_tree import SuffixTree
 from foretoken.tree import DraftTree
-from integration import test_self_draft, test_self_draft_state, test_swift
 from mutants import (
     Altered,
     Apply,
@@ -62,17 +73,6 @@ from mutants import (
     with_arguments,
     with_result,
     wrapped,
-)
-from unit import (
-    test_composition,
-    test_datastore_resume,
-    test_drafter_state,
-    test_jacobi,
-    test_lookahead,
-    test_nasd,
-    test_ngram,
-    test_suffix,
-    test_token_recycling,
 )
 
 _NEIGHBOURS = test_drafter_state.test_neighbours_and_predecessors_change_no_draft

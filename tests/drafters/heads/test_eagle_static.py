@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_eagle import from_scratch
 
 from eagle_heads import VOCAB_SIZE, kept_vocabulary, logits_of, model, random_head, target, texts, trained
 from foretoken import LLM, SamplingParams
@@ -31,7 +32,6 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, check_drafter, decode, toy_model
 from foretoken.tree import DraftTree
-from unit.test_eagle import from_scratch
 
 EAGLE_TREE = RankTree.published("eagle")
 

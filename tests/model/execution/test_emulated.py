@@ -12,7 +12,7 @@ import pytest
 from foretoken.native import library as native
 
 KERNELS = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.full
@@ -20,17 +20,18 @@ TESTS = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("unit/test_native.py", KERNELS),
-        ("integration/test_prefill_attention.py", KERNELS),
-        ("integration/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
+        ("model/execution/test_native.py", KERNELS),
+        ("model/execution/test_prefill_attention.py", KERNELS),
+        ("model/execution/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
     ],
 )
 def test_kernels_compute_the_same_on_wider_processors(file: str, chosen: str) -> None:
     """Products, attention of few nodes and of prompts by AVX-512, AVX512_BF16 and AMX, to the tests of their own, and
     whole programs by AMX, whose products take bfloat16."""
+    path = os.pathsep.join([str(TESTS / "support" / "emulation"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "plugin", "-m", "", "-k", chosen, str(TESTS / file)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS / "emulation"), os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=3600,

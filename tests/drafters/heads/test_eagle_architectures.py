@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_eagle import drafter
+from test_eagle_static import drafter as static_drafter
 
 from architectures import ARCHITECTURES, VOCAB_SIZE
 from eagle_heads import model, trained
@@ -20,8 +22,6 @@ from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.lm import CausalLM
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, compare, decode
 from harness import adapter
-from unit.test_eagle import drafter
-from unit.test_eagle_static import drafter as static_drafter
 
 
 def random_head(target: CausalLM, generation: int) -> EagleHead:
