@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.loading.info import ModelInfo
     from foretoken.sessions.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamOutput
-    from foretoken.sessions.runner import Stream
+    from foretoken.sessions.stream import Stream
     from foretoken.views.trajectory import Trajectory, trajectory
 
 wait_briefly()  # before anything imports torch
@@ -49,7 +49,7 @@ _HOME = {
     "RequestOutput": "sessions.outputs",
     "SamplingParams": "config.sampling",
     "SpeculativeConfig": "config.speculative",
-    "Stream": "sessions.runner",
+    "Stream": "sessions.stream",
     "StreamOutput": "sessions.outputs",
     "Trajectory": "views.trajectory",
     "speculate": "hf",

@@ -40,7 +40,8 @@ from foretoken.progress import progress_bar
 from foretoken.sessions.outputs import RequestOutput
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
-from foretoken.sessions.runner import Runner, Stream
+from foretoken.sessions.runner import Runner
+from foretoken.sessions.stream import Stream
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
@@ -274,6 +275,14 @@ class LLM:
         """The prompt of one conversation, for `generate` or `stream`."""
         return chat_prompt(self.tokenizer, messages, **template_options)
 
+    def step(self) -> bool:
+        """One step for all streams that are open; whether there was one to make.
+
+        For servers: one thread calls this and hands out what `Stream.take` gives. Nobody else needs it, since whoever
+        waits for results makes the steps.
+        """
+        return self._runner.step()
+
     @property
     def profile(self) -> StepProfile:
         """Where the time has gone so far."""
@@ -283,6 +292,11 @@ class LLM:
     def num_unfinished(self) -> int:
         """Rows that are queued or running."""
         return self._runner.num_unfinished
+
+    @property
+    def num_running(self) -> int:
+        """Rows that are running."""
+        return self._runner.num_running
 
     # -- set-up ------------------------------------------------------------------------------------------------
 

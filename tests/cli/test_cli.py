@@ -25,7 +25,7 @@ from foretoken.cli.comparison import Lane
 from foretoken.cli.options import DEFAULTS, DraftingOptions, respell
 from foretoken.cli.running import choose_model
 from foretoken.loading.defaults import default_keys
-from foretoken.sessions.runner import Stream
+from foretoken.sessions.stream import Stream
 
 STORY = "Once upon a time there was a"
 TINY = ["--model", "zoo:tiny"]

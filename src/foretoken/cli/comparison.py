@@ -16,7 +16,7 @@ from foretoken.llm import LLM
 from foretoken.model.promise import Promise
 from foretoken.sessions.outputs import RequestOutput
 from foretoken.sessions.prompts import PromptLike
-from foretoken.sessions.runner import Stream
+from foretoken.sessions.stream import Stream
 
 QUESTIONS = (
     "What are three tips for sleeping better?",

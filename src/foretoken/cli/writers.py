@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
-    from foretoken.sessions.runner import Stream
+    from foretoken.sessions.stream import Stream
     from foretoken.sessions.textstream import Segments
 
 DRAFTED_STYLE = "green"

@@ -66,6 +66,8 @@ class SamplingParams:
       detokenize: produce text; stop strings need it.
       logits_processors: callables (input_ids [1, T], scores [1, V]) -> scores, as of transformers. They
         must be functions of their arguments alone: drafts show them prefixes that may be rejected later.
+      num_speculative_tokens: longest draft for this request, 0 for plain decoding; None for as long as the
+        speculative config allows. Under "match" the tokens are the same whatever it is.
 
     Raises: ConfigError for an unknown field or a value out of range.
     """
@@ -96,6 +98,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     logits_processors: Sequence[Callable[..., Any]] | None = ()
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -173,7 +176,7 @@ class SamplingParams:
                     f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                     "lower the first or raise the second"
                 )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
             if (count := getattr(self, name)) is not None:
                 self._set(name, whole(name, count, 0, remedy="None turns them off"))
         if self.seed is not None:

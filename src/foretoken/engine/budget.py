@@ -24,6 +24,7 @@ CAUSES: Mapping[str, str] = {
     "memory": "the limit of memory",
     "budget": "the end of the text's budget",
     "policy": "the length policy",
+    "request": "the request",
     "doubt": "a step that gave no token",
     "fault": "a fault of the drafter",
 }

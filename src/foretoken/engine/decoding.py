@@ -89,7 +89,7 @@ def emit_row(
         error = None
     sources = tuple([tree.source_of(node) for node in accepted])
     if row.params.logprobs is None and not config.output_scores and not config.output_logits:
-        output = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources)
+        output = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources, tree=tree)
     else:
         nodes = list(verdict.path[: len(tokens)])
         paths, chosen_from = [tree.path_tokens(node) for node in nodes], logits[place][nodes]
@@ -100,6 +100,7 @@ def emit_row(
             logprobs=logprobs_of(row, tokens, chosen_from, paths),
             error=error,
             sources=sources,
+            tree=tree,
             scores=sampling.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
             logits=chosen_from.float() if config.output_logits else None,
         )

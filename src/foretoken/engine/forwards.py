@@ -64,7 +64,7 @@ class Forwards:
         """Limits of the drafts of every row: accepted tokens and the bonus together fit what is left of it.
 
         A draft stays within what the promise covers and what the rule of acceptance and the model take. A row in doubt
-        runs without one.
+        runs without one, and a request may want shorter ones.
 
         Args:
           max_nodes: that the memory has room for.
@@ -77,6 +77,9 @@ class Forwards:
             depth, cause = row.num_remaining_tokens - 1, "budget"
             if nodes - 1 < depth:
                 depth, cause = nodes - 1, of_nodes
+            wanted = row.params.num_speculative_tokens
+            if wanted is not None and wanted < depth:
+                depth, cause = wanted, "request"
             if row.is_in_doubt:
                 depth, cause = 0, "doubt"
             found.append(Limits(Budget(depth, nodes, not takes_trees), cause, of_nodes, shape))

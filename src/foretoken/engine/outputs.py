@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,13 +12,16 @@ from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.sequence import Sequence
 from foretoken.law import sampling
 
+if TYPE_CHECKING:
+    from foretoken.tree import DraftTree
+
 
 @dataclass(frozen=True)
 class RowOutput:
     """The tokens that one step added to one row.
 
     ``num_accepted`` of the ``token_ids``, counted from the front, were drafted, by what ``sources`` name; the rest came
-    from the target.
+    from the target. ``tree`` is the draft that was verified.
     ``scores`` and ``logits``, where the engine keeps them, are float32 (tokens, V): what each token was chosen from.
     """
 
@@ -26,6 +30,7 @@ class RowOutput:
     num_accepted: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: Exception | None = None
+    tree: DraftTree | None = None
     scores: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     sources: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from foretoken.engine.stats import SequenceStats, StepTrace
 
 if TYPE_CHECKING:
     from foretoken.model.promise import Promise
+    from foretoken.tree import DraftTree
 
 T = TypeVar("T")
 
@@ -174,6 +175,9 @@ class StreamOutput:
       token_ids: new tokens.
       num_accepted: how many of them, counted from the front, were drafted.
       finish_reason, stop_reason: set on the last delta of the sample.
+      texts: ``text`` in pieces, one for each of the tokens: what it has made certain, possibly nothing.
+      logprobs: for each of the tokens; None unless asked for.
+      tree: the draft that the step verified.
     """
 
     request_id: str
@@ -185,6 +189,9 @@ class StreamOutput:
     num_accepted: int
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    texts: tuple[str, ...] = ()
+    logprobs: list[dict[int, Logprob]] | None = None
+    tree: DraftTree | None = None
 
 
 def _shortened(value: object) -> str:

@@ -126,6 +126,8 @@ class PayoffWatch:
 
     def _note(self, step: Cuts) -> None:
         """Take in why the newest step of a row had no draft; begin anew where it had one."""
+        if step.latest == "request":
+            return  # as asked
         if step.latest:
             self._undrafted.steps[step.latest] += 1
             self._undrafted.tokens.update(step.latest_tokens)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NoReturn
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.engine import Engine
 from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.stats import StepProfile
-from foretoken.errors import CopyError, EngineBusyError, PromptError
-from foretoken.sessions.outputs import RequestOutput, StreamOutput
+from foretoken.errors import EngineBusyError, PromptError
 from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompt
 from foretoken.sessions.session import Request, Session
@@ -63,6 +60,11 @@ class Runner:
     def num_unfinished(self) -> int:
         """Rows that are queued or running."""
         return len(self._session_of)
+
+    @property
+    def num_running(self) -> int:
+        """Rows in the cache."""
+        return self._engine.num_running
 
     def open(self, prompts: Seq[Prompt], params: Seq[Callable[[int], SamplingParams]]) -> Session:
         """Queue the prompts of one call, all of them or, when one is refused, none.
@@ -125,8 +127,20 @@ class Runner:
                 self._end_abandoned()
                 self._step(session)
 
-    def _step(self, session: Session) -> None:
-        """Step on behalf of a session."""
+    def step(self) -> bool:
+        """One step for whoever has a session open, for a thread that does nothing else; whether there was one to make.
+
+        What it has brought, or what broke it off, lies with the sessions.
+        """
+        with self._lock:
+            self._end_abandoned()
+            has_rows = bool(self._session_of)
+            if has_rows:
+                self._step(None)
+            return has_rows
+
+    def _step(self, session: Session | None) -> None:
+        """Step on behalf of a session, or of all of them."""
         started = perf_counter()
         self._use.take(sys._getframe())
         try:
@@ -196,71 +210,3 @@ class Runner:
     def abandon(self, session: Session) -> None:
         """End a session before the next step; may be called from anywhere, a garbage collection included."""
         self._abandoned.append(session)
-
-
-class Stream(Iterator[StreamOutput]):
-    """The stream of the requests of one call, step by step.
-
-    Iterate for the deltas; `outputs` has what was collected so far, at any time. Use it as a context manager, or
-    close it, to end early.
-    """
-
-    def __init__(self, runner: Runner, session: Session) -> None:
-        self._runner = runner
-        self._session = session
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise CopyError(
-            "a stream belongs to the LLM that generates it, so it can neither be copied nor pickled; outputs() gives "
-            "what has come so far, which can"
-        )
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._session.requests)
-
-    @property
-    def num_finished(self) -> int:
-        """Prompts all of whose texts have ended."""
-        return self._session.num_finished
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated so far, in all texts."""
-        return self._session.num_tokens
-
-    def outputs(self) -> list[RequestOutput]:
-        """Results in the order of the prompts; what has not ended counts as aborted."""
-        return self._session.outputs()
-
-    def output(self, prompt_index: int) -> RequestOutput:
-        """The result for one prompt."""
-        return self._session.output(prompt_index)
-
-    def __next__(self) -> StreamOutput:
-        session = self._session
-        self._runner.advance(session)
-        if session.is_closed:
-            raise StopIteration
-        if session.news:
-            return session.news.popleft()
-        if session.error is not None:
-            raise session.error
-        raise StopIteration
-
-    def close(self) -> None:
-        """End the requests that have not finished. Closing twice is harmless."""
-        if not self._session.is_closed:
-            self._runner.end(self._session)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not self._session.is_closed:
-            self._runner.abandon(self._session)

@@ -74,6 +74,12 @@ class Session:
         return all(request.is_finished for request in self.requests)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether no step has touched any of the rows."""
+        rows = [text.row for request in self.requests for text in request.texts]
+        return not any(row.num_prefilled or row.num_steps or row.is_finished for row in rows)
+
+    @property
     def num_finished(self) -> int:
         return sum(request.is_finished for request in self.requests)
 
@@ -87,13 +93,18 @@ class Session:
         errors = [text.error for request in self.requests for text in request.texts]
         return errors[0] if errors and all(error is not None for error in errors) else None
 
+    @property
+    def stats(self) -> SequenceStats:
+        """Counters of all texts together."""
+        return _pooled(self.requests)
+
     def take(self, output: RowOutput, started: float, ended: float) -> bool:
         """Take in what a step, between these times, added to one of the rows.
 
         Returns: whether all of it could be read, see `TextStream.take`.
         """
         place, request, text = self._place_of[output.row.id]
-        num_known = len(text.token_ids)
+        num_known, num_released = len(text.token_ids), text.num_released
         is_read = text.take(output, self._drafter_name, started, ended)
         segments = text.release()
         tokens = text.token_ids[num_known:]
@@ -108,6 +119,9 @@ class Session:
                 num_accepted=min(output.num_accepted, len(tokens)),
                 finish_reason=text.finish_reason,
                 stop_reason=text.stop_reason,
+                texts=text.pieces(len(tokens), num_released),
+                logprobs=self._table(request, text.logprobs[num_known:]),
+                tree=output.tree,
             )
         )
         return is_read
@@ -148,13 +162,13 @@ class Session:
         return [None, *(self._logprobs(entry) for entry in request.texts[0].row.prompt_logprobs)]
 
     def _completion(self, request: Request, text: TextStream) -> CompletionOutput:
-        wants_logprobs = request.params.logprobs is not None
+        logprobs = self._table(request, text.logprobs)
         return CompletionOutput(
             index=text.row.index,
             text=self._decoded_text(text),
             token_ids=FrozenList(text.token_ids),
-            cumulative_logprob=sum(entry.logprob for entry in text.logprobs) if wants_logprobs else None,
-            logprobs=[self._logprobs(entry) for entry in text.logprobs] if wants_logprobs else None,
+            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in text.logprobs),
+            logprobs=logprobs,
             finish_reason=text.finish_reason or "abort",
             stop_reason=text.stop_reason,
             seed=int(request.params.seed or 0),
@@ -169,6 +183,10 @@ class Session:
             return text.released
         skips = text.row.params.skip_special_tokens
         return str(self._tokenizer.decode(text.token_ids, skip_special_tokens=skips))
+
+    def _table(self, request: Request, entries: Seq[TokenLogprobs]) -> list[dict[int, Logprob]] | None:
+        """Log-probabilities of tokens; None where the request asks for none."""
+        return None if request.params.logprobs is None else [self._logprobs(entry) for entry in entries]
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """Log-probabilities at one token: its own first, then the most likely ones."""
@@ -187,10 +205,7 @@ class Session:
             return None
 
     def _metrics(self, request: Request) -> RequestMetrics:
-        stats = SequenceStats()
-        for text in request.texts:
-            stats.add(text.row.stats)
-        counts = speculative_metrics(stats, self._num_spec_tokens, self._is_lossless)
+        counts = speculative_metrics(_pooled([request]), self._num_spec_tokens, self._is_lossless)
         starts = [text.started for text in request.texts if text.started is not None]
         if not starts:
             return RequestMetrics(counts, promise=self._promise)
@@ -215,3 +230,12 @@ class Session:
         has_drafts = totals.num_drafted > before.num_drafted
         speed = (totals.plain_seconds - before.plain_seconds) / seconds if has_drafts and seconds > 0.0 else None
         return {"estimated_speedup": speed, "decision": self._governor.describe()}
+
+
+def _pooled(requests: Seq[Request]) -> SequenceStats:
+    """Counters of all texts of some requests."""
+    stats = SequenceStats()
+    for request in requests:
+        for text in request.texts:
+            stats.add(text.row.stats)
+    return stats

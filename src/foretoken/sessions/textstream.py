@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from foretoken.engine.prediction import PREDICTION
@@ -109,9 +110,26 @@ class TextStream:
         return self._release(len(text.text))
 
     @property
+    def num_released(self) -> int:
+        """Characters that were released."""
+        return self._released
+
+    @property
     def released(self) -> str:
         """All text that was released."""
         return "" if self._text is None else self._text.text[: self._released]
+
+    def pieces(self, num_tokens: int, num_released: int) -> tuple[str, ...]:
+        """Text released beyond so many characters, by the newest tokens that made it certain.
+
+        What is not yet certain goes with the token after which it is; all that is left, with the last one.
+        """
+        text = self.released
+        ends = [] if self._text is None else self._text.ends[len(self.token_ids) - num_tokens : len(self.token_ids)]
+        places = [num_released, *(min(max(end, num_released), len(text)) for end in ends)]
+        places += [len(text)] * (num_tokens + 1 - len(places))
+        places[-1] = len(text)
+        return tuple(text[start:end] for start, end in pairwise(places))
 
     def _release(self, end: int) -> Segments:
         assert self._text is not None
