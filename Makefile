@@ -27,7 +27,7 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,compiling.py real_model.py tree.
 	$(addprefix tests/law/test_,noise.py sampling.py) tests/loading/test_neighbours.py \
 	$(addprefix tests/model/test_,flat_nodes.py model_changes.py mutations.py prompt_bits.py rehearsal.py strict.py) \
 	$(addprefix tests/model/execution/test_,hostile_kernels.py hostile_kinds.py instruction_sets.py kept_kernels.py pages.py) \
-	$(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval \
+	$(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval tests/serve \
 	$(addprefix tests/sessions/test_,bad_input.py payoff.py) \
 	$(addprefix tests/testing/test_,check_drafter.py mutants.py) tests/train/test_tiny_recipe.py \
 	$(addprefix tests/tune/test_,tune.py tune_tree.py) $(addprefix tests/unit/test_,architecture.py imports.py) \

@@ -28,7 +28,7 @@ LAYERS = (
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),
-    ("tune", "train"),
+    ("tune", "train", "serve"),
     ("cli",),
     ("__main__",),
 )

@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | chat | demo | info | bench | tune | train | datastore | trajectory``."""
+"""The command line: ``foretoken generate | chat | serve | demo | info | bench | tune | train | ...``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from foretoken.cli import datastore as cli_datastore
 from foretoken.cli import demo as cli_demo
 from foretoken.cli import generate as cli_generate
 from foretoken.cli import info as cli_info
+from foretoken.cli import serve as cli_serve
 from foretoken.cli import train as cli_train
 from foretoken.cli import trajectory as cli_trajectory
 from foretoken.cli import tune as cli_tune
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("generate")(cli_generate.generate)
 app.command("chat")(cli_chat.chat)
+app.command("serve")(cli_serve.serve)
 app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)

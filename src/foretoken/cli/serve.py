@@ -1,0 +1,178 @@
+"""``foretoken serve``: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.options import DraftingOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.running import exit_codes, load_llm
+from foretoken.config.engine import EngineConfig
+from foretoken.errors import ConfigError
+from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
+
+if TYPE_CHECKING:
+    from foretoken.serve.served import Served
+
+EXTRA = "foretoken serve needs fastapi, uvicorn and prometheus-client; install them with pip install 'foretoken[serve]'"
+KEY_VARIABLE = "FORETOKEN_API_KEY"
+DEFAULTS = ServerSettings()
+
+
+@takes_groups
+def serve(
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)] = None,
+    model: ModelOptions,
+    drafting: DraftingOptions,
+    loading: LoadingOptions,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in requests; may be repeated.")
+    ] = None,
+    drafting_setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafting",
+            metavar="NAME=METHOD|JSON",
+            help="Another way of drafting for the same model in memory, served under this name; may be repeated.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help=f"Key that clients must send; may be repeated. Also {KEY_VARIABLE}, or --api-key-file.",
+        ),
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(metavar="FILE", help="Keys, one on each line.")] = None,
+    cors_origins: Annotated[
+        list[str] | None, typer.Option(help="Web page that may call the server; may be repeated, * is every one.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.")] = EngineConfig.max_num_seqs,
+    max_model_len: Annotated[int | None, typer.Option(help="Limit of prompt and output in tokens.")] = None,
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
+    ] = None,
+    prefill_chunk_size: Annotated[
+        int, typer.Option(help="Prompt tokens that running rows wait for at once.")
+    ] = EngineConfig.prefill_chunk_size,
+    num_cached_prefixes: Annotated[
+        int, typer.Option(help="Texts kept for prompts that begin like them; may change last bits of a text.")
+    ] = 0,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Requests that may wait; more get 429. -1 is no limit.")
+    ] = DEFAULTS.max_queued_requests or 0,
+    max_queued_tokens: Annotated[int, typer.Option(help="Tokens of their prompts; -1 is no limit.")] = -1,
+    max_body_bytes: Annotated[int, typer.Option(help="Size of a request; more gets 413.")] = DEFAULTS.max_body_bytes,
+    max_n: Annotated[int, typer.Option(help="Samples of a prompt.")] = DEFAULTS.max_n,
+    max_logprobs: Annotated[
+        int, typer.Option(help="Most likely tokens that may be asked for.")
+    ] = DEFAULTS.max_logprobs,
+    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = DEFAULTS.request_timeout,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests have left after Ctrl-C or SIGTERM.")
+    ] = DEFAULTS.shutdown_timeout,
+    stream_granularity: Annotated[
+        str, typer.Option(help=f"{' or '.join(GRANULARITIES)}: what a chunk of a stream holds.")
+    ] = DEFAULTS.stream_granularity,
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option(help=f"{', '.join(DETAILS)}: counts of speculation with every answer.")
+    ] = DEFAULTS.spec_decode_metrics,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help=f"{', '.join(PARSERS)}: format in which the model calls tools.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Template in place of the model's own.")
+    ] = None,
+    strict_fields: Annotated[bool, typer.Option("--strict-fields", help="Refuse fields that are not known.")] = False,
+    enable_log_requests: Annotated[
+        bool, typer.Option("--enable-log-requests", help="Write requests, prompts included, to the log.")
+    ] = False,
+) -> None:
+    """Serve a model to clients of the OpenAI API: chat, completions, streams with one token per chunk, metrics.
+
+    One model is loaded; requests share its batches. Ctrl-C and SIGTERM let requests come to their end, a second one
+    does not wait. Keys given on the command line can be seen by other users of the machine.
+    """
+    with exit_codes():
+        try:
+            from foretoken.serve.served import Served, draftings
+            from foretoken.serve.server import Server
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None
+        chosen = replace(model, model=name).chosen() if name is not None else model.chosen()
+        if name is not None and model.model not in (None, name):
+            raise ConfigError(f"the model is {name!r} and --model {model.model!r}; give one")
+        names = served_model_name or [chosen]
+        settings = ServerSettings(
+            api_keys=_keys(api_key, api_key_file),
+            cors_origins=tuple(cors_origins or ()),
+            max_body_bytes=max_body_bytes,
+            max_n=max_n,
+            max_logprobs=max_logprobs,
+            max_queued_requests=_limit(max_queued_requests),
+            max_queued_tokens=_limit(max_queued_tokens),
+            request_timeout=request_timeout,
+            shutdown_timeout=shutdown_timeout,
+            strict_fields=strict_fields,
+            stream_granularity=stream_granularity,
+            spec_decode_metrics=per_request_spec_decode_metrics,
+            tool_call_parser=tool_call_parser,
+            log_requests=enable_log_requests,
+        )
+        template = None if chat_template is None else _text(chat_template)
+        config = drafting.config(chosen)
+        rows: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            "max_kv_bytes": max_kv_bytes,
+            "prefill_chunk_size": prefill_chunk_size,
+            "num_cached_prefixes": num_cached_prefixes,
+        }
+
+        def load() -> Served:
+            llm = load_llm(chosen, config, gguf_file=model.gguf_file, **vars(loading), **rows)
+            if template is not None and llm.tokenizer is not None:
+                llm.tokenizer.chat_template = template
+            return Served(draftings(llm, names[0], drafting_setting or []), tuple(names[1:]))
+
+        server = Server(load, names[0], settings, host=host, port=port, say=_say)
+        server.run_until_end()
+
+
+def _say(line: str) -> None:
+    typer.echo(f"foretoken: {line}", err=True)
+
+
+def _limit(number: int) -> int | None:
+    return None if number < 0 else number
+
+
+def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
+    """Keys of the options, of the file and of the environment.
+
+    Raises: ConfigError for a file that cannot be read, or has no keys.
+    """
+    keys = list(given or ())
+    if KEY_VARIABLE in os.environ:
+        keys.append(os.environ[KEY_VARIABLE])
+    if file is not None:
+        lines = [line.strip() for line in _text(file).splitlines()]
+        if not any(lines):
+            raise ConfigError(f"{file} holds no keys; write one on each line")
+        keys += [line for line in lines if line]
+    return tuple(keys)
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -1,0 +1,224 @@
+"""From a request to its answer: whole, or as events; with a client that may leave at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
+
+from foretoken.serve.bridge import Bridge, Ticket
+from foretoken.serve.counts import counts_of, usage_of, verdict_of
+from foretoken.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from foretoken.serve.asking import Asking
+    from foretoken.serve.settings import ServerSettings
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+CLIENT_LEFT = 499
+
+
+class Departed(Exception):
+    """The client has left."""
+
+
+class Form(Protocol):
+    """The shape of an answer."""
+
+    def frame(self, is_chunk: bool) -> dict[str, Any]:
+        """What every object begins with."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices of chunks before the first token."""
+
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        """Choices of the chunks for what a step has brought one text: one for each token, or one for all."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """Choices of the whole answer."""
+
+
+class Exchange:
+    """A request in the engine, and the client that waits for its answer.
+
+    Args:
+      receive: of ASGI; the body has been read, so that all that comes is the departure of the client.
+    """
+
+    def __init__(self, bridge: Bridge, asking: Asking, receive: Receive) -> None:
+        self.ticket = Ticket(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
+        self._bridge = bridge
+        self._deadline = self.ticket.arrived + asking.timeout
+        self._timeout = asking.timeout
+        self._departure = asyncio.ensure_future(_departure(receive))
+        self._next: asyncio.Future[list[StreamOutput] | None] | None = None
+
+    async def begin(self) -> None:
+        """Send the request to the engine, and wait until it has been taken in.
+
+        Raises: what is wrong with it.
+        """
+        self._bridge.submit(self.ticket)
+        try:
+            await self.news()
+        except BaseException:
+            self.end()
+            raise
+
+    async def news(self, patience: float | None = None) -> list[StreamOutput] | None:
+        """What the next steps bring; nothing after so many seconds of silence, None at the end.
+
+        Raises: Departed; ApiError after the time of the request; what has ended it.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(self.ticket.news())
+        left = self._deadline - perf_counter()
+        waited = max(0.0, left if patience is None else min(left, patience))
+        tasks: set[asyncio.Future[Any]] = {self._next, self._departure}
+        await asyncio.wait(tasks, timeout=waited, return_when=asyncio.FIRST_COMPLETED)
+        if self._departure.done():
+            raise Departed
+        if self._next.done():
+            news, self._next = self._next, None
+            return news.result()
+        if perf_counter() >= self._deadline:
+            raise ApiError(504, f"the request took longer than its {self._timeout:g} seconds", "timeout", "timeout")
+        return []
+
+    async def collect(self) -> list[RequestOutput]:
+        """The results, at the end."""
+        while await self.news() is not None:
+            pass
+        return self.ticket.outputs()
+
+    def again(self, outputs: Sequence[RequestOutput]) -> None:
+        """Send the same request once more, to be decoded plainly with the seeds that it had."""
+        first = self.ticket
+        params = [
+            replace(given, seed=output.outputs[0].seed, num_speculative_tokens=0)
+            for given, output in zip(first.params, outputs, strict=True)
+        ]
+        self.ticket = Ticket(first.llm, first.prompts, params)
+        self._bridge.submit(self.ticket)
+
+    def end(self) -> None:
+        """Leave nothing behind. Ending twice is harmless."""
+        self._bridge.abandon(self.ticket)
+        for task in (self._departure, self._next):
+            if task is not None and not task.cancel() and not task.cancelled():
+                task.exception()  # which nobody waits for any more
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(bridge: Bridge, asking: Asking, form: Form, settings: ServerSettings, receive: Receive) -> Response:
+    """Run a request, and answer it.
+
+    Raises: ApiError, PromptError and the like, before anything was sent.
+    """
+    num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in asking.prompts)
+    bridge.check_room(num_tokens, settings.max_queued_requests, settings.max_queued_tokens)
+    exchange = Exchange(bridge, asking, receive)
+    try:
+        await exchange.begin()
+        if asking.streams:
+            return EventStream(exchange, asking, form, settings.keep_alive)
+        outputs = await exchange.collect()
+        check_texts(outputs)
+        body = {**form.frame(is_chunk=False), "choices": form.whole(outputs), "usage": usage_of(exchange.ticket)}
+        body |= counts_of(exchange.ticket, asking.detail)
+        if asking.verifies:
+            exchange.again(outputs)
+            body |= verdict_of(outputs, await exchange.collect())
+    except Departed:
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        if not asking.streams:
+            exchange.end()
+    return Response(json.dumps(body), media_type="application/json", headers=asking.warning)
+
+
+def check_texts(outputs: Sequence[RequestOutput]) -> None:
+    """Raises: ApiError where one of several texts has ended in an error."""
+    if any(text.finish_reason == "error" for output in outputs for text in output.outputs):
+        raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
+
+
+class EventStream(Response):
+    """An answer as server-sent events. All chunks of a step are sent at once.
+
+    Args:
+      exchange: which has begun.
+      keep_alive: seconds of silence after which a comment is sent.
+    """
+
+    def __init__(self, exchange: Exchange, asking: Asking, form: Form, keep_alive: float) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **asking.warning}
+        super().__init__(media_type="text/event-stream", headers=headers)
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
+        self._frame = form.frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._send_all(send)
+        except Departed:
+            return
+        except Exception as error:
+            await _put(send, _event(ApiError.of(error).body))
+        finally:
+            self._exchange.end()
+        await _put(send, DONE, more=False)
+
+    async def _send_all(self, send: Send) -> None:
+        await _put(send, *self._chunks(self._form.opening()))
+        while (news := await self._exchange.news(self._keep_alive)) is not None:
+            if any(delta.finish_reason == "error" for delta in news):
+                raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
+            chunks = self._chunks([choice for delta in news for choice in self._form.choices(delta)])
+            await _put(send, *(chunks if news else [KEEP_ALIVE]))
+        ending = await self._ending(send)
+        if ending:
+            await _put(send, _event({**self._frame, "choices": [], **ending}))
+
+    async def _ending(self, send: Send) -> dict[str, Any]:
+        """Fields of the last chunk."""
+        exchange, asking = self._exchange, self._asking
+        ending = {"usage": usage_of(exchange.ticket)} if asking.stream.include_usage else {}
+        ending |= counts_of(exchange.ticket, asking.detail)
+        if asking.verifies:
+            outputs = exchange.ticket.outputs()
+            exchange.again(outputs)
+            while (news := await exchange.news(self._keep_alive)) is not None:
+                if not news:
+                    await _put(send, KEEP_ALIVE)
+            ending |= verdict_of(outputs, exchange.ticket.outputs())
+        return ending
+
+    def _chunks(self, choices: Sequence[dict[str, Any]]) -> list[bytes]:
+        frame = self._frame
+        if choices and self._asking.stream.continuous_usage_stats:
+            frame = frame | {"usage": usage_of(self._exchange.ticket)}
+        return [_event({**frame, "choices": [choice]}) for choice in choices]
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _put(send: Send, *pieces: bytes, more: bool = True) -> None:
+    if pieces:
+        await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": more})

@@ -1,0 +1,274 @@
+"""The application: routes, who may call them, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from foretoken import __version__
+from foretoken.serve.answering import CLIENT_LEFT, Form, answer
+from foretoken.serve.asking import Asking
+from foretoken.serve.chat import read_chat, read_messages
+from foretoken.serve.completions import read_completion
+from foretoken.serve.errors import ApiError, loading, stopping, unauthorized
+from foretoken.serve.fields import Fields
+from foretoken.serve.tokens import encode, token_ids
+from foretoken.sessions.prompts import chat_prompt
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from foretoken.serve.bridge import Bridge
+    from foretoken.serve.metrics import Metrics
+    from foretoken.serve.served import Served
+    from foretoken.serve.settings import ServerSettings
+
+logger = logging.getLogger("foretoken.serve")
+
+OPEN_PATHS = ("/health", "/ping", "/")
+"""Paths that need no key."""
+BODY_SECONDS = 60.0
+"""In which the body of a request must have come."""
+
+Reader = Callable[[dict[str, Any], Any, Any], tuple[Asking, Form]]
+
+
+class Application:
+    """What requests come to.
+
+    Args:
+      bridge: to the engine; ``served`` is there once it is ready.
+    """
+
+    def __init__(self, bridge: Bridge, settings: ServerSettings, metrics: Metrics) -> None:
+        self.served: Served | None = None
+        self.is_stopping = False
+        self._bridge, self._settings, self._metrics = bridge, settings, metrics
+        self._reader = ThreadPoolExecutor(1, "foretoken-prompts")  # tokenizers are not for several threads
+        self._created = int(time.time())
+
+    def build(self) -> ASGIApp:
+        """The routes below their guards."""
+        app = FastAPI(title="foretoken", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        for kind in (ApiError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
+            app.add_exception_handler(kind, self._refuse)
+        for path, get in {
+            "/": self.page,
+            "/health": self.health,
+            "/ping": self.health,
+            "/version": self.version,
+            "/metrics": self.metrics_page,
+            "/v1/models": self.models,
+            "/tokenizer_info": self.tokenizer_info,
+        }.items():
+            app.add_api_route(path, get, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        for path, post in {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/v1/responses": self.responses,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }.items():
+            app.add_api_route(path, post, methods=["POST"], response_model=None)
+        guarded: ASGIApp = _Keys(app, self._settings.api_keys)
+        if self._settings.cors_origins:
+            guarded = CORSMiddleware(
+                guarded, list(self._settings.cors_origins), allow_methods=["*"], allow_headers=["*"]
+            )
+        return guarded
+
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
+        elif isinstance(error, RequestValidationError):
+            error = ApiError(422, "the parameters of the request are not valid")
+        told = ApiError.of(error)
+        if told.status >= 500 and told is not error:
+            logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)
+        return JSONResponse(told.body, told.status, told.headers)
+
+    def _ready(self) -> Served:
+        if self.is_stopping:
+            raise stopping()
+        if self.served is None:
+            raise loading()
+        return self.served
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, read_completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, read_chat)
+
+    async def responses(self, request: Request) -> Response:
+        raise ApiError(501, "/v1/responses is not supported; use /v1/chat/completions", code="not_supported")
+
+    async def _generate(self, request: Request, read: Reader) -> Response:
+        served = self._ready()
+        body = await self._body(request)
+        asking, form = await self._in_reader(read, body, served, self._settings)
+        if self._settings.log_requests:
+            logger.info("%s: %s", request.url.path, json.dumps(body)[:2000])
+        try:
+            return await answer(self._bridge, asking, form, self._settings, request.receive)
+        except ApiError as error:
+            if error.status == 429:
+                self._metrics.rejected.inc()
+            raise
+
+    async def _in_reader(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Work with a tokenizer, outside of the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *args)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a request.
+
+        Raises: ApiError where it is too large, does not come, or is none.
+        """
+        limit = self._settings.max_body_bytes
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                data = bytearray()
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > limit:
+                        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds") from None
+        try:
+            body = json.loads(data, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is {type(body).__name__}; send a JSON object", code="invalid_json")
+        return body
+
+    # -- what is served --------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        self._ready()
+        return Response(status_code=200)
+
+    async def version(self) -> dict[str, Any]:
+        return {"version": __version__}
+
+    async def metrics_page(self) -> Response:
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def page(self) -> Response:
+        text = files("foretoken.serve").joinpath("page.html").read_text(encoding="utf-8")
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        return HTMLResponse(text, headers=headers)
+
+    async def models(self) -> dict[str, Any]:
+        served = self._ready()
+        return {"object": "list", "data": [self._card(served, name) for name in served.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        served = self._ready()
+        served.choose(name, None)
+        return self._card(served, name)
+
+    def _card(self, served: Served, name: str) -> dict[str, Any]:
+        llm = served.names[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "foretoken",
+            "root": served.name,
+            "max_model_len": served.max_model_len,
+            "method": llm.speculative_config.title,
+        }
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        served = self._ready()
+        given = Fields(
+            await self._body(request),
+            {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt", "return_token_strs"},
+            {},
+        )
+        served.choose(given.text("model"), None)
+        return dict(await self._in_reader(self._tokenized, given, served))
+
+    def _tokenized(self, given: Fields, served: Served) -> dict[str, Any]:
+        tokenizer = served.tokenizer
+        if given.get("messages") is not None:
+            messages = read_messages(given.get("messages"))
+            options = {"add_generation_prompt": given.flag("add_generation_prompt", True)}
+            ids = list(chat_prompt(tokenizer, messages, **options)["prompt_token_ids"])
+        else:
+            ids = encode(tokenizer, given.text("prompt"), given.flag("add_special_tokens", True))
+        strings = tokenizer.convert_ids_to_tokens(ids) if given.flag("return_token_strs") else None
+        limit = served.max_model_len
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        served = self._ready()
+        given = Fields(await self._body(request), {"model", "tokens"}, {})
+        served.choose(given.text("model"), None)
+        ids = token_ids(given.get("tokens"), served.llm.target.vocab_size, "tokens")
+        return {"prompt": await self._in_reader(served.tokenizer.decode, ids)}
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        tokenizer = self._ready().tokenizer
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            **{name: None if getattr(tokenizer, name) is None else str(getattr(tokenizer, name)) for name in names},
+            "chat_template": tokenizer.chat_template,
+            "vocab_size": len(tokenizer),
+        }
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+class _Keys:
+    """Lets pass who has a key. Every key is compared, in constant time.
+
+    Args:
+      keys: none for an open server.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
+            error = unauthorized()
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = given.partition(b" ")
+        digest = sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return kind.lower() == b"bearer" and any(matches)

@@ -1,0 +1,118 @@
+"""What every request for text asks for, read from the fields that completions and chat have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.serve.errors import ApiError
+from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named
+from foretoken.serve.settings import DETAILS, GRANULARITIES, ServerSettings
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.serve.served import Served
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request for text.
+
+    Args:
+      model: the name it was asked for under.
+      llm: that is to answer.
+      prompts: token ids, with their text where that was given.
+      params: of every prompt.
+      stream: whether chunks are wanted, and what they tell.
+      by_token: one chunk for each token, or one for each step.
+      returns_ids: whether answers hold token ids.
+      names_ids: whether log-probabilities name tokens by their ids.
+      returns_drafts: whether chunks tell who proposed a token and what was rejected.
+      detail: of the counts of speculation: none, summary or detailed.
+      verifies: whether the text is to be decoded plainly as well, and compared.
+      timeout: in seconds.
+      unknown: fields that were ignored.
+    """
+
+    model: str
+    llm: LLM
+    prompts: Sequence[dict[str, Any]]
+    params: SamplingParams
+    streams: bool
+    stream: StreamOptions
+    by_token: bool
+    returns_ids: bool
+    names_ids: bool
+    returns_drafts: bool
+    detail: str
+    verifies: bool
+    timeout: float
+    unknown: Sequence[str]
+
+    @property
+    def num_texts(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def warning(self) -> dict[str, str]:
+        """A header that names what was ignored."""
+        return {"x-foretoken-warning": f"unknown fields were ignored: {named(self.unknown)}"} if self.unknown else {}
+
+
+def read_asking(given: Fields, served: Served, settings: ServerSettings, **params: Any) -> Asking:
+    """All but the prompts, which take a tokenizer.
+
+    Args:
+      params: fields of `SamplingParams` that go before what the body says of them.
+
+    Raises: ApiError, naming the field.
+    """
+    if given.unknown and settings.strict_fields:
+        raise ApiError(400, f"unknown fields: {named(given.unknown)}", given.unknown[0], "unknown_field")
+    model = given.text("model")
+    llm, length = served.choose(model, given.get("speculative"))
+    sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
+    sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
+    logprobs = sent.get("logprobs")
+    if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
+        raise ApiError(400, f"{logprobs} log-probabilities are asked for; at most {settings.max_logprobs} are given")
+    return Asking(
+        model=model or served.name,
+        llm=llm,
+        prompts=(),
+        params=read_params(sent),
+        streams=given.flag("stream"),
+        stream=StreamOptions.of(given),
+        by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token",
+        returns_ids=given.flag("return_token_ids"),
+        names_ids=given.flag("return_tokens_as_token_ids"),
+        returns_drafts=given.flag("return_drafts"),
+        detail=given.choice("spec_decode_metrics", settings.spec_decode_metrics, DETAILS),
+        verifies=given.flag("verify"),
+        timeout=given.seconds("timeout", settings.request_timeout),
+        unknown=given.unknown,
+    )
+
+
+def read_params(sent: dict[str, Any]) -> SamplingParams:
+    """Raises: ApiError, naming the field."""
+    try:
+        return SamplingParams.from_dict(sent)
+    except (ConfigError, OverflowError, TypeError) as error:
+        message = str(error).replace("SamplingParams.", "")
+        field = re.match(r"\w+", message)
+        raise ApiError(400, message, field[0] if field and field[0] in sent else None) from None
+
+
+def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], settings: ServerSettings) -> Asking:
+    """The request with its prompts.
+
+    Raises: ApiError where there are none, or more than the server allows.
+    """
+    if not 0 < len(prompts) <= settings.max_prompts:
+        raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
+    return replace(asking, prompts=prompts)

@@ -1,0 +1,212 @@
+"""One thread that steps the engine, and the asyncio end of every request that it works on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from foretoken.errors import ForetokenError
+from foretoken.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from foretoken.config.sampling import SamplingParams
+    from foretoken.llm import LLM
+    from foretoken.serve.metrics import Metrics
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+    from foretoken.sessions.stream import Stream
+
+logger = logging.getLogger("foretoken.serve")
+
+
+class Ticket:
+    """One request on its way through the engine, which brings news of it step by step.
+
+    Args:
+      llm, prompts, params: what is asked for; prompts hold token ids.
+    """
+
+    def __init__(self, llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[SamplingParams]) -> None:
+        self.llm, self.prompts, self.params = llm, list(prompts), list(params)
+        self.num_prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+        self.arrived = perf_counter()
+        self.is_queued = True
+        self.is_abandoned = False
+        self.stream: Stream | None = None
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[list[StreamOutput] | Exception | None] = asyncio.Queue()
+
+    def deliver(self, news: list[StreamOutput] | Exception | None) -> None:
+        """Hand on what has come, from the thread of the engine: None at the end, an error instead of one."""
+        with suppress(RuntimeError):  # the loop has ended, and who waited with it
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+
+    async def news(self) -> list[StreamOutput] | None:
+        """Wait for what the next steps bring, nothing at first: the engine has taken the request in. None at the end.
+
+        Raises: what is wrong with the request, or has ended it.
+        """
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    def outputs(self) -> list[RequestOutput]:
+        """The results, once the request has ended."""
+        assert self.stream is not None
+        return self.stream.outputs()
+
+
+class Bridge:
+    """The thread of the engine, with an inbox.
+
+    It takes requests in, makes a step, hands out what it has brought, and ends what nobody waits for any more, in
+    turns; so a client that leaves ends its rows within a step. Drafting settings have an engine each over the one
+    model, and make their steps in turns.
+
+    Args:
+      load: makes what is served; called in the thread.
+      metrics: told of times, tokens and ends.
+    """
+
+    def __init__(self, load: Callable[[], Sequence[LLM]], metrics: Metrics) -> None:
+        self.error: BaseException | None = None
+        self.is_ready = False
+        self._load, self._metrics = load, metrics
+        self._llms: Sequence[LLM] = ()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: dict[Ticket, None] = {}
+        self._queued: list[Ticket] = []  # as far as the asyncio side knows
+        self._is_stopping = False
+        self._num_running = 0
+
+    # -- the asyncio side ------------------------------------------------------------------------------------------
+
+    def start(self, when_loaded: Callable[[], None]) -> None:
+        """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
+        self._thread = threading.Thread(target=self._run, args=[when_loaded], name="foretoken-engine", daemon=True)
+        self._thread.start()
+
+    def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
+        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
+        self._queued = [ticket for ticket in self._queued if ticket.is_queued]
+        num_free = max(0, self._llms[0].engine_config.max_num_seqs - self._num_running)
+        num_waiting = len(self._queued) - num_free
+        if max_requests is not None and num_waiting >= max_requests:
+            raise ApiError(
+                429, f"{max(0, num_waiting)} requests are waiting, and no more may; try again", None, "queue_full"
+            )
+        num_tokens = sum(ticket.num_prompt_tokens for ticket in self._queued)
+        if max_tokens is not None and self._queued and num_tokens + num_prompt_tokens > max_tokens:
+            message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
+            raise ApiError(429, message, None, "queue_full")
+
+    def submit(self, ticket: Ticket) -> None:
+        """Send a request to the engine."""
+        self._queued.append(ticket)
+        self._inbox.put(partial(self._begin, ticket))
+
+    def abandon(self, ticket: Ticket) -> None:
+        """End a request before the next step; one that has ended stays as it is."""
+        ticket.is_abandoned = True
+        self._inbox.put(partial(self._end, ticket))
+
+    def abort_all(self, error: ApiError) -> None:
+        """End everything with an error."""
+        self._inbox.put(partial(self._abort_all, error))
+
+    def stop(self, timeout: float) -> None:
+        """End the thread after the step that it is in."""
+        self._is_stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join(timeout)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, when_loaded: Callable[[], None]) -> None:
+        try:
+            self._llms = self._load()
+            self.is_ready = True
+        except BaseException as error:
+            self.error = error
+        when_loaded()
+        while self.is_ready and not self._is_stopping:
+            self._read_inbox()
+            self._step()
+            self._hand_out()
+
+    def _read_inbox(self) -> None:
+        """Act on what was sent; wait for something where there is nothing to do."""
+        if not self._open:
+            self._inbox.get()()
+        with suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
+
+    def _begin(self, ticket: Ticket) -> None:
+        if ticket.is_abandoned:
+            ticket.is_queued = False
+            return
+        try:
+            ticket.stream = ticket.llm.stream(ticket.prompts, ticket.params)
+        except Exception as error:
+            self._fail(ticket, error)
+            return
+        self._open[ticket] = None
+        ticket.deliver([])
+
+    def _step(self) -> None:
+        """One step of every engine that has something to do."""
+        for llm in self._llms:
+            try:
+                llm.step()
+            except Exception as error:  # which belongs to no request in particular
+                for ticket in [ticket for ticket in self._open if ticket.llm is llm]:
+                    self._fail(ticket, error)
+        self._num_running = sum(llm.num_running for llm in self._llms)
+
+    def _hand_out(self) -> None:
+        num_waiting = 0
+        for ticket in list(self._open):
+            assert ticket.stream is not None
+            try:
+                news = ticket.stream.take()
+            except Exception as error:
+                self._fail(ticket, error)
+                continue
+            if ticket.is_queued and not ticket.stream.is_waiting:
+                ticket.is_queued = False
+                self._metrics.started(ticket)
+            num_waiting += ticket.is_queued
+            if news:
+                self._metrics.emitted(ticket, news)
+                ticket.deliver(news)
+            if ticket.stream.is_finished:
+                self._end(ticket)
+                ticket.deliver(None)
+        self._metrics.load(self._num_running, num_waiting)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a request with an error."""
+        if not isinstance(error, (ApiError, ForetokenError)):
+            logger.error("a request ended in an error", exc_info=error)
+        self._end(ticket, has_failed=True)
+        ticket.deliver(error)
+
+    def _end(self, ticket: Ticket, has_failed: bool = False) -> None:
+        """Leave nothing of a request in the engine."""
+        ticket.is_queued = False
+        if ticket in self._open and ticket.stream is not None:
+            del self._open[ticket]
+            ticket.stream.close()
+            self._metrics.ended(ticket, has_failed)
+
+    def _abort_all(self, error: ApiError) -> None:
+        for ticket in list(self._open):
+            self._fail(ticket, error)

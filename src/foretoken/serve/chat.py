@@ -1,0 +1,233 @@
+"""``/v1/chat/completions``: what it asks for, and the shape of its answers."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from foretoken.config.keywords import Foreign, check_unicode
+from foretoken.errors import ConfigError
+from foretoken.serve.asking import Asking, read_asking, with_prompts
+from foretoken.serve.drafts import Drafts
+from foretoken.serve.errors import ApiError
+from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, wrong_field
+from foretoken.serve.tokens import TokenNames, chat_logprobs
+from foretoken.serve.tools import CallReader, read_tools
+from foretoken.sessions.prompts import chat_prompt
+
+if TYPE_CHECKING:
+    from foretoken.serve.served import Served
+    from foretoken.serve.settings import ServerSettings
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+
+KNOWN = SHARED | {
+    "messages",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+}
+CHAT_REFUSED = {
+    **REFUSED,
+    "modalities": Foreign("answers are text", (None, ["text"])),
+    "response_format": Foreign(REFUSED["response_format"].reason, (None, {"type": "text"})),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PASSED_ON = ("name", "tool_calls", "tool_call_id")
+OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "return_tensors", "return_dict"}
+
+
+def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, ChatForm]:
+    """Writes and reads the prompt, which takes time: not to be called in the event loop.
+
+    Raises: ApiError, PromptError.
+    """
+    known = KNOWN - {name for name in ("response_format", "modalities") if _is_plain(name, body.get(name))}
+    given = Fields({name: value for name, value in body.items() if not _is_plain(name, value)}, known, CHAT_REFUSED)
+    wants_logprobs, most = given.flag("logprobs"), given.whole("top_logprobs", 0, 0, settings.max_logprobs)
+    if most and not wants_logprobs:
+        raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
+    longest = given.get("max_completion_tokens")
+    longest = given.get("max_tokens") if longest is None else longest
+    logprobs = most if wants_logprobs else None
+    asking = read_asking(given, served, settings, logprobs=logprobs, max_tokens=longest)
+    tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
+    asking = with_prompts(asking, [_prompt(given, tools, served)], settings)
+    return asking, ChatForm(asking, served, has_tools=bool(tools))
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Fields that ask for text, which is what there is."""
+    return (name, value) in (("response_format", {"type": "text"}), ("modalities", ["text"]))
+
+
+def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:
+    messages = read_messages(given.get("messages"))
+    options = given.mapping("chat_template_kwargs")
+    if OURS & options.keys():
+        raise ApiError(
+            400, f"chat_template_kwargs cannot have {sorted(OURS & options.keys())[0]}", "chat_template_kwargs"
+        )
+    options["add_generation_prompt"] = given.flag("add_generation_prompt", True)
+    if given.flag("continue_final_message"):
+        if given.get("add_generation_prompt"):
+            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    if tools:
+        options["tools"] = tools
+    try:
+        return chat_prompt(served.tokenizer, messages, **options)
+    except ConfigError as error:
+        raise ApiError(400, str(error), "messages", "no_chat_template") from None
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        said = f": {error}" if isinstance(error, TemplateError) else ""
+        raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """A conversation as chat templates take it: known roles, texts in one piece, arguments of calls as objects.
+
+    Raises: ApiError, naming the message.
+    """
+    if not isinstance(given, list) or not given:
+        wrong_field("messages", given, "a list of messages with role and content")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict) or given.get("role") not in ROLES:
+        role = given.get("role") if isinstance(given, dict) else given
+        raise ApiError(400, f"{where} has the role {shown(role)}; known are {', '.join(ROLES)}", f"{where}.role")
+    role = "system" if given["role"] == "developer" else given["role"]
+    message: dict[str, Any] = {"role": role, "content": _content(given.get("content"), role, where)}
+    message |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _content(content: Any, role: str, where: str) -> str:
+    if content is None and role == "assistant":
+        return ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ApiError(400, f"{where}.content must be text, or a list of parts of type text", f"{where}.content")
+    text = "".join(map(str, texts))
+    check_unicode(text, f"{where}.content")
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, whose arguments templates want as an object."""
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        wrong_field(where, calls, "a list of {id: ..., type: 'function', function: {name: ..., arguments: ...}}")
+    read = []
+    for call in calls:
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                wrong_field(f"{where}.function.arguments", arguments, "JSON")
+        read.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return read
+
+
+class ChatForm:
+    """Shape of the answers of ``/v1/chat/completions``.
+
+    Args:
+      has_tools: look for calls in what the model says.
+    """
+
+    def __init__(self, asking: Asking, served: Served, has_tools: bool) -> None:
+        self._asking = asking
+        self._fingerprint = served.fingerprint
+        self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
+        self._drafts = Drafts(served.llm.tokenizer)
+        self._readers = [CallReader() if has_tools else None for _ in range(asking.params.n)]
+        self._has_tools = has_tools
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def frame(self, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk" if is_chunk else "chat.completion",
+            "created": self._created,
+            "model": self._asking.model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
+
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        length = len(delta.token_ids)
+        if not length:
+            return [self._part(delta, slice(0, 0), delta.text, is_last=delta.finish_reason is not None)]
+        parts = [slice(i, i + 1) for i in range(length)] if self._asking.by_token else [slice(0, length)]
+        return [
+            self._part(
+                delta, part, "".join(delta.texts[part]), is_last=part.stop == length and bool(delta.finish_reason)
+            )
+            for part in parts
+        ]
+
+    def _part(self, delta: StreamOutput, part: slice, text: str, is_last: bool) -> dict[str, Any]:
+        reader = self._readers[delta.index]
+        said: dict[str, Any] = {"content": text}
+        reason = delta.finish_reason if is_last else None
+        if reader is not None:
+            said["content"], calls = reader.read(text, is_last)
+            if calls:
+                said["tool_calls"] = calls
+            reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
+        choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
+        if delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
+        if self._asking.returns_ids:
+            choice["token_ids"] = list(delta.token_ids[part])
+        if self._asking.returns_drafts:
+            choice["draft"] = self._drafts.of(delta, part)
+        return choice
+
+    def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
+        return chat_logprobs(self._names, ids, tables, self._asking.params.logprobs or 0)
+
+    @staticmethod
+    def _choice(index: int, kind: str, said: dict[str, Any], reason: str | None, stop: Any) -> dict[str, Any]:
+        return {"index": index, kind: said, "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        choices = []
+        for text in outputs[0].outputs:
+            message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+            reason = text.finish_reason
+            if self._has_tools:
+                message["content"], calls = CallReader().read(text.text, is_last=True)
+                if calls:
+                    message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+                    message["content"] = message["content"] or None
+                    reason = "tool_calls" if reason == "stop" else reason
+            choice = self._choice(text.index, "message", message, reason, text.stop_reason)
+            if text.logprobs is not None:
+                choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs)
+            if self._asking.returns_ids:
+                choice["token_ids"] = list(text.token_ids)
+                choice["prompt_token_ids"] = list(outputs[0].prompt_token_ids)
+            choices.append({**choice, "seed": text.seed})
+        return choices

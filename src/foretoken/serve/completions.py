@@ -1,0 +1,146 @@
+"""``/v1/completions``: what it asks for, and the shape of its answers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from foretoken.serve.asking import Asking, read_asking, with_prompts
+from foretoken.serve.drafts import Drafts
+from foretoken.serve.errors import ApiError
+from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
+from foretoken.serve.tokens import TokenNames, completion_logprobs, encode, token_ids
+
+if TYPE_CHECKING:
+    from foretoken.serve.served import Served
+    from foretoken.serve.settings import ServerSettings
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+
+KNOWN = SHARED | {"prompt", "echo", "logprobs"}
+
+
+def read_completion(body: dict[str, Any], served: Served, settings: ServerSettings) -> tuple[Asking, CompletionForm]:
+    """Reads prompts, which takes time: not to be called in the event loop.
+
+    Raises: ApiError, PromptError.
+    """
+    given = Fields(body, KNOWN, REFUSED)
+    logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
+    echo = given.flag("echo")
+    if echo and logprobs is not None:
+        raise ApiError(400, "echo with logprobs needs log-probabilities of prompts, which are not supported", "echo")
+    asking = read_asking(given, served, settings, logprobs=logprobs)
+    prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
+    asking = with_prompts(asking, prompts, settings)
+    return asking, CompletionForm(asking, served, echo)
+
+
+def _prompts(prompt: Any, served: Served, add_special_tokens: bool, most: int) -> list[dict[str, Any]]:
+    """One prompt or a list of them, each as text or as token ids."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        wrong_field("prompt", prompt, "text, a list of token ids, or a list of these")
+    if len(prompt) > most:
+        raise ApiError(400, f"the request has {len(prompt)} prompts; give at most {most}", "prompt")
+    return [_prompt(one, served, add_special_tokens) for one in prompt]
+
+
+def _prompt(prompt: Any, served: Served, add_special_tokens: bool) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        ids = encode(served.tokenizer, prompt, add_special_tokens)
+        return {"prompt": prompt, "prompt_token_ids": ids}
+    return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
+
+
+class CompletionForm:
+    """Shape of the answers of ``/v1/completions``.
+
+    Args:
+      echo: begin every text with its prompt.
+    """
+
+    def __init__(self, asking: Asking, served: Served, echo: bool) -> None:
+        self._asking = asking
+        self._echo = echo
+        self._tokenizer = served.llm.tokenizer
+        self._fingerprint = served.fingerprint
+        self._names = TokenNames(self._tokenizer, asking.names_ids)
+        self._drafts = Drafts(self._tokenizer)
+        self._length: dict[int, int] = {}  # of the text of each choice so far
+        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def frame(self, is_chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._asking.model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    def opening(self) -> list[dict[str, Any]]:
+        if not self._echo:
+            return []
+        texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
+        self._length = {index: len(text) for index, text in enumerate(texts)}
+        return [self._choice(index, text, None, None) for index, text in enumerate(texts)]
+
+    def _prompt_text(self, prompt: dict[str, Any]) -> str:
+        if "prompt" in prompt or self._tokenizer is None:
+            return str(prompt.get("prompt", ""))
+        return str(self._tokenizer.decode(prompt["prompt_token_ids"]))
+
+    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
+        index = delta.prompt_index * self._asking.params.n + delta.index
+        length = len(delta.token_ids)
+        if not length:
+            return [self._choice(index, delta.text, delta.finish_reason, delta.stop_reason)]
+        parts = [slice(i, i + 1) for i in range(length)] if self._asking.by_token else [slice(0, length)]
+        return [self._part(index, delta, part, is_last=part.stop == length) for part in parts]
+
+    def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
+        pieces, ids = delta.texts[part], delta.token_ids[part]
+        reasons = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
+        choice = self._choice(index, "".join(pieces), *reasons)
+        start = self._length.get(index, 0)
+        self._length[index] = start + len(choice["text"])
+        if delta.logprobs is not None:
+            choice["logprobs"] = self._logprobs(ids, delta.logprobs[part], pieces, start)
+        if self._asking.returns_ids:
+            choice["token_ids"] = list(ids)
+        if self._asking.returns_drafts:
+            choice["draft"] = self._drafts.of(delta, part)
+        return choice
+
+    def _logprobs(self, ids: Any, tables: Any, pieces: Sequence[str], start: int) -> dict[str, Any]:
+        most = self._asking.params.logprobs or 0
+        return completion_logprobs(self._names, ids, tables, pieces, start, most)
+
+    @staticmethod
+    def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        choices: list[dict[str, Any]] = []
+        for prompt, output in zip(self._asking.prompts, outputs, strict=True):
+            before = self._prompt_text(prompt) if self._echo else ""
+            for text in output.outputs:
+                choice = self._choice(len(choices), before + text.text, text.finish_reason, text.stop_reason)
+                if text.logprobs is not None:
+                    found = zip(text.token_ids, text.logprobs, strict=True)
+                    pieces = [table[token].decoded_token or "" for token, table in found]
+                    choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs, pieces, len(before))
+                if self._asking.returns_ids:
+                    choice["token_ids"] = list(text.token_ids)
+                    choice["prompt_token_ids"] = list(output.prompt_token_ids)
+                choices.append({**choice, "seed": text.seed})
+        return choices

@@ -1,0 +1,61 @@
+"""What was drafted: who has proposed a token, and what was rejected beside it. For people who watch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.sessions.outputs import StreamOutput
+    from foretoken.tree import DraftTree
+
+TARGET = "target"
+MAX_BRANCHES = 8
+"""Rejected branches that are told of a step, the likeliest by the drafter's order first."""
+
+
+class Drafts:
+    """Names of drafters and texts of rejected branches, for the chunks of a step."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, delta: StreamOutput, part: slice) -> dict[str, Any]:
+        """Of some of the tokens of a step: each with its source, and where the draft was left, what was rejected."""
+        tree = delta.tree
+        path = _path(tree, delta.token_ids[: delta.num_accepted]) if tree is not None else [0]
+        sources = []
+        for place in range(part.start, part.stop):
+            is_drafted = tree is not None and place < delta.num_accepted and place + 1 < len(path)
+            sources.append(tree.source_of(path[place + 1]) if tree is not None and is_drafted else TARGET)
+        has_bonus = part.stop > delta.num_accepted
+        rejected = self._rejected(tree, path) if tree is not None and has_bonus else []
+        return {"sources": sources, "rejected": rejected}
+
+    def _rejected(self, tree: DraftTree, path: list[int]) -> list[dict[str, Any]]:
+        """Branches that leave the path, each from where it does."""
+        kept = set(path)
+        parents = set(tree.parents)
+        found = []
+        for leaf in range(1, len(tree)):
+            if leaf in parents or leaf in kept:
+                continue
+            branch = []
+            node = leaf
+            while node not in kept:
+                branch.append(node)
+                node = tree.parents[node]
+            tokens = [tree.tokens[each] for each in reversed(branch)]
+            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens)
+            found.append({"after": path.index(node), "text": text, "token_ids": tokens, "source": tree.source_of(leaf)})
+        return found[:MAX_BRANCHES]
+
+
+def _path(tree: DraftTree, tokens: tuple[int, ...]) -> list[int]:
+    """Nodes of the accepted tokens, the root first: siblings never share a token."""
+    path = [0]
+    for token in tokens:
+        child = next((n for n in range(1, len(tree)) if tree.parents[n] == path[-1] and tree.tokens[n] == token), None)
+        if child is None:
+            break
+        path.append(child)
+    return path

@@ -1,0 +1,159 @@
+"""Fields of a request's body: read by name and type, refused by name where they have no meaning here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar
+
+from foretoken.config.keywords import Foreign
+from foretoken.config.sampling import SamplingParams
+from foretoken.serve.errors import ApiError
+
+T = TypeVar("T")
+
+MAX_NAMED = 10
+"""Unknown fields that are named, and"""
+MAX_NAME = 40
+"""characters of each."""
+
+NOT_SENT = {"logits_processors", "detokenize", "logprobs", "num_speculative_tokens", "n"}
+SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - NOT_SENT
+"""Fields that are handed to `SamplingParams` as they are, where they are not null."""
+
+SHARED = SAMPLING | {
+    "n",
+    "model",
+    "stream",
+    "stream_options",
+    "stream_granularity",
+    "add_special_tokens",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "return_drafts",
+    "speculative",
+    "spec_decode_metrics",
+    "verify",
+    "timeout",
+}
+"""Fields of every kind of generation."""
+
+IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "priority"})
+"""Fields that change nothing of an answer."""
+
+_NO_GRAMMAR = "there is no structured output in this server; ask for the form in the prompt"
+_NO_MEDIA = "prompts and answers are text; leave it out"
+REFUSED = {
+    "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
+    "suffix": Foreign("texts are continued at their end; leave it out", (None, "")),
+    "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
+    "prediction": Foreign("predicted output is not drafted from in this server; leave it out"),
+    "prompt_logprobs": Foreign("log-probabilities are of generated tokens only; use logprobs"),
+    "response_format": Foreign(_NO_GRAMMAR, (None,)),
+    "structured_outputs": Foreign(_NO_GRAMMAR),
+    "guided_json": Foreign(_NO_GRAMMAR),
+    "guided_regex": Foreign(_NO_GRAMMAR),
+    "guided_choice": Foreign(_NO_GRAMMAR),
+    "guided_grammar": Foreign(_NO_GRAMMAR),
+    "truncate_prompt_tokens": Foreign("prompts are used whole or refused; shorten it", (None, -1)),
+    "allowed_token_ids": Foreign("ban the others with logit_bias={id: -100}"),
+    "functions": Foreign("use tools"),
+    "function_call": Foreign("use tool_choice"),
+    "audio": Foreign(_NO_MEDIA),
+    "web_search_options": Foreign("the server searches nothing; leave it out"),
+    "store": Foreign("the server keeps no answers; leave it out", (None, False)),
+    "reasoning_effort": Foreign("the model has no such setting; leave it out", (None, "none")),
+    "chat_template": Foreign("templates are the server's; it takes one with --chat-template"),
+    "documents": Foreign("write documents into a message"),
+}
+"""Fields of the OpenAI API and of vLLM without a counterpart here: why, and what to do instead."""
+
+
+class Fields:
+    """The body of a request.
+
+    Args:
+      known: fields that the caller is going to read.
+      refused: fields that are refused, unless they ask for what happens anyway.
+
+    Attributes:
+      unknown: names of fields that nobody knows.
+
+    Raises: ApiError for a refused field.
+    """
+
+    def __init__(self, body: Mapping[str, Any], known: Collection[str], refused: Mapping[str, Foreign]) -> None:
+        self.unknown = [name for name in body if name not in known and name not in IGNORED and name not in refused]
+        self._body = body
+        for name, foreign in refused.items():
+            if name in body and name not in known and not foreign.is_harmless(body[name]):
+                raise ApiError(400, f"{name} is not supported: {foreign.reason}", name, "unsupported_field")
+
+    def get(self, name: str) -> Any:
+        """The value as it is; None where it is left out."""
+        return self._body.get(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return self._read(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._read(name, default, lambda value: isinstance(value, str), "a string")
+
+    def choice(self, name: str, default: str, known: Collection[str]) -> str:
+        return self._read(name, default, lambda value: isinstance(value, str) and value in known, " or ".join(known))
+
+    def whole(self, name: str, default: T, low: int, high: int) -> int | T:
+        fits: Callable[[Any], bool] = lambda value: type(value) is int and low <= value <= high  # noqa: E731
+        return self._read(name, default, fits, f"a whole number between {low} and {high}")
+
+    def seconds(self, name: str, default: float) -> float:
+        """At most as long as the default."""
+        fits: Callable[[Any], bool] = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
+        return min(default, float(self._read(name, default, fits, "a number of seconds above 0")))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return dict(self._read(name, {}, lambda value: isinstance(value, dict), "an object"))
+
+    def _read(self, name: str, default: T, fits: Callable[[Any], bool], what: str) -> Any | T:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not fits(value):
+            wrong_field(name, value, what)
+        return value
+
+
+def wrong_field(name: str, value: Any, what: str) -> NoReturn:
+    """Raises: ApiError for a value of a field."""
+    raise ApiError(400, f"{name} is {shown(value)}; it must be {what}", name)
+
+
+def shown(value: Any) -> str:
+    """A value of a body in an error: short, and in ASCII."""
+    text = json.dumps(value)
+    return text if len(text) <= 2 * MAX_NAME else text[: 2 * MAX_NAME] + "..."
+
+
+def named(unknown: Collection[str]) -> str:
+    """The names of unknown fields for a header or an error: few, short, and in ASCII."""
+    names = [json.dumps(name)[1 : MAX_NAME + 1].strip('"') for name in sorted(unknown)[:MAX_NAMED]]
+    return ", ".join(names) + (f" and {len(unknown) - MAX_NAMED} more" if len(unknown) > MAX_NAMED else "")
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a stream tells beside its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @classmethod
+    def of(cls, given: Fields) -> StreamOptions:
+        options = given.mapping("stream_options")
+        if options and not given.flag("stream"):
+            raise ApiError(400, "stream_options are given, but stream is not true", "stream_options")
+        read = Fields(options, {"include_usage", "continuous_usage_stats", "include_obfuscation"}, {})
+        if read.unknown:
+            raise ApiError(400, f"stream_options has no {named(read.unknown)}", "stream_options")
+        return cls(read.flag("include_usage"), read.flag("continuous_usage_stats"))

@@ -1,0 +1,140 @@
+"""Figures of a server for Prometheus, under its own names and, as aliases, under vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+
+if TYPE_CHECKING:
+    from foretoken.serve.bridge import Ticket
+    from foretoken.sessions.outputs import StreamOutput
+
+OWN, ALIAS = "foretoken:", "vllm:"
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+LONG = (0.005, 0.025, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics:
+    """Counts what requests bring and take. One thread counts; any may read.
+
+    Args:
+      model: label of everything.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._last: dict[tuple[Ticket, int, int], float] = {}
+        self.running = self._gauge("num_requests_running", "Rows that are in the cache.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that no step has touched yet.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts of requests that have started.")
+        self.generated = self._counter("generation_tokens", "Tokens that were generated.")
+        self.rejected = self._counter("admission_rejections", "Requests refused because the queue was full.")
+        self.cached = self._counter("prefix_cache_hits", "Tokens of prompts that were taken over from earlier ones.")
+        self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps of rows that verified a draft.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._by_place = self._labelled(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place in the draft.", "position"
+        )
+        self._drafted_by = self._labelled("spec_decode_drafter_draft_tokens", "Verified tokens by drafter.", "drafter")
+        self._accepted_by = self._labelled(
+            "spec_decode_drafter_accepted_tokens", "Accepted tokens by drafter.", "drafter"
+        )
+        self._ends = self._labelled("request_success", "Texts that have ended, by reason.", "finished_reason")
+        self._first = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SHORT)
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "Between steps that brought a text tokens.", SHORT
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", LONG)
+        self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", LONG)
+
+    def page(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(_Aliased(self.registry))
+
+    # -- by the thread of the engine -------------------------------------------------------------------------------
+
+    def load(self, num_running: int, num_waiting: int) -> None:
+        """Rows that run and requests that wait at present."""
+        self.running.set(num_running)
+        self.waiting.set(num_waiting)
+
+    def started(self, ticket: Ticket) -> None:
+        """A step has touched a request."""
+        self._queue.observe(perf_counter() - ticket.arrived)
+        self.prompt_tokens.inc(ticket.num_prompt_tokens)
+        self.queries.inc(ticket.num_prompt_tokens)
+
+    def emitted(self, ticket: Ticket, news: Sequence[StreamOutput]) -> None:
+        """Steps have brought a request tokens."""
+        now = perf_counter()
+        for delta in news:
+            row = ticket, delta.prompt_index, delta.index
+            before = self._last.get(row)
+            if before is None:
+                self._first.observe(now - ticket.arrived)
+            elif delta.token_ids:
+                self._between.observe(now - before)
+            self.generated.inc(len(delta.token_ids))
+            self._last[row] = now
+            if delta.finish_reason is not None:
+                del self._last[row]
+
+    def ended(self, ticket: Ticket, has_failed: bool) -> None:
+        """A request is over."""
+        assert ticket.stream is not None
+        for row in [row for row in self._last if row[0] is ticket]:
+            del self._last[row]
+        self._whole.observe(perf_counter() - ticket.arrived)
+        for reason in ticket.stream.finish_reasons:
+            self._ends.labels(self._model, "error" if has_failed else str(reason)).inc()
+        stats = ticket.stream.stats
+        self.cached.inc(ticket.stream.num_cached_tokens)
+        self.drafts.inc(stats.num_spec_steps)
+        self.drafted.inc(stats.num_draft_tokens)
+        self.accepted.inc(stats.num_accepted_draft_tokens)
+        for length, count in stats.acceptance_histogram.items():
+            for place in range(length):
+                self._by_place.labels(self._model, str(place)).inc(count)
+        for name, count in stats.drafted_by.items():
+            self._drafted_by.labels(self._model, name).inc(count)
+            self._accepted_by.labels(self._model, name).inc(stats.accepted_by[name])
+
+    # -- families --------------------------------------------------------------------------------------------------
+
+    def _gauge(self, name: str, text: str) -> Any:
+        return Gauge(OWN + name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Any:
+        return self._labelled(name, text).labels(self._model)
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(OWN + name, text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
+        family = Histogram(OWN + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model)
+
+
+class _Aliased(CollectorRegistry):
+    """What another registry collects, and the same again under vLLM's prefix."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self._registry.collect())
+        yield from families
+        for family in families:
+            alias = copy(family)
+            alias.name = family.name.replace(OWN, ALIAS, 1)
+            alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
+            yield alias

@@ -1,0 +1,152 @@
+"""What a server serves: one model under several names, each a way of drafting for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from foretoken import __version__
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.machine import cpu_digest
+from foretoken.serve.errors import ApiError
+from foretoken.serve.fields import shown, wrong_field
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+WARM_TOKENS = 24
+"""Tokens of the text that is generated before the server says it is ready, in two rows, so that all is compiled."""
+
+SAMPLED_WEIGHTS = 1 << 16
+
+
+class Served:
+    """One model in memory, and the ways of drafting for it that requests may choose from.
+
+    Args:
+      llms: by name, the first one being the default; all of them over one target.
+      aliases: further names of the default.
+    """
+
+    def __init__(self, llms: Mapping[str, LLM], aliases: tuple[str, ...] = ()) -> None:
+        self.name = next(iter(llms))
+        self.llm = llms[self.name]
+        self.names: dict[str, LLM] = {**llms, **dict.fromkeys(aliases, self.llm)}
+
+    @property
+    def llms(self) -> list[LLM]:
+        """One for each way of drafting."""
+        return list(dict.fromkeys(self.names.values()))
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model.
+
+        Raises: ApiError where it has none.
+        """
+        if self.llm.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer; send token ids to /v1/completions", code="no_tokenizer")
+        return self.llm.tokenizer
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Limit of prompt and output together; None where the model knows none."""
+        limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
+        """The LLM that a request asks for, and its limit for drafts, None for the LLM's own.
+
+        Args:
+          model: a served name; empty for the default.
+          speculative: false; a served name or a method that the server holds; an object with num_speculative_tokens
+            and method; true or None for what the name stands for.
+
+        Raises: ApiError for a name that is not served (404), or a method that the server does not hold.
+        """
+        if model and model not in self.names:
+            message = f"the model {shown(model)} does not exist; served are {', '.join(self.names)}"
+            raise ApiError(404, message, "model", "model_not_found")
+        llm = self.names[model or self.name]
+        if speculative is None or isinstance(speculative, bool):
+            return llm, 0 if speculative is False else None
+        given = {"method": speculative} if isinstance(speculative, str) else speculative
+        if not isinstance(given, dict) or given.keys() - {"method", "num_speculative_tokens"}:
+            what = "true, false, a method, or an object with num_speculative_tokens and method"
+            wrong_field("speculative", speculative, what)
+        length = given.get("num_speculative_tokens")
+        if length is not None and (type(length) is not int or not 0 <= length <= 1024):
+            wrong_field("speculative.num_speculative_tokens", length, "a whole number between 0 and 1024")
+        method = given.get("method")
+        return (llm, length) if method is None else self._with_method(method, length, llm)
+
+    def _with_method(self, method: Any, length: int | None, llm: LLM) -> tuple[LLM, int | None]:
+        if method == "none":
+            return llm, 0
+        held = {llm.speculative_config.title: llm for llm in self.llms} | self.names
+        if not isinstance(method, str) or method not in held:
+            message = f"the server holds no drafter {shown(method)}; it holds {', '.join(held)}"
+            raise ApiError(400, message, "speculative", "drafter_not_found")
+        return held[method], length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever may change bits of a text.
+
+        Covers shapes and dtypes of all weights, the embeddings and a sample of the others, the config, exactness, the
+        way of running, the kind of processor, and versions.
+        """
+        llm, target = self.llm, self.llm.target
+        facts = [
+            __version__,
+            torch.__version__,
+            transformers.__version__,
+            llm.engine_config.exactness,
+            llm.engine_config.prefill_chunk_size,
+            llm.promise.kind,
+            target.execution.kind,
+            str(target.device),
+            torch.get_num_threads(),
+            cpu_digest(),
+            llm.model_info.architecture,
+            str(target.dtype),
+            llm.model_info.num_parameters,
+            target.shadow.config.to_json_string(),
+        ]
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        for name, weight in target.shadow.named_parameters():
+            digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
+            if weight.layout == torch.strided and not weight.is_mkldnn:
+                flat = weight.detach().reshape(-1)
+                digest.update(flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].float().cpu().numpy().tobytes())
+        return f"fp_foretoken_{digest.hexdigest()[:12]}"
+
+    def warm(self) -> None:
+        """Generate something in every way of drafting, so that the first request finds all compiled."""
+        vocab_size = self.llm.target.vocab_size
+        prompt = [token % vocab_size for token in (1, 2, 3, 4) * 8]
+        params = SamplingParams(n=2, max_tokens=WARM_TOKENS, ignore_eos=True, seed=0, detokenize=False)
+        for llm in self.llms:
+            room = (self.max_model_len or len(prompt) * 4) - 2
+            llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
+
+
+def draftings(llm: LLM, name: str, given: list[str]) -> dict[str, LLM]:
+    """LLMs over one model by name: the first, and one for each ``NAME=CONFIG``.
+
+    Raises: ConfigError for what is not of that form, a name given twice, or a config that does not fit.
+    """
+    found = {name: llm}
+    for one in given:
+        key, equals, config = one.partition("=")
+        if not equals or not key or not config or key in found:
+            raise ConfigError(f"drafting is {one!r}; give NAME=METHOD or NAME=JSON, with a name of its own")
+        found[key] = llm.with_speculative_config(config)
+    return found

@@ -1,0 +1,128 @@
+"""A server from its start to its end: sockets, loading, signals, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from foretoken.errors import ConfigError
+from foretoken.serve.app import Application
+from foretoken.serve.bridge import Bridge
+from foretoken.serve.errors import stopping
+from foretoken.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from foretoken.serve.served import Served
+    from foretoken.serve.settings import ServerSettings
+
+logger = logging.getLogger("foretoken.serve")
+
+GRACE_SECONDS = 5.0
+"""For streams to tell that they have been ended, and for the step that runs."""
+
+
+class Server(uvicorn.Server):
+    """Serves one model; listens before it is loaded, and says when it is ready.
+
+    The first signal lets requests come to their end within `ServerSettings.shutdown_timeout`; the second ends at once.
+
+    Args:
+      load: makes what is served; called in the thread of the engine.
+      name: of the model.
+      say: told the one line with the address.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Served],
+        name: str,
+        settings: ServerSettings,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._load, self._settings, self._say = load, settings, say
+        self._socket = _bound(host, port)
+        self.address = _address(host, self._socket.getsockname()[1])
+        metrics = Metrics(name)
+        self.bridge = Bridge(self._loaded, metrics)
+        self.application = Application(self.bridge, settings, metrics)
+        config = uvicorn.Config(
+            self.application.build(),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.shutdown_timeout + GRACE_SECONDS) + 1,
+        )
+        super().__init__(config)
+
+    def run_until_end(self) -> None:
+        """Serve until a signal or an error while loading ends it.
+
+        Raises: what has kept the model from being loaded.
+        """
+        self.bridge.start(self._when_loaded)
+        self.run(sockets=[self._socket])
+        if self.bridge.error is not None:
+            raise self.bridge.error
+        self.bridge.stop(0.0 if self.force_exit else GRACE_SECONDS)
+
+    def _loaded(self) -> list[Any]:
+        served = self._load()
+        served.warm()
+        _ = served.fingerprint
+        self.application.served = served
+        return served.llms
+
+    def _when_loaded(self) -> None:
+        if self.bridge.error is not None:
+            self.should_exit = True
+        elif not self.should_exit:
+            served = self.application.served
+            assert served is not None
+            self._say(f"serving {', '.join(served.names)} at {self.address}/v1 (also a page at {self.address}/)")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.application.is_stopping = self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests come to their end, and end those that take too long."""
+        timer = asyncio.get_running_loop().call_later(
+            self._settings.shutdown_timeout, self.bridge.abort_all, stopping()
+        )
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Raises: ConfigError where nobody can listen there."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family)
+        if sys.platform != "win32":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}, port {port}: {error}; choose another --host or --port") from None
+    return bound
+
+
+def _address(host: str, port: int) -> str:
+    shown = "127.0.0.1" if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
+    return f"http://[{shown}]:{port}" if ":" in shown and "[" not in shown else f"http://{shown}:{port}"

@@ -1,0 +1,41 @@
+"""Servers over zoo:tiny for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from foretoken.llm import LLM
+from foretoken.serve.served import Served, draftings
+from foretoken.serve.settings import ServerSettings
+from serving import MODEL, SETTINGS, Running, running
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    return LLM(MODEL, "draft_model", max_num_seqs=8)
+
+
+@pytest.fixture(scope="session")
+def served(llm: LLM) -> Served:
+    return Served(draftings(llm, "tiny", SETTINGS), ("alias",))
+
+
+@pytest.fixture(scope="module")
+def running_server(served: Served) -> Iterator[Running]:
+    with running(served) as found:
+        yield found
+
+
+@pytest.fixture
+def start(served: Served) -> Iterator[Callable[..., Running]]:
+    """Starts servers with settings of their own; all of them end with the test."""
+    with ExitStack() as stack:
+
+        def begin(key: str = "none", served: Served = served, **settings: Any) -> Running:
+            return stack.enter_context(running(served, ServerSettings(**settings), key))
+
+        yield begin

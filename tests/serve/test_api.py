@@ -1,0 +1,187 @@
+"""Answers of the server: the types of the openai client take them, and they say what `LLM` says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from foretoken.config.sampling import SamplingParams
+from serving import Running
+
+PROMPT = "The quick brown fox"
+MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 1},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "seed": 2},
+    "samples": {"n": 3, "temperature": 1.0, "seed": 3},
+    "bias": {"logit_bias": {"300": -100, "17": 2.5}, "temperature": 0.0},
+    "stops": {"stop": ["the", " and"], "temperature": 0.0, "max_tokens": 40},
+    "kept stop": {"stop": "the", "include_stop_str_in_output": True, "temperature": 0.0, "max_tokens": 40},
+    "least": {"min_tokens": 10, "temperature": 0.0, "ignore_eos": True, "no_repeat_ngram_size": 2},
+    "words": {"bad_words": ["the"], "temperature": 0.0, "skip_special_tokens": False},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_say_what_the_llm_says(running_server: Running, name: str, stream: bool) -> None:
+    given = {"max_tokens": 12, **PARAMETERS[name]}
+    (expected,) = running_server.llm.generate(PROMPT, SamplingParams(**given, logprobs=2))
+    body = {"model": "tiny", "prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **given}
+    for text, choice in zip(expected.outputs, choices_of(running_server, "/v1/completions", body, stream), strict=True):
+        assert choice["text"] == text.text
+        assert choice["token_ids"] == list(text.token_ids)
+        assert (choice["finish_reason"], choice["stop_reason"]) == (text.finish_reason, text.stop_reason)
+        assert text.logprobs is not None
+        kept = [table[token].logprob for token, table in zip(text.token_ids, text.logprobs, strict=True)]
+        assert choice["token_logprobs"] == pytest.approx(kept, abs=1e-5)
+
+
+def choices_of(server: Running, path: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
+    """Choices of completions; of a stream, its chunks put together."""
+    if not stream:
+        found = server.post(path, **body).json()
+        Completion.model_validate(found, strict=True)
+        return [{**choice, **choice["logprobs"]} for choice in found["choices"]]
+    whole: dict[int, dict[str, Any]] = {}
+    for chunk in events(server, path, {**body, "stream": True}):
+        Completion.model_validate({**chunk, "choices": [_ended(each) for each in chunk["choices"]]}, strict=True)
+        for choice in chunk["choices"]:
+            joined = whole.setdefault(choice["index"], {"text": "", "token_ids": [], "token_logprobs": []})
+            assert len(choice["token_ids"]) == 1, "one token per chunk"
+            joined["text"] += choice["text"]
+            joined["token_ids"] += choice["token_ids"]
+            joined["token_logprobs"] += choice["logprobs"]["token_logprobs"]
+            joined |= {key: choice[key] for key in ("finish_reason", "stop_reason")}
+    return [choice for _, choice in sorted(whole.items())]
+
+
+def _ended(choice: dict[str, Any]) -> dict[str, Any]:
+    """The types of the client have no null for a text that goes on; OpenAI's own chunks have."""
+    return {**choice, "finish_reason": choice["finish_reason"] or "stop"}
+
+
+def events(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with server.http.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_chat_through_the_client(running_server: Running) -> None:
+    client = running_server.client
+    whole = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=10, temperature=0, logprobs=True, top_logprobs=3, n=2, seed=1
+    )
+    ChatCompletion.model_validate(whole.model_dump(), strict=True)
+    (expected,) = running_server.llm.chat(MESSAGES, SamplingParams(max_tokens=10, temperature=0, seed=1))
+    for choice in whole.choices:
+        assert choice.message.content == expected.outputs[0].text
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(
+            expected.outputs[0].token_ids
+        )
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert whole.usage.completion_tokens == 2 * len(expected.outputs[0].token_ids)
+
+
+def test_a_chat_stream_has_one_token_per_chunk_and_its_usage_last(running_server: Running) -> None:
+    stream = running_server.client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_completion_tokens=10,
+        temperature=0,
+        stream=True,
+        logprobs=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True) for chunk in stream]
+    (expected,) = running_server.llm.chat(MESSAGES, SamplingParams(max_tokens=10, temperature=0))
+    first, *middle, last = chunks
+    assert first.choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == expected.outputs[0].text
+    assert len(middle) == len(expected.outputs[0].token_ids)
+    assert all(chunk.choices[0].logprobs.content for chunk in middle)  # type: ignore[union-attr]
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(middle)
+    assert middle[-1].choices[0].finish_reason == expected.outputs[0].finish_reason
+
+
+def test_prompts_are_texts_or_ids_or_lists_of_both(running_server: Running) -> None:
+    tokenizer = running_server.llm.tokenizer
+    ids = list(tokenizer(PROMPT)["input_ids"])
+    expected = running_server.post("/v1/completions", prompt=PROMPT, temperature=0, max_tokens=6).json()
+    text = expected["choices"][0]["text"]
+    for prompt, count in ((ids, 1), ([PROMPT], 1), ([PROMPT, PROMPT], 2), ([ids, ids], 2), ([PROMPT, ids], 2)):
+        found = running_server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=6).json()
+        assert [choice["text"] for choice in found["choices"]] == [text] * count
+        assert [choice["index"] for choice in found["choices"]] == list(range(count))
+        assert found["usage"]["prompt_tokens"] == count * len(ids)
+        echoed = running_server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=6, echo=True).json()
+        assert echoed["choices"][0]["text"] == PROMPT + text
+
+
+def test_a_chunk_of_a_step_holds_what_the_step_has_brought(running_server: Running) -> None:
+    body = {"prompt": "one two one two one two one two", "temperature": 0, "max_tokens": 24, "model": "tiny"}
+    fine = events(running_server, "/v1/completions", {**body, "stream": True, "return_token_ids": True})
+    coarse = events(
+        running_server,
+        "/v1/completions",
+        {**body, "stream": True, "return_token_ids": True, "stream_granularity": "step"},
+    )
+    assert len(coarse) < len(fine)
+    for key in ("text", "token_ids"):
+        joined = [[chunk["choices"][0][key] for chunk in chunks] for chunks in (fine, coarse)]
+        flat = [[one for part in parts for one in part] for parts in joined]
+        assert flat[0] == flat[1]
+
+
+def test_tokens_there_and_back(running_server: Running) -> None:
+    text = "Grüße, 世界"
+    found = running_server.post("/tokenize", prompt=text, add_special_tokens=False, return_token_strs=True).json()
+    assert found["tokens"] == list(running_server.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert (found["count"], len(found["token_strs"])) == (len(found["tokens"]),) * 2
+    assert running_server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": text}
+    chat = running_server.post("/tokenize", messages=MESSAGES).json()
+    assert chat["tokens"] == list(running_server.llm.chat_prompt(MESSAGES)["prompt_token_ids"])
+    info = running_server.http.get("/tokenizer_info").json()
+    assert info["eos_token"] == running_server.llm.tokenizer.eos_token
+
+
+def test_models_and_versions(running_server: Running) -> None:
+    assert [model.id for model in running_server.client.models.list()] == ["tiny", "lookup", "plain", "alias"]
+    assert running_server.client.models.retrieve("lookup").id == "lookup"
+    assert running_server.http.get("/health").status_code == 200
+    assert running_server.http.get("/version").json()["version"]
+    prints = {
+        running_server.post("/v1/completions", prompt="a", model=m).json()["system_fingerprint"]
+        for m in ("tiny", "plain")
+    }
+    assert len(prints) == 1
+    with pytest.raises(openai.NotFoundError, match="does not exist; served are tiny"):
+        running_server.client.completions.create(model="gpt", prompt="a")
+
+
+def test_partial_characters_and_stop_strings_are_held_back(running_server: Running) -> None:
+    """Texts of chunks are what they were when they were sent: no replacement characters, nothing of the stop string."""
+    for seed in range(6):
+        body = {"prompt": "日本語", "max_tokens": 24, "seed": seed, "temperature": 1.5, "stop": ["e ", "ab", "."]}
+        whole = running_server.post("/v1/completions", **body).json()["choices"][0]
+        chunks = events(running_server, "/v1/completions", {**body, "stream": True})
+        pieces = [chunk["choices"][0]["text"] for chunk in chunks]
+        assert "".join(pieces) == whole["text"]
+        assert not any(stop in whole["text"] for stop in body["stop"])

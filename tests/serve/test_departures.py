@@ -1,0 +1,87 @@
+"""Clients that leave, requests that take too long, servers that end: nothing is left in the engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from serving import Running
+
+LONG = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "model": "plain"}
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.01)
+
+
+def rows(server: Running) -> int:
+    return sum(llm.num_unfinished for llm in server.server.application.served.llms)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_rows(running_server: Running, stream: bool) -> None:
+    host, port = running_server.server.address.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": stream, "n": 2}).encode()
+    with socket.create_connection((host, int(port))) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        client.sendall(head + body)
+        wait_until(lambda: rows(running_server) == 2)
+        if stream:
+            assert b"200 OK" in client.recv(4096)
+    wait_until(lambda: rows(running_server) == 0, 3.0)
+    assert running_server.server.bridge._open == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_its_time(running_server: Running, stream: bool) -> None:
+    response = running_server.post("/v1/completions", **LONG, stream=stream, timeout=0.2)
+    if stream:
+        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        assert (response.status_code, events[-1]) == (200, "[DONE]")
+        error = json.loads(events[-2])["error"]
+    else:
+        error = response.json()["error"]
+        assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
+    assert error["code"] == "timeout"
+    wait_until(lambda: rows(running_server) == 0)
+
+
+def test_silence_is_broken_by_comments(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(keep_alive=0.02)
+    response = server.post("/v1/completions", prompt="a b c " * 250, max_tokens=2, stream=True, verify=True)
+    assert response.text.rstrip().endswith("[DONE]")
+    assert ": keep-alive\n\n" in response.text
+
+
+def test_a_signal_lets_requests_end_and_takes_no_more(start: Callable[..., Running]) -> None:
+    server = start(shutdown_timeout=20)
+    answers: list[int] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/completions", prompt="a", max_tokens=200).status_code)
+    )
+    thread.start()
+    wait_until(lambda: rows(server) == 1)
+    server.server.handle_exit(15, None)
+    thread.join(20)
+    assert answers == [200]
+
+
+def test_requests_that_take_too_long_are_told_that_the_server_ends(start: Callable[..., Running]) -> None:
+    server = start(shutdown_timeout=0)
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(server.post("/v1/completions", **LONG, stream=True).text))
+    thread.start()
+    wait_until(lambda: rows(server) == 1)
+    server.server.handle_exit(15, None)
+    thread.join(20)
+    *_, error, done = [line for line in texts[0].splitlines() if line]
+    assert done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "shutting_down"

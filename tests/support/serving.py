@@ -1,0 +1,54 @@
+"""A server in this process: real sockets, a real event loop, the real thread of the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+from foretoken.llm import LLM
+from foretoken.serve.served import Served
+from foretoken.serve.server import Server
+from foretoken.serve.settings import ServerSettings
+
+MODEL = "zoo:tiny"
+SETTINGS = ["lookup=ngram", "plain=none"]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs, and clients of it."""
+
+    server: Server
+    http: httpx.Client
+    client: openai.OpenAI
+    llm: LLM
+    """Another face of the same model, for references: it takes turns with the server."""
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+
+@contextmanager
+def running(served: Served, settings: ServerSettings | None = None, key: str = "none") -> Iterator[Running]:
+    said = threading.Event()
+    server = Server(lambda: served, served.name, settings or ServerSettings(), port=0, say=lambda _: said.set())
+    thread = threading.Thread(target=server.run_until_end)
+    thread.start()
+    assert said.wait(60)
+    headers = {"Authorization": f"Bearer {key}"}
+    http = httpx.Client(base_url=server.address, headers=headers, timeout=60)
+    client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=key, max_retries=0, timeout=60)
+    try:
+        yield Running(server, http, client, served.llm.with_speculative_config(None))
+    finally:
+        client.close()
+        http.close()
+        server.handle_exit(2, None)
+        thread.join(30)
+        assert not thread.is_alive()
