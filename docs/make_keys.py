@@ -55,9 +55,8 @@ def _shared(entries: Iterable[KeyEntry]) -> str:
 
 
 def _own(names: set[str], entries: Iterable[KeyEntry]) -> str:
-    return (
-        "\n".join([*_items(entries, len(names)), "- and [those of several methods](../speculative_config.md)"]) + "\n"
-    )
+    first = "Keys, besides [those of several methods](../speculative_config.md):"
+    return "\n".join([first, "", *_items(entries, len(names))]) + "\n"
 
 
 def _items(entries: Iterable[KeyEntry], num_methods: int = 1) -> list[str]:
