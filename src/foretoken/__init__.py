@@ -10,6 +10,7 @@ from foretoken.machine import wait_briefly
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
     from foretoken.config.speculative import SpeculativeConfig
+    from foretoken.config.structured import StructuredOutputs
     from foretoken.errors import ForetokenError
     from foretoken.hf import speculate
     from foretoken.llm import LLM
@@ -34,6 +35,7 @@ __all__ = [
     "SpeculativeConfig",
     "Stream",
     "StreamOutput",
+    "StructuredOutputs",
     "Trajectory",
     "speculate",
     "trajectory",
@@ -51,6 +53,7 @@ _HOME = {
     "SpeculativeConfig": "config.speculative",
     "Stream": "sessions.stream",
     "StreamOutput": "sessions.outputs",
+    "StructuredOutputs": "config.structured",
     "Trajectory": "views.trajectory",
     "speculate": "hf",
     "trajectory": "views.trajectory",

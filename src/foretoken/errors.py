@@ -2,6 +2,7 @@
 
 ForetokenError
 ├── ConfigError              a parameter is unknown, out of range or contradicts another
+│   └── GrammarError             what an output must match is no grammar, costs too much, or needs another tokenizer
 ├── PromptError              a prompt is empty, malformed or holds ids outside the vocabulary
 ├── ContextLengthError       a prompt does not fit the context of the model
 ├── TreeError                a draft tree is malformed
@@ -27,6 +28,10 @@ class ForetokenError(Exception):
 
 class ConfigError(ForetokenError, ValueError):
     """A parameter is unknown, out of range, or contradicts another."""
+
+
+class GrammarError(ConfigError):
+    """What an output must match cannot be compiled, costs too much, or cannot be told for this tokenizer."""
 
 
 class PromptError(ForetokenError, ValueError):

@@ -21,6 +21,7 @@ from foretoken.config.foreign import LLM_ALIASES, LLM_ARGUMENTS
 from foretoken.config.keywords import known_arguments
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.config.structured import StructuredOutputs
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.engine.profiles import Profile
@@ -42,6 +43,7 @@ from foretoken.sessions.payoff import PayoffWatch
 from foretoken.sessions.prompts import Prompts, chat_prompt, read_params, read_prompts, seeded
 from foretoken.sessions.runner import Runner
 from foretoken.sessions.stream import Stream
+from foretoken.structured.grammars import Grammars
 
 ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 SpeculativeLike: TypeAlias = SpeculativeConfig | Mapping[str, Any] | str | None
@@ -151,6 +153,7 @@ class LLM:
         )
         self._model_argument = shlex.quote(loaded.name) if loaded.is_owned else "MODEL"
         self._eos_token_ids = eos_token_ids(loaded.model)
+        self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self._eos_token_ids)
         self._seed = seed
         self._lock = threading.RLock()
         self._speculate(config)
@@ -248,6 +251,8 @@ class LLM:
         """
         read = read_prompts(prompts, self.tokenizer)
         params = read_params(sampling_params, len(read), self.tokenizer)
+        for given in {id(one): one for one in params if one.structured_outputs is not None}.values():
+            self._grammars.compile(StructuredOutputs.of(given.structured_outputs))  # while others go on
         wanted = [partial(seeded, given, self._seed) for given in params]
         with self._lock:
             self.drafting.refresh()
@@ -318,6 +323,7 @@ class LLM:
             tokenizer=self.tokenizer,
             prefixes=self._prefixes,
             governor=self.drafting.governor(self.target, drafter),
+            grammars=self._grammars,
         )
 
 

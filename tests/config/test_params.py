@@ -126,8 +126,7 @@ class TestSamplingParams:
         [
             ({"best_of": 4}, "best_of=4: .*use n"),
             ({"use_beam_search": True}, "use_beam_search=True: .*beam_search_generate"),
-            ({"structured_outputs": {"json": {}}}, "structured_outputs=dict: .*no grammars in this version"),
-            ({"guided_decoding": {"json": {}}}, "guided_decoding=dict: .*logits_processors"),
+            ({"guided_decoding": {"json": {}}}, "guided_decoding=dict: .*structured_outputs"),
             ({"do_sample": False}, "do_sample=False: temperature=0 is greedy"),
             ({"max_length": 99}, "max_length=99: .*use max_tokens"),
         ],

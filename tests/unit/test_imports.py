@@ -16,6 +16,7 @@ LAYERS = (
     ("lazy", "folders", "machine", "progress"),
     ("native",),
     ("tree", "config"),
+    ("structured",),
     ("law",),
     ("accept",),
     ("model",),

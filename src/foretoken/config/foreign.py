@@ -9,10 +9,7 @@ _OWN_WEIGHTS = (
     "weights keep the form of the checkpoint; load the model with transformers as you want it and pass the model"
 )
 _NO_ADAPTERS = "adapters are not swapped per request; merge the adapter into the model and pass that"
-_NO_GRAMMAR = (
-    "there are no grammars in this version; logits_processors takes any function of (input_ids, scores), "
-    "which can ban tokens"
-)
+_GRAMMAR = "what an output must match is structured_outputs, StructuredOutputs(json=..., regex=..., choice=..., ...)"
 _NO_BEAMS = (
     "beams are not drafted for; foretoken.classic.sampling.beam_search_generate decodes them plainly, and n "
     "draws samples"
@@ -106,8 +103,7 @@ SAMPLING_PARAMETERS = {
     # vLLM
     "best_of": Foreign("every sample that is drawn is returned; use n and choose among them", (None, 1)),
     "use_beam_search": Foreign(_NO_BEAMS, (None, False)),
-    "structured_outputs": Foreign(_NO_GRAMMAR),
-    "guided_decoding": Foreign(_NO_GRAMMAR),
+    "guided_decoding": Foreign(_GRAMMAR),
     "allowed_token_ids": Foreign("ban the others with logit_bias={id: -inf}, or a function in logits_processors"),
     "truncate_prompt_tokens": Foreign(
         "prompts are used whole or refused; cut token_ids before they come in", (None, -1)
@@ -134,7 +130,7 @@ SAMPLING_PARAMETERS = {
     "use_cache": Foreign("the cache is always used; leave it out", (None, True)),
     "streamer": Foreign("use LLM.stream"),
     # the OpenAI API
-    "response_format": Foreign(_NO_GRAMMAR),
+    "response_format": Foreign(_GRAMMAR),
     "top_logprobs": Foreign("how many come with every token is logprobs itself; use logprobs=N"),
     "stream": Foreign("use LLM.stream", (None, False)),
 }

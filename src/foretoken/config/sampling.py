@@ -11,6 +11,7 @@ from typing import Any
 
 from foretoken.config.foreign import SAMPLING_PARAMETERS
 from foretoken.config.keywords import integer, listed, real, strict_keywords, strings
+from foretoken.config.structured import StructuredOutputs
 from foretoken.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5
@@ -61,6 +62,7 @@ class SamplingParams:
         only; by the model alone, before any processor, since nothing of a prompt was sampled.
       prediction: text or token ids that the output is expected to be like: drafted beside what the drafter proposes, so
         that only the speed depends on it. The front door turns text into tokens.
+      structured_outputs: what the output must match, `StructuredOutputs` or a mapping of its fields.
       ignore_eos: EOS does not end the output.
       skip_special_tokens: leave special tokens out of the text.
       detokenize: produce text; stop strings need it.
@@ -94,6 +96,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prediction: str | Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -109,6 +112,8 @@ class SamplingParams:
         self._set("bad_words_ids", tuple(self._token_sequence(words) for words in self._listed("bad_words_ids")))
         if self.prediction is not None and not isinstance(self.prediction, str):
             self._set("prediction", tuple(self._token("prediction", t) for t in self._listed("prediction")))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._set("logit_bias", self._checked_bias())
         self._check_processors()
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
+from foretoken.config.structured import StructuredOutputs
 from foretoken.engine.prediction import Prediction
 from foretoken.engine.sequence import Sequence, as_ids, check_prompt
 from foretoken.engine.stopping import StopChecker
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from foretoken.config.sampling import SamplingParams
     from foretoken.model.lm import CausalLM
+    from foretoken.structured.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Admission:
       tokenizer: needed for stop strings only.
       max_model_len: prompt and output together never exceed it.
       contains_faults: see `EngineConfig`.
+      grammars: for what outputs must match.
       ids: of rows; unique also when requests are added from several threads.
     """
 
@@ -40,6 +43,7 @@ class Admission:
     tokenizer: PreTrainedTokenizerBase | None
     max_model_len: int
     contains_faults: bool
+    grammars: Grammars
     ids: Iterator[int] = field(default_factory=count)
 
     def rows(
@@ -70,6 +74,7 @@ class Admission:
         return Prediction(given, start)
 
     def _law(self, params: SamplingParams, prompt: list[int], history_ids: Seq[int] | None, seed: int) -> SamplingLaw:
+        wanted = params.structured_outputs
         law = SamplingLaw(
             params,
             vocab_size=self.target.vocab_size,
@@ -77,6 +82,7 @@ class Admission:
             prompt_ids=prompt,
             history_ids=history_ids,
             device=self.target.device,
+            matching=None if wanted is None else self.grammars.matching(StructuredOutputs.of(wanted)),
         )
         law.seed, law.contains_faults = seed, self.contains_faults
         return law

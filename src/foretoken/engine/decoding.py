@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import StepResult
+from foretoken.engine.joining import with_forced
 from foretoken.engine.outputs import RowOutput, logprobs_of
 from foretoken.law import sampling
 from foretoken.law.faults import is_fatal, told
@@ -42,9 +43,13 @@ def propose(
     budgets = governing.budgets(rows, [limit.budget for limit in limits])
     drafts = drafter.propose(rows, budgets)
     trees = governing.trimmed(rows, [budget.cut(draft) for budget, draft in zip(budgets, drafts, strict=True)])
+    found = []
     for row, limit, budget, draft, tree in zip(rows, limits, budgets, drafts, trees, strict=True):
-        row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
-    return trees
+        verified = with_forced(row, tree, limit.budget, forwards.rule)
+        if len(tree) > 1 or verified is tree:
+            row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
+        found.append(verified)
+    return found
 
 
 # -- emit ----------------------------------------------------------------------------------------------------------

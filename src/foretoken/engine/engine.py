@@ -31,6 +31,7 @@ from foretoken.engine.stats import Clock, StepProfile
 from foretoken.errors import ConfigError, EngineBusyError
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.lm import CausalLM
+from foretoken.structured.grammars import Grammars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,7 @@ class Engine:
       tokenizer: needed for stop strings only.
       prefixes: where rows that have ended are kept for prompts that begin like them; several engines over one target
         may share it.
+      grammars: those that were compiled for this target and tokenizer, for outputs that must match one.
       governor: decides by measured costs how much is drafted, under "match"; by default as much as is allowed.
 
     Exactness: under "match" the tokens equal plain decoding with the same seed, whatever is drafted.
@@ -70,6 +72,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefixes: PrefixStore | None = None,
         governor: AnyGovernor | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -83,7 +86,12 @@ class Engine:
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
         self._admission = Admission(
-            target, self.eos_token_ids, tokenizer, self.max_model_len, self.config.contains_faults
+            target,
+            self.eos_token_ids,
+            tokenizer,
+            self.max_model_len,
+            self.config.contains_faults,
+            grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids),
         )
         self.cache = target.new_cache()
         self.profile = StepProfile()

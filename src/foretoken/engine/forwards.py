@@ -15,6 +15,7 @@ from foretoken.native.library import loaded_helpers
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
+    from foretoken.config.acceptance import AcceptanceRule
     from foretoken.config.engine import EngineConfig
     from foretoken.engine.sequence import Sequence
     from foretoken.model.cache.ragged import KVCache
@@ -54,6 +55,11 @@ class Forwards:
     def begin_step(self) -> None:
         """Ask anew what is promised: the model may have changed."""
         self.promise = self._target.promise(self._config.exactness)
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How what is verified is accepted."""
+        return self._config.rule
 
     @property
     def has_one_shape(self) -> bool:

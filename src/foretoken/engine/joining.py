@@ -1,4 +1,4 @@
-"""Drafts that a request brings along, beside those of the drafter."""
+"""Drafts that requests bring along, beside those of the drafter: what they predict, and what a grammar forces."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from foretoken.engine.sequence import Sequence
 
 
+GRAMMAR = "grammar"
+"""Name of what proposed tokens that the grammar forces."""
+
 EXPECTED = 0.9
 """Chance of a predicted token after right ones, where the drafter says those of its own."""
 
@@ -23,8 +26,9 @@ class JoiningDrafter(WrappingDrafter):
     """A drafter, and beside it what rows draft by themselves (`SamplingParams.prediction`).
 
     Both are one tree, in which the drafter's nodes come last; where rules look at the laws that drafts are from, or
-    only chains are verified, what the row drafts takes the place of the drafter's. The drafter sees the outcome of its
-    own proposals.
+    only chains are verified, what the row drafts takes the place of the drafter's. Nodes that the grammar of a row does
+    not allow are left out, but for drafts that are samples, which must not be chosen from. The drafter sees the outcome
+    of its own proposals.
 
     Args:
       drafter: of all rows.
@@ -46,10 +50,13 @@ class JoiningDrafter(WrappingDrafter):
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         trees = list(self._drafter.propose(rows, budgets))
         for place, (row, tree, budget) in enumerate(zip(rows, trees, budgets, strict=True)):
-            if row.prediction is not None:
-                self._proposed[row.id] = tree
-                predicted = row.prediction.draft(row.token_ids, budget)
-                trees[place] = self._joined(predicted, tree, budget) if predicted else tree
+            matching = row.law.matching
+            if row.prediction is None and matching is None:
+                continue
+            self._proposed[row.id] = tree
+            if row.prediction is not None and (predicted := row.prediction.draft(row.token_ids, budget)):
+                tree = self._joined(predicted, tree, budget)
+            trees[place] = matching.legal(tree) if matching is not None and tree.probs is None else tree
         return trees
 
     def _joined(self, predicted: Seq[int], tree: DraftTree, budget: Budget) -> DraftTree:
@@ -78,3 +85,19 @@ class JoiningDrafter(WrappingDrafter):
         super().forget(rows)
         for row in rows:
             self._proposed.pop(row.id, None)
+
+
+def with_forced(row: Sequence, tree: DraftTree, budget: Budget, rule: AcceptanceRule) -> DraftTree:
+    """A draft with the tokens that the grammar of its row forces: they are right, whatever is measured of drafts.
+
+    Args:
+      tree: legal already, so that it goes along with them as far as it reaches.
+      budget: that the row has, before a governor's decision.
+    """
+    forced = row.law.matching.forced() if row.law.matching is not None and budget.depth else ()
+    if not forced:
+        return tree
+    scores = None if tree.scores is None else (1.0,) * (len(forced) + 1)
+    chain = DraftTree.chain(tree.tokens[0], forced, source=GRAMMAR)
+    chain = budget.cut(chain if scores is None else replace(chain, scores=scores))
+    return chain.joined(tree, budget.nodes) if rule.keeps_tokens else chain.planned(tree.plan)

@@ -1,8 +1,9 @@
 """The processors of one row, and the history they look at: raw logits to scores, before any temperature.
 
 Order and meaning follow transformers 5.23 ``generate`` in float32: logit bias, repetition penalty, presence and
-frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors. Every
-node sees its own path as prefix, through the row's incremental history plus the path's difference.
+frequency penalty (vLLM's, output tokens only), no-repeat n-grams, bad words, minimum length, custom processors, and the
+mask of a grammar last. Every node sees its own path as prefix, through the row's incremental history plus the path's
+difference.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from foretoken.law import noise
 from foretoken.law.faults import is_fatal
 from foretoken.law.history import BadWords, NgramIndex, TokenArray, TokenCounts
 from foretoken.law.support import Warper
+
+if TYPE_CHECKING:
+    from foretoken.structured.matching import Matching
 
 Path = Sequence[int]
 Entries = tuple[np.ndarray, ...]
@@ -39,13 +43,14 @@ class SamplingLaw:
       history_ids: the prompt as n-grams, bad words and custom processors are to see it, padding included; by default
         the prompt itself.
       device: where the logits live.
+      matching: of the grammar that the output must match, if there is one.
 
     Attributes:
       seed: of the row; the engine sets it, else it is the one of ``params`` or a fresh one.
       eos_token_ids: as given.
       custom_processor_seconds: time spent in ``params.logits_processors``.
       contains_faults: whether an exception of one of them only leaves its nodes without a distribution.
-      fault: that of their last call, if there was one.
+      fault: that of their last call, or of the grammar, if there was one.
 
     Raises: ConfigError when a bias, bad word or stop token lies outside the vocabulary, or bad words are not resolved.
     """
@@ -59,6 +64,7 @@ class SamplingLaw:
         prompt_ids: Sequence[int] = (),
         history_ids: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
+        matching: Matching | None = None,
     ) -> None:
         self.params = params
         self.vocab_size = vocab_size
@@ -71,6 +77,7 @@ class SamplingLaw:
         self.is_greedy = params.temperature == 0.0
         self.warper = Warper() if self.is_greedy else Warper.of(params)
         self.kind = (params.temperature, *(() if self.is_greedy else self.warper.truncation))
+        self.matching = matching
         self._check_vocabulary()
         eos = self.eos_token_ids = tuple(eos_token_ids)
         self._tokens = list(prompt_ids if history_ids is None else history_ids)
@@ -86,6 +93,8 @@ class SamplingLaw:
             raise ConfigError(
                 f"bad_words {self.params.bad_words} were not resolved to tokens; give bad_words_ids, or a tokenizer"
             )
+        if self.params.structured_outputs is not None and self.matching is None:
+            raise ConfigError(f"{self.params.structured_outputs} was not compiled for a tokenizer; use LLM or Engine")
         named = {
             "logit_bias": [int(token) for token in self.params.logit_bias or ()],
             "bad_words_ids": [token for words in self.params.bad_words_ids or () for token in words],
@@ -112,6 +121,8 @@ class SamplingLaw:
             self._prefix.extend(tokens)
         if self._ngrams is not None:
             self._ngrams.update()
+        if self.matching is not None:
+            self.matching.extend(tokens)
 
     @property
     def is_argmax(self) -> bool:
@@ -126,7 +137,7 @@ class SamplingLaw:
     @cached_property
     def _has_processors(self) -> bool:
         params = self.params
-        history = (self._seen, self._output, self._ngrams, self._bad_words)
+        history = (self._seen, self._output, self._ngrams, self._bad_words, self.matching)
         return bool(params.logit_bias or params.logits_processors) or any(part is not None for part in history)
 
     # -- what one node changes; ids and values, in HF's order of processors --------------------------------------
@@ -193,6 +204,19 @@ class SamplingLaw:
         self.custom_processor_seconds += perf_counter() - start
         return scores.float()
 
+    def mask(self, scores: Tensor, path: Path) -> None:
+        """Make tokens of one node (V,) impossible, in place, that the grammar does not allow; after a fault all are."""
+        if self.matching is None:
+            return
+        allowed = self.matching.allowed(path)
+        if allowed is None:
+            self.fault = self.matching.fault
+            scores.fill_(torch.nan)
+            return
+        size = min(len(allowed), len(scores))
+        scores[:size].masked_fill_(torch.from_numpy(~allowed[:size]).to(scores.device), -torch.inf)
+        scores[size:] = -torch.inf
+
 
 def process(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
     """Everything before the temperature: (M, V) of any float dtype -> float32 (M, V).
@@ -212,6 +236,8 @@ def processed(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
     apply_entries(scores, [(row, laws[row], paths[row]) for row in active], as_arrays=scores.device.type == "cpu")
     for law, rows in _by_prefix_length(active, laws, paths):
         scores[rows] = law.run_custom(scores[rows], [paths[row] for row in rows])
+    for row in active:
+        laws[row].mask(scores[row], paths[row])
     return scores
 
 

@@ -180,7 +180,7 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
         return law.fault
     return NumericsError(
         "a logits processor returned NaN, or the sampling parameters leave no token possible; relax bad_words, "
-        f"no_repeat_ngram_size, logit_bias, min_tokens or logits_processors ({law.params})"
+        f"no_repeat_ngram_size, logit_bias, min_tokens, logits_processors or structured_outputs ({law.params})"
     )
 
 

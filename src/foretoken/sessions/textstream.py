@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from foretoken.engine.joining import GRAMMAR
 from foretoken.engine.prediction import PREDICTION
 from foretoken.law.faults import is_fatal, told
 
@@ -18,7 +19,7 @@ Segments = tuple[tuple[str, str], ...]
 """Pieces of text, each with the name of what proposed it."""
 
 TARGET = "target"
-OF_REQUESTS = (PREDICTION,)
+OF_REQUESTS = (PREDICTION, GRAMMAR)
 """Names of what requests draft by themselves."""
 
 

@@ -1,0 +1,134 @@
+"""Grammars for one tokenizer: compiled once, kept for later requests, and limited in size and time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from foretoken.config.structured import StructuredOutputs
+from foretoken.errors import ConfigError, GrammarError
+from foretoken.structured.matching import Matching, first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+    from transformers import PreTrainedTokenizerBase
+
+MOST_KEPT = 64
+"""Compiled grammars that are kept, those used last."""
+
+
+class Grammars:
+    """Makes matchers for rows of one model.
+
+    Source: llguidance (github.com/guidance-ai/llguidance), whose limits bound the work of compiling and of every mask,
+    whatever the grammar.
+
+    Args:
+      tokenizer: of the model; None where it has none.
+      vocab_size: V of the model.
+      eos_token_ids: of the model: outputs end with one of them.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutputs, Matching] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def compile(self, wanted: StructuredOutputs) -> None:
+        """Compile a grammar, so that rows that ask for it do not wait; call it wherever waiting harms nobody.
+
+        Raises: GrammarError for what is no grammar, or costs too much; ConfigError without llguidance.
+        """
+        self._found(wanted)
+
+    def matching(self, wanted: StructuredOutputs) -> Matching:
+        """For a row that begins. Raises: as `compile`."""
+        return self._found(wanted).copy()
+
+    def _found(self, wanted: StructuredOutputs) -> Matching:
+        if (found := self._known(wanted)) is not None:
+            return found
+        with self._compiling:  # others may take what is known meanwhile
+            found = self._known(wanted) or self._new(wanted)
+            with self._lock:
+                self._compiled[wanted] = found
+                while len(self._compiled) > MOST_KEPT:
+                    self._compiled.popitem(last=False)
+            return found
+
+    def _known(self, wanted: StructuredOutputs) -> Matching | None:
+        with self._lock:
+            if wanted not in self._compiled:
+                return None
+            self._compiled.move_to_end(wanted)
+            return self._compiled[wanted]
+
+    def _new(self, wanted: StructuredOutputs) -> Matching:
+        try:
+            import llguidance
+        except ImportError:
+            raise ConfigError(
+                "structured_outputs needs llguidance, which is not installed: pip install 'foretoken[structured]'"
+            ) from None
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        try:
+            grammar = written(wanted)
+        except ValueError as error:
+            raise refused(wanted, str(error)) from None
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails where no output matches
+        if matcher.is_error():
+            raise refused(wanted, matcher.get_error())
+        return Matching(matcher, self._eos, self._vocab_size)
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokenizer is None:
+            raise GrammarError("structured_outputs needs to know tokens as text; pass tokenizer=... to LLM")
+        if not self._eos:
+            raise GrammarError("structured_outputs needs an EOS token to end with, and this model names none")
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos))
+        except Exception as error:
+            raise GrammarError(
+                f"structured_outputs cannot read the tokenizer {type(self._tokenizer).__name__} ({error}); it takes "
+                "fast ones, which hold a tokenizer of the tokenizers library"
+            ) from None
+
+
+def refused(wanted: StructuredOutputs, reason: str) -> GrammarError:
+    """The error for a grammar, with llguidance's reason."""
+    said = "no text matches it" if reason.startswith("NoExtension") else first_line(reason)
+    return GrammarError(f"StructuredOutputs.{wanted.kind} is refused: {said}")
+
+
+def written(wanted: StructuredOutputs) -> str:
+    """The grammar in llguidance's form."""
+    from llguidance import LLMatcher, grammar_from
+
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        texts = [json.dumps(text, ensure_ascii=False) for text in wanted.choice]
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    if wanted.grammar is not None:
+        return grammar_from("grammar", wanted.grammar)
+    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
+    if wanted.whitespace_pattern is not None:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    schema = '{"type": "object"}' if wanted.json is None else str(wanted.json)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast("JsonCompileOptions", options))

@@ -1,0 +1,401 @@
+"""Outputs that must match a grammar: those of plain decoding under the same masks, whatever drafts, and cheaper."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from foretoken.config.structured import MAX_CHARACTERS
+from foretoken.errors import ConfigError, GrammarError, NumericsError
+from foretoken.structured import grammars as grammars_module
+from foretoken.structured.grammars import Grammars, written
+from foretoken.structured.matching import Matching
+from foretoken.testing import toy_model
+from foretoken.tree import DraftTree
+
+llguidance = pytest.importorskip("llguidance", reason="the extra [structured] is not installed")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "dark blue"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "colours"],
+    "additionalProperties": False,
+}
+WANTED = {
+    "json": StructuredOutputs(json=SCHEMA, disable_any_whitespace=True),
+    "regex": StructuredOutputs(regex=r"(the|a) [a-z]{3,9}( and [a-z]{3,9})*\."),
+    "choice": StructuredOutputs(choice=["yes", 'no "maybe"', "nowhere", "ünï\n"]),
+    "grammar": StructuredOutputs(grammar='start: (WORD " ")+ "end"\nWORD: /[a-c]{2,4}/'),
+}
+PROMPTS = ["Once upon a time", "The farmer had", "x"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, logprobs=2)
+PARAMS = {
+    "greedy": GREEDY,
+    "sampled": replace(GREEDY, temperature=1.0, seed=5, n=2),
+    "truncated": replace(GREEDY, temperature=0.8, seed=5, top_p=0.9, top_k=20, repetition_penalty=1.1, min_p=0.01),
+}
+METHODS = {
+    "plain": None,
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "tree": {"method": "token_recycling", "max_draft_nodes": 24},
+    "draft_model": {"method": "draft_model", "model": "zoo:tiny", "num_speculative_tokens": 4},
+    "lookahead": "lookahead",
+    "union": "token_recycling+ngram",
+}
+
+
+@cache
+def base() -> LLM:
+    return LLM("zoo:tiny", max_num_seqs=5)
+
+
+@cache
+def llm(method: str) -> LLM:
+    return base().with_speculative_config(METHODS[method])
+
+
+@cache
+def vocabulary() -> Any:
+    from llguidance.hf import from_tokenizer
+
+    made = base()
+    return from_tokenizer(made.tokenizer, n_vocab=made.target.vocab_size, eos_token=list(made._eos_token_ids))
+
+
+def mask_after(wanted: StructuredOutputs, tokens: list[int]) -> np.ndarray:
+    """By a matcher of its own, which has taken in the whole output and nothing else."""
+    matcher = llguidance.LLMatcher(vocabulary(), written(wanted), log_level=0)
+    if tokens and tokens[-1] in base()._eos_token_ids:
+        only = np.zeros(base().target.vocab_size, dtype=bool)
+        only[list(base()._eos_token_ids)] = True
+        return only
+    if not matcher.consume_tokens(tokens):
+        return np.zeros(base().target.vocab_size, dtype=bool)
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(bits, bitorder="little", count=base().target.vocab_size).view(bool)
+
+
+def masking(wanted: StructuredOutputs, prompt_length: int) -> Callable[..., Any]:
+    """The same masks as a processor of logits, over prefixes that are given whole."""
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = [mask_after(wanted, row[prompt_length:].tolist()) for row in ids]
+        return scores.masked_fill(torch.from_numpy(~np.stack(allowed)), -torch.inf)
+
+    return process
+
+
+@cache
+def masked(kind: str, name: str) -> list[RequestOutput]:
+    """Plain decoding under masks that the user applies."""
+    made = base()
+    assert made.tokenizer is not None
+    lengths = [len(made.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    return made.generate(
+        PROMPTS, [replace(PARAMS[kind], logits_processors=[masking(WANTED[name], length)]) for length in lengths]
+    )
+
+
+def check_equal(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    for output, want in zip(outputs, wanted, strict=True):
+        for text, other in zip(output.outputs, want.outputs, strict=True):
+            assert text.token_ids == other.token_ids
+            assert text.finish_reason == other.finish_reason
+            assert text.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def check_matches(name: str, output: RequestOutput) -> None:
+    for text in output.outputs:
+        if name == "json" and text.finish_reason == "stop":
+            found = json.loads(text.text)
+            assert list(found) == ["name", "age", "colours"]
+            assert len(found["name"]) <= 12
+            assert set(found["colours"]) <= {"red", "green", "dark blue"}
+        if name == "choice" and text.finish_reason == "stop":
+            assert text.text in (WANTED["choice"].choice or ())
+
+
+@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_are_those_of_plain_decoding_under_the_same_masks(method: str, kind: str, name: str) -> None:
+    """In a batch, beside a row without a grammar."""
+    params = replace(PARAMS[kind], structured_outputs=WANTED[name])
+    free = replace(GREEDY, max_tokens=12)
+    outputs = llm(method).generate([*PROMPTS, PROMPTS[0]], [params] * len(PROMPTS) + [free])
+    check_equal(outputs[:-1], masked(kind, name))
+    check_equal(outputs[-1:], base().generate(PROMPTS[:1], free))
+    for output in outputs[:-1]:
+        check_matches(name, output)
+
+
+@pytest.mark.parametrize("method", ["plain", "tree"])
+def test_forced_tokens_are_drafted_and_always_right(method: str) -> None:
+    params = replace(GREEDY, structured_outputs=WANTED["json"])
+    for output in llm(method).generate(PROMPTS, params):
+        (text,), metrics = output.outputs, output.metrics.speculative_decoding
+        assert text.finish_reason == "stop"
+        assert metrics["num_steps"] * 1.5 <= len(text.token_ids)
+        if method == "plain":
+            assert metrics["num_accepted_draft_tokens"] == metrics["num_draft_tokens"] > 5
+        else:
+            of_grammar = metrics["by_drafter"]["grammar"]
+            assert of_grammar["num_accepted_draft_tokens"] == of_grammar["num_draft_tokens"] > 5
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_rules_that_keep_the_law_alone_keep_to_the_grammar(rule: str) -> None:
+    config = {"method": "draft_model", "model": "zoo:tiny", "rejection_sample_method": rule}
+    made = base().with_speculative_config(config)
+    greedy = made.generate(PROMPTS, replace(GREEDY, structured_outputs=WANTED["json"]))
+    check_equal(greedy, masked("greedy", "json"))
+    for name in ("json", "choice"):
+        params = replace(PARAMS["sampled"], n=8, structured_outputs=WANTED[name])
+        outputs = made.generate(PROMPTS, params)
+        for output in outputs:
+            check_matches(name, output)
+            assert {text.finish_reason for text in output.outputs} <= {"stop", "length"}
+        assert any(output.metrics.speculative_decoding["num_accepted_draft_tokens"] for output in outputs)
+
+
+def test_a_prediction_goes_with_a_grammar() -> None:
+    (known,) = masked("greedy", "json")[:1]
+    params = replace(GREEDY, structured_outputs=WANTED["json"], prediction=known.outputs[0].token_ids[:-1])
+    (output,) = base().generate(PROMPTS[:1], params)
+    check_equal([output], [known])
+    metrics = output.metrics.speculative_decoding
+    assert metrics["accepted_prediction_tokens"] > 5
+    assert metrics["num_steps"] <= 5
+
+
+@pytest.mark.usefixtures("_governed")
+def test_a_governor_leaves_forced_tokens_in() -> None:
+    outputs = llm("ngram").generate(PROMPTS, replace(GREEDY, structured_outputs=WANTED["json"]))
+    check_equal(outputs, masked("greedy", "json"))
+    for output in outputs:
+        assert output.metrics.speculative_decoding["num_steps"] * 1.5 <= len(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 11])
+def test_the_budget_ends_within_forced_tokens(limit: int) -> None:
+    params = replace(GREEDY, max_tokens=limit, structured_outputs=WANTED["json"])
+    (output,) = base().generate(PROMPTS[:1], params)
+    (text,) = output.outputs
+    assert text.token_ids == masked("greedy", "json")[0].outputs[0].token_ids[:limit]
+    assert text.finish_reason == "length"
+
+
+# -- one output and its grammar --------------------------------------------------------------------------------------
+
+
+def grammars() -> Grammars:
+    return Grammars(base().tokenizer, base().target.vocab_size, base()._eos_token_ids)
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_masks_on_a_tree_are_those_of_its_paths(name: str) -> None:
+    """Asked for in any order, again and again, between outputs that grow."""
+    rng = random.Random(name)
+    wanted = WANTED[name]
+    matching = grammars().matching(wanted)
+    ends = {*base()._eos_token_ids}
+    output: list[int] = []
+    for _ in range(12):
+        tokens, parents = [1], [-1]
+        for _ in range(12):
+            parent = rng.randrange(len(tokens))
+            path = DraftTree(tuple(tokens), tuple(parents)).path_tokens(parent)
+            allowed = np.flatnonzero(mask_after(wanted, [*output, *path]))
+            token = int(rng.choice(allowed)) if len(allowed) and rng.random() < 0.7 else rng.randrange(4096)
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                parents.append(parent)
+        tree = DraftTree(tuple(tokens), tuple(parents))
+        nodes = rng.sample(range(len(tree)), len(tree))
+        for node in nodes:
+            want = mask_after(wanted, [*output, *tree.path_tokens(node)])
+            got = matching.allowed(tree.path_tokens(node))
+            assert got is not None
+            if not ends.intersection(tree.path_tokens(node)[:-1]):
+                assert (got == want).all()
+        legal = matching.legal(tree)
+        expected = [0]
+        for node in range(1, len(tree)):
+            above = tree.path_tokens(tree.parents[node])
+            is_open = tree.parents[node] in expected and not ends.intersection(above)
+            if is_open and mask_after(wanted, [*output, *above])[tree.tokens[node]]:
+                expected.append(node)
+        assert legal.tokens == tree.restricted(expected).tokens
+        assert legal.parents == tree.restricted(expected).parents
+        step = [int(rng.choice(np.flatnonzero(mask_after(wanted, output))))]
+        copied = matching.copy()
+        matching.extend(step)
+        output += step
+        copied.extend(step)
+        assert (matching.allowed(()) == copied.allowed(())).all()
+        if ends.intersection(output):
+            assert matching.forced() == ()
+            assert {*np.flatnonzero(matching.allowed(()))} == ends
+            break
+
+
+def test_forced_tokens_end_with_eos() -> None:
+    """Where there is one that it can be; else the model chooses."""
+    wanted = StructuredOutputs(choice=["nothing else"])
+    matching = Grammars(base().tokenizer, base().target.vocab_size, [3]).matching(wanted)
+    forced = matching.forced()
+    assert base().tokenizer.decode(forced[:-1]) == "nothing else"  # type: ignore[union-attr]
+    assert forced[-1:] == (3,)
+    assert grammars().matching(wanted).forced() == forced[:-1]
+    matching.extend(forced)
+    assert matching.forced() == ()
+    assert matching.fault is None
+
+
+def test_an_output_that_does_not_match_is_a_fault() -> None:
+    matching = grammars().matching(StructuredOutputs(choice=["nothing else"]))
+    matching.extend([50, 51])
+    assert matching.allowed(()) is None
+    assert "does not match" in str(matching.fault)
+
+
+# -- what is refused, and what it may cost ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"regex": "[a"}, "regex is refused: .*unclosed character class"),
+        ({"grammar": "start: foo"}, "grammar is refused: .*unknown name"),
+        ({"json": '{"type": "strin"}'}, "json is refused: Invalid type: strin"),
+        ({"json": "{"}, "json is refused: EOF"),
+        ({"json": {"$ref": "#"}}, "json is refused: no text matches it"),
+        ({"json": {"$ref": "http://example.com/x"}}, "json is refused: .*does not fetch"),
+        ({}, "nothing; give exactly one of json, regex"),
+        ({"regex": "a", "choice": ["b"]}, "regex, choice; give exactly one"),
+        ({"rgex": "a"}, "did you mean 'regex'"),
+        ({"choice": []}, "choice is empty"),
+        ({"regex": 3}, "regex is 3; it must be a text"),
+        ({"json": {1: object()}}, "cannot be written as JSON"),
+        ({"regex": "a" * (MAX_CHARACTERS + 1)}, "262145 characters"),
+    ],
+    ids=str,
+)
+def test_bad_grammars_are_refused_before_anything_runs(given: dict[str, Any], message: str) -> None:
+    before = base().num_unfinished
+    with pytest.raises(ConfigError, match=message):
+        base().generate(PROMPTS, SamplingParams(structured_outputs=given))
+    assert base().num_unfinished == before
+
+
+def test_what_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a+"})
+    with pytest.raises(GrammarError, match="needs to know tokens as text; pass tokenizer="):
+        LLM(toy_model()).generate([[1, 2]], params)
+    with pytest.raises(GrammarError, match="needs an EOS token"):
+        Grammars(base().tokenizer, 4096, ()).compile(StructuredOutputs(regex="a"))
+    with pytest.raises(GrammarError, match="cannot read the tokenizer"):
+        Grammars(base().tokenizer, 10, [3]).compile(StructuredOutputs(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foretoken\[structured\]'"):
+        grammars().compile(StructuredOutputs(regex="ab"))
+
+
+def test_a_grammar_that_costs_too_much_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny_limits(**given: Any) -> Any:
+        return limits(**given, step_max_items=400)
+
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", tiny_limits)
+    made = LLM("zoo:tiny")
+    costly = StructuredOutputs(grammar='start: "Well " s\ns: s s s | s s | /[a-z ]/ | "the" | "t" "h" "e"')
+    params = [replace(GREEDY, structured_outputs=costly), replace(GREEDY, max_tokens=8)]
+    failed, fine = made.generate(PROMPTS[:2], params)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "the grammar gave up" in str(failed.outputs[0].stop_reason)
+    check_equal([fine], base().generate(PROMPTS[1:2], replace(GREEDY, max_tokens=8)))
+
+
+def test_grammars_are_compiled_once_and_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_KEPT", 2)
+    made = grammars()
+    compiled: list[str] = []
+    new = Grammars._new
+
+    def counting(self: Grammars, wanted: StructuredOutputs) -> Matching:
+        compiled.append(str(wanted.regex))
+        return new(self, wanted)
+
+    monkeypatch.setattr(Grammars, "_new", counting)
+    for regex in ("a", "b", "a", "c", "a", "b"):
+        made.matching(StructuredOutputs(regex=regex))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + '{"type":"string"}' + "}}" * depth
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "regex in brackets": {"regex": "(" * 50_000 + "a" + ")" * 50_000},
+    "regex of counts": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "regex of a large count": {"regex": "a{0,10000000}"},
+    "regex of exponential size": {"regex": "(a|b)*a(a|b){60}"},
+    "regex of alternatives": {"regex": "|".join(f"w{i}x*y{i}" for i in range(12_000))},
+    "grammar in brackets": {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
+    "grammar that begins with itself": {"grammar": 'start: start start | "a" | '},
+    "ambiguous grammar": {"grammar": 'start: s\ns: s s s | s s | "a"'},
+    "grammar of nothing": {"grammar": "start: start"},
+    "grammar in a circle": {"grammar": "start: a\na: b\nb: a"},
+    "grammar of a large count": {"grammar": 'start: a{1,1000000}\na: "x" | "y"'},
+    "grammar of counts": {"grammar": 'start: b{1000}\nb: c{1000}\nc: d{1000}\nd: "x" | "y"'},
+    "deep schema": {"json": nested(4000)},
+    "schema that is itself": {"json": {"$ref": "#"}},
+    "schemas in a circle": {
+        "json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    },
+    "schema of many values": {"json": {"enum": [f"v{i}" * 2 for i in range(15_000)]}},
+    "schema of patterns": {
+        "json": {
+            "anyOf": [
+                {"type": "object", "properties": {f"k{j}": {"pattern": f"^(a|b)*{i}$"} for j in range(9)}}
+                for i in range(200)
+            ]
+        }
+    },
+    "schema of all of": {
+        "json": {"allOf": [{"properties": {f"p{i}": {"type": ["string", "integer"]}}} for i in range(300)]}
+    },
+    "schema of a long text": {"json": {"type": "string", "maxLength": 10**9}},
+    "schema of many items": {
+        "json": {"type": "array", "items": {"type": "array", "minItems": 1000}, "minItems": 100_000}
+    },
+    "choice of many": {"choice": [f"choice {i}" for i in range(10_000)]},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_bounded_in_time(name: str) -> None:
+    """Each is refused, or gives text; both within seconds, and other requests go on."""
+    start = perf_counter()
+    params = SamplingParams(temperature=0, max_tokens=6, structured_outputs=HOSTILE[name])
+    with suppress(GrammarError, NumericsError):
+        (output,) = base().generate(PROMPTS[:1], params)
+        assert len(output.outputs[0].token_ids) in range(1, 7)
+    assert perf_counter() - start < 20
