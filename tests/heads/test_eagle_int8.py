@@ -21,8 +21,8 @@ from foretoken.heads.eagle import EagleHead, EagleShape
 from foretoken.heads.int8 import Int8Matrix
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.execution.node_lists import NodeList
 from foretoken.model.lm import CausalLM
+from foretoken.model.nodes import Nodes
 from foretoken.native import library as kernels_of
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 
@@ -122,11 +122,11 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
     streams = torch.randn(7, len(made.shape.streams) * 64, generator=generator).to(dtype)
     keys, values = (torch.zeros(1, 1, 16, 32, dtype=HALF) for _ in range(2))
     tokens = [3, 60, 99, 310, 7, 8, 120]
-    chain = NodeList(tokens, range(7), range(7), range(1, 8), [7], [()] * 7)
-    outputs = own.feed(chain, keys, values, streams, is_true=True)
-    places = list(range(7, 11))  # 7 and 8 after the text, 9 and 10 after 7
-    tree = NodeList([5, 6, 7, 8], [7, 7, 8, 8], places, [7] * 4, [4], [[7], [8], [7, 9], [7, 10]])
-    fed = own.feed(tree, keys, values, outputs[[6, 6, 5, 5]], is_true=False)
+    outputs = own.feed(Nodes.from_chains([tokens]), [0], keys, values, streams, is_true=True)
+    ancestors = torch.eye(4, dtype=torch.bool)
+    ancestors[2:, 0] = True  # two nodes after the text, and two after the first of them
+    tree = Nodes(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]]), (4,), ancestors[None])
+    fed = own.feed(tree, [7], keys, values, outputs[[6, 6, 5, 5]], is_true=False)
 
     class Given:
         """A cache that hands out all columns so far."""
@@ -142,10 +142,7 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
     placed = Placed(*reference.place(torch.arange(7)[None]), mask, cache_of)
     embedded = table[torch.tensor([tokens])].float()
     exact = reference(embedded, reference.features(streams.float()[None]), placed)
-    seen = torch.zeros(4, 11, dtype=torch.bool)
-    seen[:, :7] = True
-    for node, columns in enumerate(tree.above):
-        seen[node, list(columns)] = True
+    seen = torch.cat([torch.ones(4, 7, dtype=torch.bool), ancestors], 1)
     placed = Placed(*reference.place(torch.tensor([[7, 7, 8, 8]])), seen[None, None], cache_of)
     exact_fed = reference(table[torch.tensor([[5, 6, 7, 8]])].float(), outputs[None, [6, 6, 5, 5]], placed)
     for found, wanted in ((outputs, exact[0]), (fed, exact_fed[0])):

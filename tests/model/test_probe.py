@@ -24,11 +24,11 @@ from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.lm import CausalLM
 from foretoken.model.masks import Masks
 from foretoken.model.nodes import Nodes
-from foretoken.model.partial import representative
 from foretoken.model.probe import Check
 from foretoken.model.prober import Prober
 from foretoken.model.reduced import representatives
 from foretoken.model.support import cache_argument
+from foretoken.model.trial import representative
 from foretoken.testing import strengthen
 from mutations import Patch, shifts_positions, shows_siblings
 

@@ -37,8 +37,10 @@ LAYERS = (
 are found by name (`foretoken.config.method`), so that config knows none of them."""
 
 
-FREE_OF_CIRCLES_OF_TYPES = ("law", "accept", "engine", "sessions")
+FREE_OF_CIRCLES_OF_TYPES = ("native", "law", "accept", "model", "engine", "sessions")
 """Rooms whose files import one another in no circle, types included."""
+TRIED_OUT = "foretoken.model.lm", {"foretoken.model.prober", "foretoken.model.trial"}
+"""An adapter, and what it is tried out by when it is made, whose functions take it: the one circle of types."""
 
 MAX_LINES = 300
 LONGER = {
@@ -59,7 +61,8 @@ LONGER = {
     "model/execution/ends.py": "one trace of what lies around the layers, and its parts",
     "model/execution/execution.py": "one way in: what is packed, recorded and compiled of a shadow, and why not",
     "model/execution/lowering.py": "one pass over a graph: where numbers lie, and what each operator becomes",
-    "model/execution/native_program.py": "one program: its structures, its tables, and the calls that run it",
+    "model/execution/native_program.py": "one program: its tables, its memory, and the calls that run it",
+    "model/execution/tracing.py": "one layer as a graph and as a program, and what a trace is made with",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
 }
 """Files that may have more lines, and why."""
@@ -136,7 +139,10 @@ def test_no_file_imports_itself_in_a_circle(name: str) -> None:
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, f"a circle: {' -> '.join((*path[path.index(module) :], module))}"
         if module not in done:
-            for other in sorted(imports(module, with_types=bool(name))):
+            others = imports(module, with_types=bool(name))
+            if module in TRIED_OUT[1]:
+                others -= {TRIED_OUT[0]} - imports(module)
+            for other in sorted(others):
                 if not name or room(other) == name:
                     visit(other, (*path, module))
             done.add(module)

@@ -14,13 +14,11 @@ from torch import nn
 from foretoken.heads.eagle import EagleHead, FusedLayer
 from foretoken.heads.layers import DecoderLayer, RMSNorm
 from foretoken.model.execution import linears, packing
-from foretoken.model.execution.node_lists import NodeList
+from foretoken.model.nodes import Nodes
 from foretoken.native import abi
 from foretoken.native.library import Library
 from foretoken.native.packed_matmul import Int8Matrix
 
-MOST_LEVELS = abi.MOST_LEVELS - 4
-"""Of a draft."""
 MOST_NODES = 64
 """Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
 
@@ -85,30 +83,29 @@ class Int8Head:
         )
 
     def feed(
-        self, nodes: NodeList, keys: torch.Tensor, values: torch.Tensor, given: torch.Tensor, *, is_true: bool
+        self,
+        nodes: Nodes,
+        lengths: Seq[int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        is_true: bool,
     ) -> torch.Tensor:
         """Run nodes, and write their keys and values.
 
         Args:
+          nodes, lengths: as of `Nodes.fields`.
           keys, values: (R, heads, T, head_dim) in bfloat16, from the first of these rows on.
           given: (n, streams * H of the target) in the dtype of the head where ``is_true``, else what this returned
-            for their parents.
+            for their parents; of all nodes, row after row.
 
         Returns: (n, H) in float32: what children are fed, and what `logits` reads.
         """
-        count = len(nodes.tokens)
-        outputs = torch.empty(count, self.size)
+        outputs, fields = torch.empty(nodes.num_real, self.size), nodes.fields(lengths)
         given = given.contiguous() if is_true else given.float().contiguous()
-        above = (abi.Integer * (count * (abi.MOST_LEVELS)))()
-        for node, columns in enumerate(nodes.above or [()] * count):
-            first = node * (abi.MOST_LEVELS)
-            above[first : first + len(columns) + 1] = [*columns, -1]
-        of_nodes = [abi.array_of(each) for each in (nodes.tokens, nodes.positions, nodes.columns, nodes.prefixes)]
-        of_rows = [abi.array_of(each) for each in (nodes.counts, nodes.firsts(), nodes.views())]
         level = abi.Level(
-            count,
-            len(nodes.counts),
-            *(ctypes.addressof(each) for each in (*of_nodes, above, *of_rows)),
+            ctypes.addressof(fields),
             keys.data_ptr(),
             values.data_ptr(),
             *keys.stride()[:2],
@@ -154,7 +151,7 @@ class Int8Head:
           names: int64 (V_d,), the tokens of the output layer; None for their own numbers.
           owed: tokens (n,) and streams (n, streams * H of the target) of the last entries of the trunk, where these are
             still to be made.
-          depth: levels, at most `MOST_LEVELS`.
+          depth: levels.
           branches: children of a node.
           beam: nodes of a level that get children.
           most: nodes of the draft, root included.

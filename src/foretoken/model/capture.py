@@ -15,7 +15,6 @@ from foretoken.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.model.execution.native_program import Activations
     from foretoken.model.nodes import FlatNodes, Logits
 
 
@@ -48,6 +47,25 @@ class Output:
     logits: Logits
     last_hidden: torch.Tensor | None = None
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a forward over a list of nodes has computed on its way.
+
+    Args:
+      flat: how the nodes of the list lie in rows.
+      states: (layers + 1, 1, S, H): what the first layer was given, and what each has returned.
+      read: what the output embedding reads, (1, S, H).
+    """
+
+    flat: FlatNodes
+    states: torch.Tensor
+    read: torch.Tensor
+
+    def layer_input(self, index: int) -> torch.Tensor:
+        """What a layer was given, (1, S, H)."""
+        return self.states[index]
 
 
 class Recorder:

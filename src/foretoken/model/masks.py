@@ -60,9 +60,8 @@ class Masks:
         Each knows the list that it stands for, since not every model lets its attention know.
         """
         masks = {kind: torch.zeros(1, 1, len(flat), 1, device=self.device) for kind in self.kinds}
-        for mask in masks.values():
-            mask.flat_nodes = flat  # type: ignore[attr-defined]
-        flat.kinds = {id(mask): kind for kind, mask in masks.items()}
+        for kind, mask in masks.items():
+            mask.stands_for = flat, kind  # type: ignore[attr-defined]  # a mask that is computed of it has it no more
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def of(self, nodes: Nodes, starts: torch.Tensor, positions: torch.Tensor, columns: int, fixed_shape: bool) -> Mask:
@@ -120,14 +119,6 @@ class Masks:
             return visible
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~visible, torch.finfo(self.dtype).min)
-
-
-def folded(mask: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The mask (B, 1, N, T) where the query heads of a group are more queries of one head: (B, 1, g * N, T).
-
-    Of a single query it stays as it is: all heads see the same.
-    """
-    return mask if group_size == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group_size, 1)
 
 
 class _Template:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
+from foretoken.native import abi
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.model.groups import RowGroup
+    from foretoken.native.attention import DecodeAttention, PrefillAttention
+
+BLOCK = 256
+"""Nodes of a long chain that run attention together."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,30 @@ class Nodes:
             ancestors[row, :size, :size] = tree.ancestor_mask
         return cls(torch.from_numpy(tokens), torch.from_numpy(depths), counts, torch.from_numpy(ancestors))
 
+    def fields(self, lengths: Sequence[int], offsets: Sequence[int] | None = None, first_row: int = 0) -> abi.Nodes:
+        """What kernels are given of them.
+
+        Args:
+          lengths: committed columns of every row, the fed nodes among them.
+          offsets: how far the positions of every row are ahead of its columns; None for nowhere.
+          first_row: of the cache.
+        """
+        tokens, depths = self.tokens.contiguous(), self.depths.contiguous()
+        ancestors = None if self.ancestors is None else self.ancestors.contiguous()
+        arrays = [None if each is None else abi.array_of(each) for each in (self.counts, lengths, offsets)]
+        found = abi.Nodes(
+            *tokens.shape,
+            self.num_real,
+            self.num_fed,
+            tokens.data_ptr(),
+            depths.data_ptr(),
+            *(None if each is None else ctypes.addressof(each) for each in arrays),
+            None if ancestors is None else ancestors.data_ptr(),
+            first_row,
+        )
+        found.kept = tokens, depths, ancestors, arrays  # as long as it is used
+        return found
+
     @property
     def num_real(self) -> int:
         """Nodes of all rows, padding not counted."""
@@ -98,7 +127,6 @@ class FlatNodes:
         self.counts = tuple(counts)
         self.is_full = min(counts) == width
         self.groups: tuple[RowGroup, ...] = ()  # of rows that run attention together, set where attention is ours
-        self.kinds: dict[int, str] = {}  # of attention, by the id of what stands in for its mask
         self.runs_stock_attention = False  # attention of some layer was not run by the library's own kernels
         self._device = device
         if self.is_full:
@@ -131,6 +159,64 @@ class FlatNodes:
         numbers = [start + column for start, row in zip(starts, rows, strict=False) for column in row]
         index = torch.tensor(numbers, dtype=torch.long, device=self._device)
         return index, FlatNodes([len(row) for row in rows], len(columns), self._device)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Neighbouring rows of one forward.
+
+    Args:
+      rows: of the forward.
+      nodes: theirs in the list.
+      flat: how they lie in a rectangle.
+      columns: T, over which they run attention.
+      masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
+      head: columns before the first node, of one row with a chain; None for others.
+      few, many: attention of these rows by kernels of the library's own; None where there are none.
+    """
+
+    rows: range
+    nodes: range
+    flat: FlatNodes
+    columns: int
+    masks: dict[str, torch.Tensor | None]
+    head: int | None = None
+    few: DecodeAttention | None = None
+    many: PrefillAttention | None = None
+    _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Nodes that run together, from and to, and the columns that any of them sees.
+
+        A long chain runs in blocks, since its first nodes see none of the last columns: half of all, for a prompt.
+        """
+        width = self.flat.shape[1]
+        if self.head is None or width <= BLOCK:
+            yield 0, width, self.columns
+            return
+        for first in range(0, width, BLOCK):
+            last = min(first + BLOCK, width)
+            yield first, last, self.columns if last == width else self.head + last
+
+    def folded(self, kind: str, group_size: int, block: tuple[int, int, int]) -> torch.Tensor | None:
+        """The mask of a block where the query heads of a group are more queries of one head: (R or 1, 1, g * N, T)."""
+        mask = self.masks[kind]
+        first, last, columns = block
+        if mask is None:
+            return None
+        key = kind, group_size, first
+        if key not in self._folded:
+            self._folded[key] = folded(mask[:, :, first:last, :columns], group_size)
+        return self._folded[key]
+
+
+def folded(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The mask (B, 1, N, T) where the query heads of a group are more queries of one head: (B, 1, g * N, T).
+
+    Of a single query it stays as it is: all heads see the same.
+    """
+    return mask if group_size == 1 or mask.shape[2] == 1 else mask.repeat(1, 1, group_size, 1)
 
 
 def logits_to_keep(kept: range, width: int, device: torch.device) -> int | torch.Tensor:

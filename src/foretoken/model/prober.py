@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.errors import ProbeError
-from foretoken.model.partial import group_attention, representative
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
 from foretoken.model.reference import Reference, plain_forwards, sampled
 from foretoken.model.rehearsal import FAULTS, WINDOW, Rehearsal, shift_positions, show_everything
 from foretoken.model.samples import NUM_ROWS, LinearSamples
+from foretoken.model.trial import group_attention, representative
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -264,7 +264,7 @@ class Prober:
 
     def _run(self, rehearsal: Rehearsal, lm: CausalLM) -> dict[str, torch.Tensor]:
         try:
-            results = rehearsal.run(lm)
+            results = rehearsal.run(lm.forward, lm.new_cache(len(rehearsal.prefixes), capacity=64))
         except Exception as error:
             if self._dtype is None or lm is self._lm:
                 raise ProbeError(

@@ -14,7 +14,7 @@ from foretoken.model.nodes import Nodes
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
-    from foretoken.model.lm import CausalLM
+    from foretoken.model.cache.ragged import KVCache
 
 Text: TypeAlias = tuple[int, ...]
 Fault: TypeAlias = Callable[[Nodes, int], Nodes]
@@ -156,16 +156,16 @@ class Rehearsal:
             for row, tree in enumerate(step.trees, step.first_row)
         ]
 
-    def run(self, lm: CausalLM) -> dict[str, torch.Tensor]:
-        """Logits (rows, nodes, V) of every step, through the adapter."""
-        cache, results = lm.new_cache(len(self.prefixes), capacity=64), {}
-        lm.forward(Nodes.from_chains(self.prefixes), cache, keep=slice(0, 0))
+    def run(self, forward: Callable[..., torch.Tensor], cache: KVCache) -> dict[str, torch.Tensor]:
+        """Logits (rows, nodes, V) of every step by the forward of an adapter, whose cache has a row for every prefix."""
+        results = {}
+        forward(Nodes.from_chains(self.prefixes), cache, keep=slice(0, 0))
         cache.commit([range(len(prefix)) for prefix in self.prefixes])
         for step in self.steps:
             nodes = Nodes.from_trees(step.trees)
             for row, fault in step.faults:
                 nodes = fault(nodes, row)
-            results[step.name] = lm.forward(nodes, cache, first_row=step.first_row)
+            results[step.name] = forward(nodes, cache, first_row=step.first_row)
             cache.commit(step.paths, step.first_row)
         return results
 

@@ -63,7 +63,7 @@ class ModelState:
                     structure.append(name)
                     if tensor is not None:
                         structure += (id(tensor), tensor.dtype, tensor.device, tensor.shape)
-                        versions.append(_version(tensor))
+                        versions.append(version_of(tensor))
             structure += own["_forward_hooks"]  # keys that are never given twice
             structure += own["_forward_pre_hooks"]
             for name in [name for name in own if name not in _OF_EVERY_MODULE]:
@@ -88,7 +88,7 @@ class _Reader:
 
     def _read(self, value: Any, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return id(value), _version(value)
+            return id(value), version_of(value)
         if isinstance(value, _WITHOUT_EFFECT):
             return None
         if depth == 0 or isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType)):
@@ -114,8 +114,8 @@ class _Reader:
         return frozenset(parts) if isinstance(values, (set, frozenset)) else tuple(parts)
 
 
-def _version(tensor: torch.Tensor) -> Any:
-    """Changes when somebody writes into a tensor or replaces its storage."""
+def version_of(tensor: torch.Tensor) -> Any:
+    """Changes when somebody writes into a tensor, except through ``.data``, or replaces its storage."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return id(tensor)  # subclasses need not have a storage of their own
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype

@@ -31,6 +31,18 @@ struct Attention {  // of lists of nodes over rows of a cache
   const int64_t* before;       // of prompts: columns before the first node of every row
 };
 
+// ---- nodes ----
+
+struct Nodes {  // rows of nodes, padded to one width; those of a row lie behind its committed columns
+  int64_t rows, width, count;         // count: without padding
+  int64_t earlier;                    // committed columns, the last ones of every row, that are nodes of the same trees
+  const int64_t *tokens, *depths;     // (rows, width), and (rows, earlier + width) from the root
+  const int64_t *counts, *lengths;    // of every row: nodes, and committed columns
+  const int64_t* offsets;             // how far its positions are ahead of its columns; null for nowhere
+  const uint8_t* ancestors;           // (rows, width, earlier + width); null where rows are chains
+  int64_t first_row;                  // of the cache
+};
+
 // ---- programs ----
 
 // What an operation does to numbers in float32, node by node.
@@ -103,16 +115,6 @@ struct Store {  // of a cache
   int64_t columns;
 };
 
-struct Fed {  // rows of nodes, padded to one width; those of a row lie behind its committed columns
-  int64_t rows, width, nodes;         // nodes: without padding
-  int64_t earlier;                    // committed columns, the last ones of every row, that are nodes of the same trees
-  const int64_t *tokens, *depths;     // (rows, width), and (rows, earlier + width) from the root
-  const int64_t *counts, *lengths;    // of every row: nodes, and committed columns
-  const int64_t* offsets;             // how far its positions are ahead of its columns; null for nowhere
-  const uint8_t* ancestors;           // (rows, width, earlier + width); null where rows are chains
-  int64_t first_row;                  // of the cache
-};
-
 struct Results {
   char* states;          // (layers + 1, nodes, state_bytes): what the first layer is given, and what each returns
   char* read;            // (nodes, read_bytes): what the output embedding reads
@@ -132,7 +134,7 @@ struct Drafts {
 
 // ---- heads in eight bits ----
 
-enum { BYTES_BLOCK = 32, MOST_LEVELS = 64, MOST_HALF = 256 };
+enum { BYTES_BLOCK = 32, MOST_HALF = 256 };
 
 struct Bytes {  // a matrix (N, K): by 32 outputs and 4 inputs, vectors of as many outputs as lanes x 4 inputs, 128 too large
   int64_t inputs, outputs;  // inputs: a multiple of 64
@@ -152,15 +154,12 @@ struct Head {
 };
 
 struct Level {
-  int64_t nodes, rows;
-  const int64_t *tokens, *positions, *columns, *prefix;  // of every node; prefix: columns before this one are seen
-  const int64_t* above;                                  // (nodes, MOST_LEVELS): further columns that are seen, then -1
-  const int64_t *counts, *firsts, *view;                 // of every row: nodes, the first, columns up to the last
-  uint16_t *keys, *values;                               // of the first row
-  int64_t row, head;                                     // strides of both, in numbers
-  const float* features;                                 // (nodes, size) that the head predicted, or null
-  const void* streams;                                   // (nodes, width) of the target where there are no features
-  float* outputs;                                        // (nodes, size)
+  const Nodes* nodes;
+  uint16_t *keys, *values;  // of the first row
+  int64_t row, head;        // strides of both, in numbers
+  const float* features;    // (nodes, size) that the head predicted, or null
+  const void* streams;      // (nodes, width) of the target where there are no features
+  float* outputs;           // (nodes, size)
 };
 
 struct Growing {

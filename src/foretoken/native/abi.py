@@ -28,8 +28,6 @@ CODES = {
 }
 """Operations of a program."""
 
-MOST_LEVELS = 64
-"""Of a draft that a head in eight bits grows."""
 MOST_HALF = 256
 """Numbers in half a head of its attention."""
 
@@ -73,6 +71,19 @@ class Attention(ctypes.Structure):
         ("scale", Float),
         ("window", Integer),
         ("before", Address),
+    )
+
+
+# ---- nodes ----------------------------------------------------------------------------------------------------------
+
+
+class Nodes(ctypes.Structure):
+    """Rows of nodes, padded to one width, behind what a cache holds of these rows."""
+
+    _fields_ = (
+        *_of(Integer, "rows width count earlier"),
+        *_of(Address, "tokens depths counts lengths offsets ancestors"),
+        ("first_row", Integer),
     )
 
 
@@ -143,16 +154,6 @@ class Store(ctypes.Structure):
     _fields_ = (*_of(Address, "keys values"), ("columns", Integer))
 
 
-class Fed(ctypes.Structure):
-    """Nodes of a forward."""
-
-    _fields_ = (
-        *_of(Integer, "rows width nodes earlier"),
-        *_of(Address, "tokens depths counts lengths offsets ancestors"),
-        ("first_row", Integer),
-    )
-
-
 class Results(ctypes.Structure):
     """Where a forward writes what it computes."""
 
@@ -181,11 +182,10 @@ class Head(ctypes.Structure):
 
 
 class Level(ctypes.Structure):
-    """The nodes of a level, and where they are written."""
+    """Nodes that a head is given, and where they are written."""
 
     _fields_ = (
-        *_of(Integer, "nodes rows"),
-        *_of(Address, "tokens positions columns prefix above counts firsts view keys values"),
+        *_of(Address, "nodes keys values"),
         *_of(Integer, "row head"),
         *_of(Address, "features streams outputs"),
     )

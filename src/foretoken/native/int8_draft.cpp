@@ -66,13 +66,6 @@ static void best_of(float* row, int64_t count, int64_t k, float power, const int
   }
 }
 
-// The columns of a node's ancestors and its own, behind the trunk, and then -1.
-static void look_above(const std::vector<Child>& pool, const std::vector<int64_t>& column_of, int64_t node,
-                       int64_t* above) {
-  for (; node > 0; node = pool[node].parent) *above++ = column_of[node];
-  *above = -1;
-}
-
 // The nodes of the pool that are worth most, in order of their numbers. Returns: how many.
 static int64_t keep_best(const std::vector<Child>& pool, const Growing& growing) {
   std::vector<int64_t> order(pool.size() - 1), new_index(pool.size());
@@ -93,13 +86,13 @@ static int64_t keep_best(const std::vector<Child>& pool, const Growing& growing)
 
 // Entries of the text that are still to be made, as a chain.
 static void take_in(const Head* head, const Growing& growing, int threads) {
-  const int64_t n = growing.owed, first = 0, start = growing.trunk - n;
-  std::vector<int64_t> columns(n), prefix(n), above(n * MOST_LEVELS, -1);
+  const int64_t n = growing.owed, start = growing.trunk - n;
+  std::vector<int64_t> depths(n);
   std::vector<float> outputs(n * head->size);
-  for (int64_t i = 0; i < n; ++i) columns[i] = start + i, prefix[i] = start + i + 1;
-  const Level level = {n, 1, growing.tokens_of, columns.data(), columns.data(), prefix.data(), above.data(), &n, &first,
-                       &growing.trunk, growing.keys, growing.values, growing.row, growing.head, nullptr,
-                       growing.streams, outputs.data()};
+  for (int64_t i = 0; i < n; ++i) depths[i] = i;
+  const Nodes nodes = {1, n, n, 0, growing.tokens_of, depths.data(), &n, &start, nullptr, nullptr, 0};
+  const Level level = {&nodes, growing.keys, growing.values, growing.row, growing.head, nullptr, growing.streams,
+                       outputs.data()};
   foretoken_head_level(head, &level, threads);
   memcpy(growing.last, outputs.data() + (n - 1) * head->size, head->size * sizeof(float));
 }
@@ -121,7 +114,8 @@ static bool can_gain(const std::vector<Child>& pool, const std::vector<int64_t>&
 extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing, int threads) {
   const int64_t size = head->size, vocab = head->output.outputs, beam = growing->beam;
   std::vector<Child> pool = {{-1, growing->pending, 0.0}}, children;
-  std::vector<int64_t> column_of = {0}, frontier = {0}, places(4 * beam), above(beam * MOST_LEVELS);
+  std::vector<int64_t> place_of = {0}, frontier = {0}, tokens, depths;  // place_of: where behind the trunk a node lies
+  std::vector<uint8_t> ancestors;
   if (growing->owed) take_in(head, *growing, threads);
   std::vector<float> outputs(growing->last, growing->last + size), features, logits;
   int64_t fed = 0;
@@ -129,17 +123,17 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
     const int64_t n = (int64_t)frontier.size();
     if (depth && !can_gain(pool, frontier, *growing)) break;
     if (depth) {
-      int64_t *tokens = places.data(), *positions = tokens + beam, *columns = positions + beam, *prefix = columns + beam;
+      tokens.resize(n), depths.resize(fed + n, depth - 1), ancestors.assign(n * (fed + n), 0);
       for (int64_t i = 0; i < n; ++i) {
-        const int64_t node = frontier[i];
-        tokens[i] = pool[node].token, positions[i] = growing->trunk + depth - 1;
-        column_of[node] = columns[i] = growing->trunk + fed + i, prefix[i] = growing->trunk;
-        look_above(pool, column_of, node, above.data() + i * MOST_LEVELS);
+        tokens[i] = pool[frontier[i]].token, place_of[frontier[i]] = fed + i;
+        for (int64_t node = frontier[i]; node > 0; node = pool[node].parent)
+          ancestors[i * (fed + n) + place_of[node]] = 1;
       }
-      const int64_t first = 0, view = growing->trunk + fed + n;
+      const int64_t length = growing->trunk + fed;
       outputs.resize(n * size);
-      const Level level = {n, 1, tokens, positions, columns, prefix, above.data(), &n, &first, &view, growing->keys,
-                           growing->values, growing->row, growing->head, features.data(), nullptr, outputs.data()};
+      const Nodes nodes = {1, n, n, fed, tokens.data(), depths.data(), &n, &length, nullptr, ancestors.data(), 0};
+      const Level level = {&nodes, growing->keys, growing->values, growing->row, growing->head, features.data(), nullptr,
+                           outputs.data()};
       foretoken_head_level(head, &level, threads);
       fed += n;
     }
@@ -161,7 +155,7 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
         frontier.push_back((int64_t)pool.size());
       }
       pool.push_back(child);
-      column_of.push_back(0);
+      place_of.push_back(0);
     }
   }
   return keep_best(pool, *growing);

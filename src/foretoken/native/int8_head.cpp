@@ -6,6 +6,7 @@
 
 #include "abi.h"
 #include "functions.h"
+#include "nodes.h"
 #include "threads.h"
 
 #include <algorithm>
@@ -233,6 +234,7 @@ static void rotate(float* x, int64_t heads, int64_t head_dim, const float* cosin
 }
 
 struct Room {
+  Listed listed;
   std::vector<float> embedded, wide, features, inputs, x, states, heads, mixed, both, gated;
   std::vector<uint16_t> queries, seen, mask;
   std::vector<float> scratch;
@@ -240,39 +242,31 @@ struct Room {
 
 // Scaled attention of all nodes over the cache, (n, heads * head_dim), once their own keys and values lie in it.
 static void attend(const Head& head, const Level& level, Room& room, int threads) {
+  const Nodes& nodes = *level.nodes;
+  const Listed& listed = room.listed;
   const int64_t size = head.head_dim, width = head.heads * size;
-  int64_t longest = 0, most = 0;
-  for (int64_t row = 0; row < level.rows; ++row) {
-    longest = std::max(longest, level.view[row]);
-    most = std::max(most, level.counts[row]);
-  }
-  enum : uint16_t { HIDDEN = 0xff80 };  // minus infinity
-  room.mask.assign(level.rows * most * longest, HIDDEN);
-  for (int64_t row = 0; row < level.rows; ++row)
-    for (int64_t i = 0; i < level.counts[row]; ++i) {
-      const int64_t node = level.firsts[row] + i;
-      uint16_t* of_node = room.mask.data() + (row * most + i) * longest;
-      memset(of_node, 0, 2 * level.prefix[node]);
-      for (const int64_t* column = level.above + node * MOST_LEVELS; *column >= 0; ++column) of_node[*column] = 0;
-    }
-  const Attention call = {level.rows, head.kv_heads, head.heads / head.kv_heads, size, size, 2, width, size,
-                          level.row, level.head, level.row, level.head, most * longest, longest,
-                          level.counts, level.firsts, level.view, 1.0f / sqrtf((float)size)};
+  const bool has_mask = !all_see_all(nodes, listed, 0);
+  room.mask.resize(has_mask ? nodes.rows * listed.most * listed.longest : 0);
+  if (has_mask) write_mask(nodes, listed, 0, sizeof(uint16_t), (char*)room.mask.data());
+  const Attention call = {nodes.rows, head.kv_heads, head.heads / head.kv_heads, size, size, BFLOAT16, width, size,
+                          level.row, level.head, level.row, level.head, listed.most * listed.longest, listed.longest,
+                          nodes.counts, listed.firsts.data(), listed.views.data(), 1.0f / sqrtf((float)size)};
   room.scratch.resize(foretoken_decode_attention_scratch(&call, threads) + 16);
   float* scratch = (float*)(((uintptr_t)room.scratch.data() + 63) / 64 * 64);
-  room.seen.resize(level.nodes * width);
-  foretoken_decode_attention(&call, room.queries.data(), level.keys, level.values, room.mask.data(), room.seen.data(),
-                             scratch, threads);
+  room.seen.resize(nodes.count * width);
+  foretoken_decode_attention(&call, room.queries.data(), level.keys, level.values,
+                             has_mask ? room.mask.data() : nullptr, room.seen.data(), scratch, threads);
 }
 
 // What the layer reads: (n, heads) of it in room.inputs, and the residual stream in room.x.
 static void mix(const Head& head, const Level& level, Room& room, int threads) {
-  const int64_t size = head.size, n = level.nodes;
+  const Nodes& nodes = *level.nodes;
+  const int64_t size = head.size, n = nodes.count;
   room.embedded.resize(n * size), room.features.resize(n * size), room.x.resize(n * size);
   room.inputs.resize(2 * n * size);
   for (int64_t node = 0; node < n; ++node) {
     float* embedded = room.embedded.data() + node * size;
-    take_in(head, head.table, level.tokens[node] * size, embedded, size);
+    take_in(head, head.table, token_of(nodes, room.listed, node) * size, embedded, size);
     if (head.embed_norm) norm(embedded, head.embed_norm, size, head.eps, embedded);
   }
   const float* features = level.features;
@@ -310,23 +304,26 @@ static void mix(const Head& head, const Level& level, Room& room, int threads) {
 
 static void run_level(const Head& head, const Level& level, int threads) {
   static thread_local Room room;
-  const int64_t n = level.nodes, size = head.size, dim = head.head_dim, width = head.heads * dim;
+  const Nodes& nodes = *level.nodes;
+  const int64_t n = nodes.count, size = head.size, dim = head.head_dim, width = head.heads * dim;
   const int64_t kv = head.kv_heads * dim, all_heads = width + 2 * kv;
+  room.listed.take(nodes);
   mix(head, level, room, threads);
   room.heads.resize(n * all_heads), room.queries.resize(n * width), room.mixed.resize(n * size);
   product(head.heads_in, room.inputs.data(), n, room.heads.data(), threads);
   float cosines[MOST_HALF], sines[MOST_HALF];
-  for (int64_t node = 0, row = 0; node < n; ++node) {
-    while (row + 1 < level.rows && node >= level.firsts[row + 1]) ++row;
+  for (int64_t node = 0; node < n; ++node) {
+    const int64_t row = room.listed.rows[node], number = nodes.earlier + node - room.listed.firsts[row];
+    const float position = (float)position_of(nodes, row, number);
     float* states = room.heads.data() + node * all_heads;
     for (int64_t i = 0; i < dim / 2; ++i) {
-      const float angle = (float)level.positions[node] * head.frequencies[i];
+      const float angle = position * head.frequencies[i];
       cosines[i] = cosf(angle) * head.rope_factor, sines[i] = sinf(angle) * head.rope_factor;
     }
     rotate(states, head.heads + head.kv_heads, dim, cosines, sines);
     narrow(states, room.queries.data() + node * width, width);
     for (int64_t i = 0; i < head.kv_heads; ++i) {
-      const int64_t place = row * level.row + i * level.head + level.columns[node] * dim;
+      const int64_t place = row * level.row + i * level.head + room.listed.columns[node] * dim;
       narrow(states + width + i * dim, level.keys + place, dim);
       narrow(states + width + kv + i * dim, level.values + place, dim);
     }

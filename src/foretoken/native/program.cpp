@@ -4,6 +4,7 @@
 // does not depend on others, see glue.h; what attention and products do, see there.
 
 #include "glue.h"
+#include "nodes.h"
 #include "threads.h"
 
 #include <vector>
@@ -25,13 +26,8 @@ struct Room {  // memory that grows with what is asked for
   }
 };
 
-struct Nodes {  // how the nodes of a forward lie in rows, and what they attend to
-  std::vector<int64_t> rows, columns, firsts, views;
-  int64_t most, longest;
-};
-
 struct Work {
-  Nodes nodes;
+  Listed nodes;
   int helpers;  // threads of attention
   std::vector<Attention> calls;
   std::vector<const void*> mask_of;
@@ -110,7 +106,7 @@ void operate(const Program& program, const Step& step, char* const* bases, int64
 
 // ---- layers ---------------------------------------------------------------------------------------------------------
 
-void keep(const Nodes& nodes, const Attention& call, const char* from, char* to, int64_t row, int64_t head, int64_t size,
+void keep(const Listed& nodes, const Attention& call, const char* from, char* to, int64_t row, int64_t head, int64_t size,
           int64_t item) {
   for (size_t node = 0; node < nodes.rows.size(); ++node)
     for (int64_t i = 0; i < call.heads; ++i, from += size * item)
@@ -176,43 +172,20 @@ void run(const Model& model, const Layer& layer, const Around& around, int64_t n
 
 // ---- rows of nodes --------------------------------------------------------------------------------------------------
 
-// Whether a node sees the column of another one of its row; numbers of others begin with the earlier ones.
-bool sees(const Fed& fed, int64_t row, int64_t node, int64_t other) {
-  if (!fed.ancestors) return other <= fed.earlier + node;
-  return fed.ancestors[(row * fed.width + node) * (fed.earlier + fed.width) + other];
-}
-
-// Of an earlier or a new node, where offsets are left out.
-int64_t position(const Fed& fed, int64_t row, int64_t other) {
-  return fed.lengths[row] - fed.earlier + fed.depths[row * (fed.earlier + fed.width) + other];
-}
-
 // Which columns every node sees, (rows, most, longest), 0 for those; null where all see all.
-const void* mask_for(const Fed& fed, const Form& form, const Nodes& nodes, Room& room) {
-  const int64_t most = nodes.most, longest = nodes.longest, item = form.kind == FLOAT32 ? 4 : 2;
-  const bool is_tree = fed.ancestors && fed.earlier;
-  if (most == 1 && !is_tree && (!form.window || longest <= form.window)) return nullptr;
-  char* mask = room.of(fed.rows * most * longest * item);
-  memset(mask, 0xff, fed.rows * most * longest * item);
-  for (int64_t row = 0; row < fed.rows; ++row)
-    for (int64_t node = 0; node < fed.counts[row]; ++node) {
-      char* of_node = mask + (row * most + node) * longest * item;
-      const int64_t start = fed.lengths[row] - fed.earlier;
-      const int64_t hidden = form.window ? position(fed, row, fed.earlier + node) - form.window + 1 : 0;
-      const int64_t first = hidden < 0 ? 0 : hidden < start ? hidden : start;  // positions before this one are not seen
-      memset(of_node + first * item, 0, (start - first) * item);
-      for (int64_t other = 0; other < fed.earlier + fed.counts[row]; ++other)
-        if (sees(fed, row, node, other) && position(fed, row, other) >= hidden)
-          memset(of_node + (start + other) * item, 0, item);
-    }
+const void* mask_for(const Nodes& fed, const Form& form, const Listed& nodes, Room& room) {
+  if (all_see_all(fed, nodes, form.window)) return nullptr;
+  const int64_t item = form.kind == FLOAT32 ? 4 : 2;
+  char* mask = room.of(fed.rows * nodes.most * nodes.longest * item);
+  write_mask(fed, nodes, form.window, item, mask);
   return mask;
 }
 
 // The rows of a table that nodes have, (nodes, bytes); false for one that there is not.
-bool look_up(const Fed& fed, const Table& table, char* out) {
+bool look_up(const Nodes& fed, const Table& table, char* out) {
   for (int64_t row = 0; row < fed.rows; ++row)
     for (int64_t node = 0; node < fed.counts[row]; ++node, out += table.bytes) {
-      const int64_t place = position(fed, row, fed.earlier + node) + (fed.offsets ? fed.offsets[row] : 0);
+      const int64_t place = position_of(fed, row, fed.earlier + node) + (fed.offsets ? fed.offsets[row] : 0);
       const int64_t index = table.by_position ? place : fed.tokens[row * fed.width + node];
       if (index < 0 || index >= table.count) return false;
       memcpy(out, table.rows + index * table.bytes, table.bytes);
@@ -220,22 +193,9 @@ bool look_up(const Fed& fed, const Table& table, char* out) {
   return true;
 }
 
-void list(const Fed& fed, Nodes& nodes) {
-  nodes.rows.resize(fed.nodes), nodes.columns.resize(fed.nodes);
-  nodes.firsts.resize(fed.rows), nodes.views.resize(fed.rows);
-  nodes.most = nodes.longest = 0;
-  for (int64_t row = 0, at = 0; row < fed.rows; ++row) {
-    const int64_t count = fed.counts[row], end = fed.lengths[row] + count;
-    nodes.firsts[row] = at, nodes.views[row] = end;
-    nodes.most = count > nodes.most ? count : nodes.most, nodes.longest = end > nodes.longest ? end : nodes.longest;
-    for (int64_t node = 0; node < count; ++node, ++at)
-      nodes.rows[at] = row, nodes.columns[at] = fed.lengths[row] + node;
-  }
-}
-
 // Calls of attention of every form, and their masks.
-void prepare(const Model& model, const Store& store, const Fed& fed, Work& work, int threads) {
-  const Nodes& nodes = work.nodes;
+void prepare(const Model& model, const Store& store, const Nodes& fed, Work& work, int threads) {
+  const Listed& nodes = work.nodes;
   int64_t scratch = 0, seen = 0;
   for (int64_t view : nodes.views) seen += view;
   work.helpers = threads;
@@ -259,11 +219,11 @@ void prepare(const Model& model, const Store& store, const Fed& fed, Work& work,
 
 enum { DONE = 0, OUT_OF_RANGE = -1 };
 
-int64_t forward(const Model& model, const Table* tables, const Store& store, const Fed& fed, const Results& results,
+int64_t forward(const Model& model, const Table* tables, const Store& store, const Nodes& fed, const Results& results,
                 int threads) {
   Work& work = own_work();
-  const int64_t nodes = fed.nodes;
-  list(fed, work.nodes);
+  const int64_t nodes = fed.count;
+  work.nodes.take(fed);
   prepare(model, store, fed, work, threads);
   int64_t size = 0;
   for (int64_t i = 0; i < model.num_tables + model.num_computed; ++i) size += whole_lines(nodes * tables[i].bytes);
@@ -302,14 +262,14 @@ int64_t forward(const Model& model, const Table* tables, const Store& store, con
 }  // namespace
 
 // Runs nodes behind what a cache holds, and writes their keys and values there.
-extern "C" int64_t foretoken_forward(const Model* model, const Table* tables, const Store* store, const Fed* fed,
+extern "C" int64_t foretoken_forward(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
                                      const Results* results, int threads) {
   return forward(*model, tables, *store, *fed, *results, threads < 1 ? 1 : threads);
 }
 
 // Runs chains, and behind the last node of every row its likeliest tokens, one after another; of those that are found the
 // last one is not run. Returns: how many forwards that took, or OUT_OF_RANGE.
-extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, const Store* store, const Fed* fed,
+extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, const Store* store, const Nodes* fed,
                                     const Drafts* drafts, int threads) {
   const int64_t rows = fed->rows;
   std::vector<int64_t> counts(fed->counts, fed->counts + rows), lengths(fed->lengths, fed->lengths + rows), kept;
@@ -319,9 +279,9 @@ extern "C" int64_t foretoken_chains(const Model* model, const Table* tables, con
   for (int64_t row = 0, at = 0; row < rows; at += counts[row++])
     if (drafts->depths[row] > 0) growing.push_back(row), kept.push_back(at + counts[row] - 1);
   const int64_t num_columns = model->logit_bytes / (model->kind == FLOAT32 ? 4 : 2);
-  Fed next = *fed;
+  Nodes next = *fed;
   for (int64_t level = 0;; ++level) {
-    states.resize((model->num_layers + 1) * next.nodes * model->state_bytes), read.resize(next.nodes * model->read_bytes);
+    states.resize((model->num_layers + 1) * next.count * model->state_bytes), read.resize(next.count * model->read_bytes);
     logits.resize(kept.size() * model->logit_bytes);
     const Results results = {states.data(), read.data(), kept.data(), (int64_t)kept.size(), logits.data()};
     if (forward(*model, tables, *store, next, results, threads < 1 ? 1 : threads) != DONE) return OUT_OF_RANGE;

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from compiled_models import ALL, UNCOMPILED, build
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
-from foretoken.model import groups
+from foretoken.model import layouts
+from foretoken.model import nodes as nodes_of
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
 from foretoken.model.execution import compiled_layers, inductor
@@ -100,16 +101,16 @@ def test_every_shape_of_a_step_runs_the_same_graphs(name: str, pairs: Any) -> No
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_long_prompts_run_attention_in_blocks(name: str, pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "BLOCK", 8)
+    monkeypatch.setattr(nodes_of, "BLOCK", 8)
     nodes = Nodes.from_chains([[(5 * i) % 60 for i in range(29)]])
     want, got = (lm.forward(nodes, filled(lm, [9])) for lm in pair(pairs, name))
     assert error(got, want) < 2e-5
 
 
 def test_rows_of_like_length_run_attention_together() -> None:
-    found = [list(rows) for rows in groups._alike([100, 110, 900, 20, 30, 900], [1] * 6)]
+    found = [list(rows) for rows in layouts._alike([100, 110, 900, 20, 30, 900], [1] * 6)]
     assert found == [[0, 1], [2], [3, 4], [5]]
-    assert [list(rows) for rows in groups._alike([900] * 3, [1, 1, 16])] == [[0, 1], [2]]
+    assert [list(rows) for rows in layouts._alike([900] * 3, [1, 1, 16])] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("name", ALL)

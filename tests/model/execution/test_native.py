@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.model.execution.builds import build_of
 from foretoken.model.execution.packing import PackedProduct, can_pack
+from foretoken.model.execution.tracing import build_of
 from foretoken.model.promise import MOST_NODES
 from foretoken.native import library as native
 from foretoken.native.attention import DecodeAttention

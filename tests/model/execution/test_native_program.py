@@ -18,7 +18,7 @@ from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import ends, native_program
+from foretoken.model.execution import ends, tracing
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
@@ -359,17 +359,17 @@ def test_threads_share_a_model_on_any_number_of_threads() -> None:
 @torch.inference_mode()
 def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the fault the same model has one."""
-    monkeypatch.setattr(native_program, "_programs", {})
+    monkeypatch.setattr(tracing, "_programs", {})
     if fault == "a code":
         monkeypatch.setitem(abi.CODES, "rsqrt", abi.CODES["sqrt"])
     elif fault == "an input":
-        take = native_program.LayerProgram.__init__
+        take = tracing.LayerProgram.__init__
 
         def wrong(self: Any, *given: Any) -> None:
             take(self, *given)
-            given[2].inputs = (0, *sorted(given[2].inputs[1:], reverse=True))  # sines for cosines
+            given[0].inputs = (0, *sorted(given[0].inputs[1:], reverse=True))  # sines for cosines
 
-        monkeypatch.setattr(native_program.LayerProgram, "__init__", wrong)
+        monkeypatch.setattr(tracing.LayerProgram, "__init__", wrong)
     else:
         trace = ends.trace_ends
         monkeypatch.setattr(
@@ -378,7 +378,7 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
     lm = CausalLM(llama(), execution="packed", probe=False)
     assert lm.execution.program is None
     monkeypatch.undo()
-    monkeypatch.setattr(native_program, "_programs", {})
+    monkeypatch.setattr(tracing, "_programs", {})
     assert recorded(llama())
 
 

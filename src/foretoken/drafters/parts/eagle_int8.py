@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.rows import CachedRow, frontier_list
+from foretoken.drafters.parts.rows import CachedRow, frontier_nodes
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     import torch
 
     import foretoken.heads.int8 as int8
-    import foretoken.model.execution.node_lists as node_lists
+    import foretoken.model.nodes as nodes_of
     import foretoken.native.library as kernels_of
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.eagle import EagleHead
@@ -23,7 +23,7 @@ else:
     torch = Lazy("torch")
     int8 = Lazy("foretoken.heads.int8")
     kernels_of = Lazy("foretoken.native.library")
-    node_lists = Lazy("foretoken.model.execution.node_lists")
+    nodes_of = Lazy("foretoken.model.nodes")
 
 MOST_GROWN = 2
 """Rows that are grown one after the other: more are fed together, level by level."""
@@ -94,8 +94,8 @@ class Int8Rows:
     def _entries(self, slots: range, chains: Seq[Seq[int]], streams: torch.Tensor) -> torch.Tensor:
         """Make entries in one call; their outputs (n, H)."""
         keys, values = self._buffers(slots.start, len(slots), max(map(len, chains)))
-        nodes = node_lists.NodeList.chains(chains, self._cache.row_lengths(slots.start, len(slots)))
-        outputs = self.head.feed(nodes, keys, values, streams, is_true=True)
+        lengths = self._cache.row_lengths(slots.start, len(slots))
+        outputs = self.head.feed(nodes_of.Nodes.from_chains(chains), lengths, keys, values, streams, is_true=True)
         self._cache.commit([range(len(chain)) for chain in chains], slots.start)
         return outputs
 
@@ -104,8 +104,9 @@ class Int8Rows:
     ) -> torch.Tensor:
         """Run the frontiers of drafts behind what was fed before, draft i in row i: (M, H) -> (M, H) in float32."""
         keys, values = self._buffers(0, len(drafts), width)
-        nodes = frontier_list(self._cache, drafts, places, width)
-        return self.head.feed(nodes, keys, values, features, is_true=False)
+        nodes = frontier_nodes(self._cache, drafts, places, are_chains=False)
+        lengths = self._cache.row_lengths(0, len(drafts))
+        return self.head.feed(nodes, lengths, keys, values, features, is_true=False)
 
     def grow(
         self,

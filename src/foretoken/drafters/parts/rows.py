@@ -15,7 +15,6 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
-    import foretoken.model.execution.node_lists as node_lists
     import foretoken.model.lm as lm
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.engine.sequence import Sequence
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
-    node_lists = Lazy("foretoken.model.execution.node_lists")
 
 
 MAX_GAP = 2
@@ -154,28 +152,6 @@ def feed(
     logits = model.forward(nodes, cache)
     cache.commit([range(nodes.width)] * len(drafts))
     return logits
-
-
-def frontier_list(
-    cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], width: int, *, are_chains: bool = False
-) -> node_lists.NodeList:
-    """`frontier_nodes` as a list without padding; rows take ``width`` columns all the same."""
-    num_fed = cache.lengths[places[0].slot] - places[0].trunk
-    tokens, positions, columns, prefixes = list[int](), list[int](), list[int](), list[int]()
-    above = list[list[int]]()
-    for draft, place in zip(drafts, places, strict=True):
-        trunk, depths = place.trunk, draft.depths
-        place.offset_of.update(zip(draft.frontier, range(num_fed, num_fed + width), strict=False))
-        for j, node in enumerate(draft.frontier):
-            tokens.append(draft.tokens[node])
-            positions.append(trunk + depths[node] - 1)  # the pending token is part of the trunk by now
-            columns.append(trunk + num_fed + j)
-            if are_chains:  # all that lies before it are its ancestors
-                prefixes.append(trunk + num_fed + 1)
-            else:
-                prefixes.append(trunk)
-                above.append([trunk + place.offset_of[one] for one in draft.path(node)])
-    return node_lists.NodeList(tokens, positions, columns, prefixes, [len(draft.frontier) for draft in drafts], above)
 
 
 def frontier_nodes(cache: KVCache, drafts: Seq[GrowingDraft], places: Seq[CachedRow], *, are_chains: bool) -> lm.Nodes:

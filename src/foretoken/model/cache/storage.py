@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -12,8 +12,16 @@ from transformers.cache_utils import CacheLayerMixin
 from foretoken.errors import ShapeError
 
 if TYPE_CHECKING:
-    from foretoken.model.cache.ragged import KVCache
     from foretoken.model.nodes import FlatNodes
+
+
+class Owner(Protocol):
+    """What layers ask of their cache: its size, where the running forward writes, and to be told of new memory."""
+
+    num_slots: int
+    capacity: int
+    window: Window
+    memory: object
 
 
 class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -25,7 +33,7 @@ class RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: Owner) -> None:
         super().__init__()
         self._cache = cache
 

@@ -20,13 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foretoken.model.masks import folded
+from foretoken.model.nodes import folded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foretoken.model.groups import RowGroup
-    from foretoken.model.nodes import FlatNodes
+    from foretoken.model.nodes import FlatNodes, RowGroup
 
 GROUPED_SDPA = "foretoken_sdpa"
 
@@ -92,19 +91,17 @@ def grouped_sdpa(
         if (seen := see(module, query, key, value, attention_mask, **others)) is not None:
             return seen, None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    if flat_nodes is None:
-        flat_nodes = getattr(attention_mask, "flat_nodes", None)
-    if flat_nodes is not None:
-        kind = flat_nodes.kinds.get(id(attention_mask))
-        if kind is None:
-            raise NotPassedOnError
+    flat, kind = getattr(attention_mask, "stands_for", (None, ""))
+    if flat_nodes is not None and flat is not flat_nodes:
+        raise NotPassedOnError
+    if flat is not None:
         parts = []
-        for group in flat_nodes.groups:
+        for group in flat.groups:
             is_all = len(group.nodes) == query.shape[2]
             nodes = query if is_all else query[:, :, group.nodes.start : group.nodes.stop]
             part = _attend_by_own(nodes, key, value, group, kind, options)
             if part is None:
-                flat_nodes.runs_stock_attention = True
+                flat.runs_stock_attention = True
                 part = _attend_group(module, nodes, key, value, group, kind, options)
             parts.append(part)
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,29 +15,8 @@ from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.sublayers import LeftOut
 from foretoken.native.packed_matmul import PackedMatrix
 
-if TYPE_CHECKING:
-    from foretoken.model.execution.tracing import Tracer
-
 TOLERANCE = 16.0
 """How far what a layer adds may differ from what its modules add, in roundings of the dtype."""
-
-
-def build_of(layer: nn.Module, tracer: Tracer) -> Any:
-    """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
-
-    A layer's own number makes no difference. Configs count by what they say, products by what they multiply in too:
-    a recorded call has buffers of that dtype.
-    """
-    parts: list[Any] = [
-        tuple(
-            (size, type(run).__name__, getattr(native_matrix(run), "compute_dtype", None))
-            for size, run in zip(tracer.sizes, tracer.runners, strict=True)
-        )
-    ]
-    parts.append(tuple(tracer.parts.values()))
-    for path, module in layer.named_modules():
-        parts.append((path, type(module), plain_attributes(module)))
-    return tuple(parts)
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:

@@ -20,14 +20,14 @@ from torch import nn
 
 from foretoken.folders import CACHE_VARIABLE, cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
-from foretoken.model.execution.builds import build_of, check, layout_of, same_code, what_changed
+from foretoken.model.execution.builds import check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
 from foretoken.model.execution.inductor import Inductor, Segment
 from foretoken.model.execution.kept_kernels import folder_name, whole
 from foretoken.model.execution.linears import StandIn
 from foretoken.model.execution.lowering import NotTraceableError, Source
 from foretoken.model.execution.operators import Runner, attention
-from foretoken.model.execution.tracing import Tracer, ancestors
+from foretoken.model.execution.tracing import Tracer, ancestors, build_of
 from foretoken.native.build import cpp_compiler
 
 logger = logging.getLogger("foretoken")

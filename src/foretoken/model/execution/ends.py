@@ -30,15 +30,20 @@ from foretoken.model.execution.lowering import (
 )
 from foretoken.model.execution.operators import product
 from foretoken.model.execution.packing import PackedLinear
-from foretoken.model.execution.tracing import Symbols, ancestors, fake_mode, held, one_trace_at_a_time, replaced
+from foretoken.model.execution.tracing import (
+    BoundProgram,
+    LayerProgram,
+    Place,
+    Symbols,
+    ancestors,
+    fake_mode,
+    held,
+    one_trace_at_a_time,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from foretoken.model.execution.native_program import LayerProgram
-
-Place = tuple[nn.Module, str]
-"""A tensor of a model: the module that holds it, and its name there."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,6 @@ class Table:
     rows: Callable[[torch.Tensor], torch.Tensor] | None
     node_dim: int
     read: Sequence[Place] = ()
-
-
-@dataclass(frozen=True)
-class BoundProgram:
-    """A program, and where it finds its weights and matrices."""
-
-    program: Program
-    tensors: Sequence[Place]
-    runners: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -363,7 +359,7 @@ class _Tracer:
                     self._given.append(tensor)
                 self._inputs_of[index][key] = known[id(tensor)]
             mask = None if layer.call.mask is None else value_at(args, kwargs, (layer.call.mask, None))
-            self._kinds[index] = self._arguments["flat_nodes"].kinds.get(id(mask))
+            self._kinds[index] = getattr(mask, "stands_for", (None, None))[1]
             return states[index] if size is None else (states[index], *(None,) * (size - 1))
 
         return forward

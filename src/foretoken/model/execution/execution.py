@@ -21,7 +21,7 @@ from foretoken.model.execution.ends import Ends, trace_ends
 from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.lowering import NotTraceableError
-from foretoken.model.execution.native_program import NativeProgram, layer_program
+from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
@@ -30,6 +30,7 @@ from foretoken.model.execution.packing import (
 )
 from foretoken.model.execution.rowwise import Rowwise
 from foretoken.model.execution.sharing import groups, move_out, shared_storages
+from foretoken.model.execution.tracing import layer_program
 from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
 from foretoken.model.support import cache_argument
@@ -128,7 +129,6 @@ class Execution:
           forward: runs so many nodes through the modules.
           context_length: positions that the model has; None for any number.
         """
-        name = type(self.model).__name__
         if self.kernels is None or not self.uses_grouped_attention:
             self.why_no_program = "it does not run by the library's own kernels"
             return
@@ -141,8 +141,7 @@ class Execution:
             assert recording.seen is not None
             program.check(recording.seen, recording.logits[-1])
         except Exception as error:  # of the code of a model, or of torch
-            self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            logger.debug("%s runs as modules: %s", name, self.why_no_program)
+            self._say_why(error)
             return
         recording.keep_forms()
         self._recorded = recording, ends
@@ -167,8 +166,11 @@ class Execution:
                 ends = trace_ends(self.model, programs, lambda: forward(NUM_NODES[0]))
             self.program = of.over(self.model, programs, ends)
         except Exception as error:
-            self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            logger.debug("%s, changed, runs as modules: %s", type(self.model).__name__, self.why_no_program)
+            self._say_why(error)
+
+    def _say_why(self, error: Exception) -> None:
+        self.why_no_program = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        logger.debug("%s runs as modules: %s", type(self.model).__name__, self.why_no_program)
 
     def compile(self, name: str, layers: Sequence[nn.Module], forward: Callable[[int], torch.Tensor]) -> None:
         """Compile the decoder layers for modules, where this is compiled execution, as soon as modules run.

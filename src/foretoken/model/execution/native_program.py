@@ -12,7 +12,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.storage import RaggedLayer
-from foretoken.model.execution.attention import is_plain, is_seen
-from foretoken.model.execution.builds import TOLERANCE, build_of, check, layout_of, native_matrix, what_changed
-from foretoken.model.execution.calls import Calls, LayerCall, Recording
-from foretoken.model.execution.ends import BoundProgram, Ends, Table, modules_around
+from foretoken.model.capture import Activations
+from foretoken.model.execution.attention import is_seen
+from foretoken.model.execution.builds import TOLERANCE, check, native_matrix
+from foretoken.model.execution.calls import Calls
+from foretoken.model.execution.ends import Ends, Table, modules_around
 from foretoken.model.execution.linears import changed_forward, linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
 from foretoken.model.execution.packing import PackedProduct
-from foretoken.model.execution.tracing import Tracer
+from foretoken.model.execution.tracing import BoundProgram, LayerProgram
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
+from foretoken.model.state import version_of
 from foretoken.native import abi
 from foretoken.native.library import KINDS, Library
 
@@ -51,80 +53,6 @@ TABLE_BLOCK = 64
 """Positions of which angles are computed together: whole vectors, and too few to be shared out among threads, so that a
 position has the same angles in every table."""
 
-_programs: dict[Any, Program] = {}
-"""Of layers, by their build."""
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What a forward over a list of nodes has computed on its way.
-
-    Args:
-      flat: how the nodes of the list lie in rows.
-      states: (layers + 1, 1, S, H): what the first layer was given, and what each has returned.
-      read: what the output embedding reads, (1, S, H).
-    """
-
-    flat: FlatNodes
-    states: torch.Tensor
-    read: torch.Tensor
-
-    def layer_input(self, index: int) -> torch.Tensor:
-        """What a layer was given, (1, S, H)."""
-        return self.states[index]
-
-
-@dataclass(frozen=True)
-class LayerProgram:
-    """A decoder layer as a program.
-
-    Args:
-      module: of a shadow.
-      call: how the model calls it.
-      cache_index: of its keys and values; None without attention.
-      scaling: of its scores; None for 1/sqrt(D).
-      tensors, runners: weights and products that the program is given.
-    """
-
-    module: nn.Module
-    call: LayerCall
-    program: Program
-    cache_index: int | None
-    scaling: float | None
-    tensors: Sequence[tuple[nn.Module, str]]
-    runners: Sequence[Any]
-
-
-def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerProgram:
-    """A layer, or a copy of it that was changed, as a program.
-
-    Args:
-      recording: of the calls of the layers.
-    Raises: NotTraceableError where it cannot be one, and whatever the code of a model raises.
-    """
-    if reason := what_changed(layer):
-        raise NotTraceableError(reason)
-    call, attention = recording.calls[index], recording.attention[index]
-    if attention is not None and not is_plain({"dropout": 0.0, **attention[1]}):
-        raise NotTraceableError("its attention is more than masked sums")
-    tracer = Tracer(layer, call)
-    key = build_of(layer, tracer), layout_of(call)
-    program = _programs.get(key)
-    if program is None:
-        program = _programs[key] = tracer.program()
-    attends = program.heads is not None
-    if attends and attention is None:
-        raise NotTraceableError("its attention was not seen")
-    return LayerProgram(
-        layer,
-        call,
-        program,
-        recording.cache_index[index] if attends else None,
-        attention[1].get("scaling") if attention is not None and attends else None,
-        tracer.tensors,
-        tracer.runners,
-    )
-
 
 class _Layout:
     """Layers of a model as C++ takes them, as long as weights are where they are."""
@@ -133,6 +61,7 @@ class _Layout:
         self, layers: Sequence[LayerProgram], ends: Ends, windows: Mapping[str, int | None], dtype: torch.dtype
     ) -> None:
         self.num_packed = PackedProduct.num_packed
+        self.num_layers = len(layers)
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._kept: list[object] = []
         self._matrices: dict[int, Any] = {}
@@ -243,14 +172,14 @@ class _Tables:
         self._fields = (abi.Table * (len(ends.tables) + len(computed_bytes)))()
         self._kept: list[torch.Tensor] = []
         self._watched: list[tuple[nn.Module, str, int]] = []
-        self._read: list[tuple[nn.Module, str, tuple[int, int]]] = []
+        self._read: list[tuple[nn.Module, str, Any]] = []
         for place, table in zip(self._fields, ends.tables, strict=False):
             if table.embedding is not None:
                 found = getattr(*table.embedding).detach()
                 self._watched.append((*table.embedding, found.data_ptr()))
             else:
                 assert table.rows is not None
-                self._read += [(*each, _version(getattr(*each))) for each in table.read]
+                self._read += [(*each, version_of(getattr(*each))) for each in table.read]
                 blocks = torch.split(torch.arange(num_positions), TABLE_BLOCK)
                 found = torch.cat([table.rows(block[None]).movedim(table.node_dim, 0) for block in blocks])
             rows = found.contiguous()
@@ -264,7 +193,7 @@ class _Tables:
     def still_hold(self) -> bool:
         """Whether embeddings lie where they lay, and nobody has written into what positions are turned by."""
         return all(getattr(module, name).data_ptr() == address for module, name, address in self._watched) and all(
-            _version(getattr(module, name)) == version for module, name, version in self._read
+            version_of(getattr(module, name)) == version for module, name, version in self._read
         )
 
 
@@ -395,49 +324,51 @@ class NativeProgram:
           kept: int64, numbers of the nodes whose logits are wanted; None for all, or none, as ``num_kept`` says.
         Returns: with the logits of those, (kept, V).
         """
-        num_nodes, (num_rows, width) = nodes.num_real, nodes.tokens.shape
-        if num_nodes < 1 or not self.takes(nodes.counts):
+        if nodes.num_real < 1 or not self.takes(nodes.counts):
             return None
-        tokens, depths = nodes.tokens.contiguous(), nodes.depths.contiguous()
-        ancestors = None if nodes.ancestors is None else nodes.ancestors.contiguous()
-        lengths = cache.row_lengths(first_row, num_rows)
-        offsets = cache.row_offsets(first_row, num_rows)
-        layout = self._layout
-        store = self._store(layout, cache, max(map(int.__add__, lengths, nodes.counts)), first_row + num_rows)
+        if (opened := self._open(nodes, cache, first_row)) is None:
+            return None
+        tables, store, fields = opened
+        count = len(kept) if kept is not None else nodes.num_real if num_kept is None else num_kept
+        found = self._compute(self._layout, tables, store, fields, kept, count, torch.get_num_threads())
+        if found is None:
+            return None
+        self.num_runs += 1
+        states, read, logits = found
+        return Activations(FlatNodes(nodes.counts, nodes.width, nodes.tokens.device), states, read), logits
+
+    def _open(
+        self, nodes: Nodes, cache: KVCache, first_row: int = 0, more: int = 0
+    ) -> tuple[_Tables, _Store, abi.Nodes] | None:
+        """Tables and memory for nodes and so many more of a row behind them; None where a cache is kept otherwise."""
+        lengths = cache.row_lengths(first_row, len(nodes.counts))
+        offsets = cache.row_offsets(first_row, len(nodes.counts))
+        end = max(map(int.__add__, lengths, nodes.counts)) + more
+        store = self._store(self._layout, cache, end, first_row + len(nodes.counts))
         if store is None:
             return None
-        tables = self._tables_for(max(lengths) + width + (0 if offsets is None else max(offsets)))
-        arrays = [abi.array_of(nodes.counts), abi.array_of(lengths), None if offsets is None else abi.array_of(offsets)]
-        fed = abi.Fed(
-            num_rows,
-            width,
-            num_nodes,
-            nodes.num_fed,
-            tokens.data_ptr(),
-            depths.data_ptr(),
-            *(None if each is None else ctypes.addressof(each) for each in arrays),
-            None if ancestors is None else ancestors.data_ptr(),
-            first_row,
-        )
-        count = len(kept) if kept is not None else num_nodes if num_kept is None else num_kept
-        states = torch.empty(len(self.layers) + 1, 1, num_nodes, layout.width, dtype=self._dtype)
-        read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
+        last = max(lengths) + nodes.width + more + (0 if offsets is None else max(offsets))
+        return self._tables_for(last), store, nodes.fields(lengths, offsets, first_row)
+
+    def _compute(
+        self,
+        layout: _Layout,
+        tables: _Tables,
+        store: _Store,
+        fields: abi.Nodes,
+        kept: torch.Tensor | None,
+        count: int,
+        threads: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """States (layers + 1, 1, S, H), what the output embedding reads, and logits (count, V) of the kept nodes."""
+        states = torch.empty(layout.num_layers + 1, 1, fields.count, layout.width, dtype=self._dtype)
+        read = torch.empty(1, fields.count, layout.num_read, dtype=self._dtype)
         logits = torch.empty(count, layout.num_logits, dtype=self._dtype)
         results = abi.Results(
             states.data_ptr(), read.data_ptr(), None if kept is None else kept.data_ptr(), count, logits.data_ptr()
         )
-        result = self._kernels.forward(
-            layout.address,
-            tables.address,
-            store.address,
-            ctypes.addressof(fed),
-            ctypes.addressof(results),
-            torch.get_num_threads(),
-        )
-        if result != 0:
-            return None
-        self.num_runs += 1
-        return Activations(FlatNodes(nodes.counts, width, tokens.device), states, read), logits
+        given = layout.address, tables.address, store.address, ctypes.addressof(fields), ctypes.addressof(results)
+        return (states, read, logits) if self._kernels.forward(*given, threads) == 0 else None
 
     def forward(
         self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
@@ -483,46 +414,21 @@ class NativeProgram:
           modules have to run.
         """
         most, nodes = max(depths), Nodes.from_chains(chains)
-        if not self.takes(nodes.counts):
+        nodes.tokens.clamp_(max=self._vocab_size - 1)  # the last token stands for those that the model does not know
+        if not self.takes(nodes.counts) or (opened := self._open(nodes, cache, more=most - 1)) is None:
             return None
-        lengths = cache.row_lengths(0, len(chains))
-        offsets = cache.row_offsets(0, len(chains))
-        layout, end = self._layout, max(map(int.__add__, lengths, nodes.counts)) + most - 1
-        store = self._store(layout, cache, end, len(chains))
-        if store is None:
-            return None
-        tables = self._tables_for(end + (0 if offsets is None else max(offsets)))
+        tables, store, fields = opened
         tokens, wanted = (abi.Integer * (most * len(depths)))(), abi.array_of(depths)
-        # the model's last token stands for those of a larger vocabulary that it does not know
-        known = nodes.tokens.clamp(max=self._vocab_size - 1)
-        arrays = [abi.array_of(nodes.counts), abi.array_of(lengths), None if offsets is None else abi.array_of(offsets)]
-        fed = abi.Fed(
-            len(chains),
-            nodes.width,
-            nodes.num_real,
-            0,
-            known.data_ptr(),
-            nodes.depths.data_ptr(),
-            *(None if each is None else ctypes.addressof(each) for each in arrays),
-            None,
-            0,
-        )
         drafts = abi.Drafts(
             ctypes.addressof(wanted),
             most,
-            min(num_columns, layout.num_logits),
+            min(num_columns, self._layout.num_logits),
             self._vocab_size,
             None if names is None else names.data_ptr(),
             ctypes.addressof(tokens),
         )
-        num_forwards = self._kernels.chains(
-            layout.address,
-            tables.address,
-            store.address,
-            ctypes.addressof(fed),
-            ctypes.addressof(drafts),
-            torch.get_num_threads(),
-        )
+        given = self._layout.address, tables.address, store.address, ctypes.addressof(fields), ctypes.addressof(drafts)
+        num_forwards = self._kernels.chains(*given, torch.get_num_threads())
         if num_forwards < 0:
             return None
         self.num_runs += num_forwards
@@ -557,18 +463,12 @@ class NativeProgram:
         cache = KVCache(len(self.layers), num_rows=1, capacity=TABLE_BLOCK)
         store = self._store(layout, cache, num_nodes, 1)
         looked_up = _Tables(ends, TABLE_BLOCK, layout.computed_bytes)
-        nodes = Nodes.from_chains([list(range(num_nodes))])
-        counts, lengths = abi.array_of([num_nodes]), abi.array_of([0])
-        fed = abi.Fed(1, num_nodes, num_nodes, 0, nodes.tokens.data_ptr(), nodes.depths.data_ptr())
-        fed.counts, fed.lengths = ctypes.addressof(counts), ctypes.addressof(lengths)
-        states = torch.empty(2, 1, num_nodes, layout.width, dtype=self._dtype)
-        read = torch.empty(1, num_nodes, layout.num_read, dtype=self._dtype)
-        logits = torch.empty(num_nodes if layer is self.layers[-1] else 0, layout.num_logits, dtype=self._dtype)
-        results = abi.Results(states.data_ptr(), read.data_ptr(), None, len(logits), logits.data_ptr())
-        addresses = layout.address, looked_up.address, None if store is None else store.address
-        found = self._kernels.forward(*addresses, ctypes.addressof(fed), ctypes.addressof(results), 1)
-        if store is None or found != 0:
+        fields = Nodes.from_chains([list(range(num_nodes))]).fields([0])
+        count = num_nodes if layer is self.layers[-1] else 0
+        found = None if store is None else self._compute(layout, looked_up, store, fields, None, count, 1)
+        if found is None:
             raise NotTraceableError("what it is given is not looked up by tokens and positions")
+        states, _, logits = found
         return states[1], logits
 
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
@@ -599,11 +499,6 @@ class NativeProgram:
         if self._context_length is not None:
             num_positions = min(num_positions, self._context_length)
         return _Tables(self.ends, num_positions, self._layout.computed_bytes)
-
-
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody writes into a tensor or replaces its storage."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _are_same(module: nn.Module, other: nn.Module) -> bool:

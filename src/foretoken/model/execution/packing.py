@@ -9,13 +9,13 @@ from __future__ import annotations
 import operator
 import platform
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from foretoken.model.state import version_of
 from foretoken.native.library import KINDS, library
 from foretoken.native.packed_matmul import NativeMatrix
 
@@ -55,19 +55,6 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
     if dtype == torch.float32 or dtype in HALVES:
         return torch.float32
     return None
-
-
-@dataclass(frozen=True)
-class _Version:
-    """A fingerprint of a tensor that changes when somebody writes into it or replaces its storage."""
-
-    address: int
-    count: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Version:
-        return cls(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, tensor.dtype)
 
 
 class OneDNNMatrix:
@@ -112,6 +99,11 @@ class PackedProduct:
     bits among any number of rows.
     """
 
+    matrix: Matrix
+    sizes: list[int]
+    _sums: list[torch.Tensor]
+    _dtype: torch.dtype
+
     num_packed = 0
     """How often any product was packed in this process: as long as it stays the same, so do all matrices."""
 
@@ -119,11 +111,12 @@ class PackedProduct:
         self.layers = tuple(layers)
         self._is_released = False
         self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
-        if earlier is not None and earlier._holds(self._tensors()):
-            tensors = tuple(map(_Version.of, self._tensors()))
-            vars(self).update({**vars(earlier), "layers": self.layers, "_versions": tensors, "_shared": None})
-        else:
+        if earlier is None or not earlier._holds(self._tensors()):
             self._pack()
+            return
+        self._versions = tuple(map(version_of, self._tensors()))
+        self.matrix, self.sizes = earlier.matrix, earlier.sizes
+        self._sums, self._dtype = earlier._sums, earlier._dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out of all layers, one after another)."""
@@ -149,7 +142,7 @@ class PackedProduct:
 
     def refresh(self) -> bool:
         """Pack again when a weight or bias was written since; True when it was."""
-        if self._is_released or self._versions == tuple(map(_Version.of, self._tensors())):
+        if self._is_released or self._versions == tuple(map(version_of, self._tensors())):
             return False
         self._pack()
         return True
@@ -198,7 +191,7 @@ class PackedProduct:
 
     def _pack(self) -> None:
         tensors = self._tensors()
-        self._versions = tuple(map(_Version.of, tensors))
+        self._versions = tuple(map(version_of, tensors))
         self._sums = list(map(_sums, tensors))
         self._dtype = tensors[0].dtype
         weights = [dense_weight(layer) for layer in self.layers]

@@ -10,15 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from foretoken.model.execution.attention import seen_by
-from foretoken.model.execution.builds import left_out, multiplies_in
-from foretoken.model.execution.calls import LayerCall, put, value_at
+from foretoken.model.execution.attention import is_plain, seen_by
+from foretoken.model.execution.builds import (
+    layout_of,
+    left_out,
+    multiplies_in,
+    native_matrix,
+    plain_attributes,
+    what_changed,
+)
+from foretoken.model.execution.calls import LayerCall, Recording, put, value_at
 from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
 from foretoken.model.execution.operators import attention, product
@@ -187,6 +195,24 @@ class Tracer:
         return forward
 
 
+def build_of(layer: nn.Module, tracer: Tracer) -> Any:
+    """What layers with the same graph have in common: classes, plain attributes, shapes, and which linears share what.
+
+    A layer's own number makes no difference. Configs count by what they say, products by what they multiply in too:
+    a recorded call has buffers of that dtype.
+    """
+    parts: list[Any] = [
+        tuple(
+            (size, type(run).__name__, getattr(native_matrix(run), "compute_dtype", None))
+            for size, run in zip(tracer.sizes, tracer.runners, strict=True)
+        )
+    ]
+    parts.append(tuple(tracer.parts.values()))
+    for path, module in layer.named_modules():
+        parts.append((path, type(module), plain_attributes(module)))
+    return tuple(parts)
+
+
 def fake_mode(stack: ExitStack) -> tuple[Any, Any]:
     """Torch's mode of tensors without values, and their shapes, for a trace inside of the contexts on a stack."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -262,3 +288,62 @@ def held(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[torch.Tensor
     finally:
         for holder, (_, name), old in zip(holders, places, before, strict=True):
             holder[name] = old  # type: ignore[assignment]
+
+
+Place = tuple[nn.Module, str]
+"""A tensor of a model: the module that holds it, and its name there."""
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program, and where it finds its weights and matrices."""
+
+    program: Program
+    tensors: Sequence[Place]
+    runners: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class LayerProgram(BoundProgram):
+    """A decoder layer as a program.
+
+    Args:
+      module: of a shadow.
+      call: how the model calls it.
+      cache_index: of its keys and values; None without attention.
+      scaling: of its scores; None for 1/sqrt(D).
+    """
+
+    module: nn.Module
+    call: LayerCall
+    cache_index: int | None
+    scaling: float | None
+
+
+def layer_program(recording: Recording, layer: nn.Module, index: int) -> LayerProgram:
+    """A layer, or a copy of it that was changed, as a program.
+
+    Args:
+      recording: of the calls of the layers.
+    Raises: NotTraceableError where it cannot be one, and whatever the code of a model raises.
+    """
+    if reason := what_changed(layer):
+        raise NotTraceableError(reason)
+    call, attention = recording.calls[index], recording.attention[index]
+    if attention is not None and not is_plain({"dropout": 0.0, **attention[1]}):
+        raise NotTraceableError("its attention is more than masked sums")
+    tracer = Tracer(layer, call)
+    key = build_of(layer, tracer), layout_of(call)
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = tracer.program()
+    attends = program.heads is not None
+    if attends and attention is None:
+        raise NotTraceableError("its attention was not seen")
+    cache_index = recording.cache_index[index] if attends else None
+    scaling = attention[1].get("scaling") if attention is not None and attends else None
+    return LayerProgram(program, tracer.tensors, tracer.runners, layer, call, cache_index, scaling)
+
+
+_programs: dict[Any, Program] = {}
+"""Of layers, by their build."""
