@@ -38,7 +38,7 @@ from foretoken.engine.engine import Engine
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.execution import compiled_layers
 from foretoken.model.execution.compiled_layers import CompiledLayers
-from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.forwards import linears, replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes

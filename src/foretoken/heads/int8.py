@@ -13,7 +13,7 @@ from torch import nn
 
 from foretoken.heads.eagle import EagleHead, FusedLayer
 from foretoken.heads.layers import DecoderLayer, RMSNorm
-from foretoken.model.execution import linears, packing
+from foretoken.model.execution import forwards, packing
 from foretoken.model.nodes import Nodes
 from foretoken.native import abi
 from foretoken.native.library import Library
@@ -225,7 +225,7 @@ def why_not(head: EagleHead, table: torch.Tensor, kernels: Library | None) -> st
 
 def is_frozen(head: EagleHead) -> bool:
     """Whether its weights were packed when it was loaded, so that nobody trains them."""
-    return all(isinstance(linears.replacement(layer), packing.PackedLinear) for layer in linears.linears(head))
+    return all(isinstance(forwards.replacement(layer), packing.PackedLinear) for layer in forwards.linears(head))
 
 
 def is_plain(output: nn.Module) -> bool:
@@ -251,7 +251,7 @@ def _matrix(layers: Seq[nn.Module], weight: torch.Tensor | None) -> Int8Matrix:
 
 def dense(layer: nn.Module) -> torch.Tensor:
     """The weight (out, in) of a linear layer, packed or not."""
-    packed = linears.replacement(layer)
+    packed = forwards.replacement(layer)
     if isinstance(packed, packing.PackedLinear):
         return packed.dense()
     return packing.dense_weight(layer)

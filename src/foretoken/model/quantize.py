@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
-from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
 from foretoken.native.library import library
@@ -109,7 +109,7 @@ def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool
     """
     layers = quantizable(model, group_size, with_head=with_head)
     for layer in layers:
-        layer.forward = Int4Linear(_weight_of(layer), layer.bias, group_size)  # type: ignore[arg-type]
+        replace_forward(layer, Int4Linear(_weight_of(layer), layer.bias, group_size))  # type: ignore[arg-type]
     return len(layers)
 
 

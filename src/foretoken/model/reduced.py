@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.shadows import shadow
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _build_of(layer: nn.Module) -> tuple[Any, ...]:
             path,
             type(module),
             tuple(sorted((name, value) for name, value in vars(module).items() if _is_switch(name, value))),
-            tuple(map(_code_of, (vars(module).get("forward"), *module._forward_pre_hooks.values()))),
+            tuple(map(_code_of, (replacement(module), *module._forward_pre_hooks.values()))),
             tuple(map(_code_of, module._forward_hooks.values())),
         )
         for path, module in layer.named_modules()
@@ -87,16 +88,16 @@ def reduced(
     head, embedding = copied.get_output_embeddings(), copied.get_input_embeddings()
     for module in set(copied.modules()) - inside - {head}:
         if module is embedding or isinstance(module, nn.Embedding):
-            _replace(module, _casting(module.forward, dtype))  # exact, and no second table
+            replace_forward(module, _casting(module.forward, dtype))  # exact, and no second table
         elif next(_floating(module), None) is not None:
-            _replace(module, _converting(module.forward, [module], dtype))
-    _replace(head, lambda states: states)
+            replace_forward(module, _converting(module.forward, [module], dtype))
+    replace_forward(head, lambda states: states)
     if isinstance(head.weight, nn.Parameter):  # some code asks for its dtype
         head._parameters["weight"] = nn.Parameter(head.weight.new_empty(0, dtype=dtype), requires_grad=False)
     output, kept = _Output(), set(kept)
     for index, layer in enumerate(inner):
         run = _converting(layer.forward, list(layer.modules()), dtype)
-        _replace(layer, output.of(run) if index in kept else output.repeat)
+        replace_forward(layer, output.of(run) if index in kept else output.repeat)
     return copied
 
 
@@ -130,10 +131,6 @@ class _Output:
         """The forward of a layer that is left out."""
         states = args[0] if args else kwargs["hidden_states"]
         return states if self._others is None else (states, *self._others)
-
-
-def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-    vars(module)["forward"] = forward
 
 
 def _casting(forward: Callable[..., torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:

@@ -157,7 +157,7 @@ class Rehearsal:
         ]
 
     def run(self, forward: Callable[..., torch.Tensor], cache: KVCache) -> dict[str, torch.Tensor]:
-        """Logits (rows, nodes, V) of every step by the forward of an adapter, whose cache has a row for every prefix."""
+        """Logits (rows, nodes, V) of every step by the forward of an adapter whose cache has a row for each prefix."""
         results = {}
         forward(Nodes.from_chains(self.prefixes), cache, keep=slice(0, 0))
         cache.commit([range(len(prefix)) for prefix in self.prefixes])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import packable
 
 NUM_ROWS = 2  # of every layer
@@ -45,7 +46,7 @@ class LinearSamples:
         return {
             self._paths[layer]: _relative_distance(layer.forward(inputs), outputs)
             for layer, (inputs, outputs) in self._samples.items()
-            if "forward" in vars(layer)
+            if replacement(layer) is not None
         }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution.forwards import replace_forward, replacement
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,12 @@ class SkippableLayers:
         self._parts = [Sublayers.of(layer) for layer in layers]
         modules = [module for part in self._parts for module in (part.layer, part.attention, *part.mlp)]
         self._outputs = _outputs_of(modules, run)
-        self._forwards = {module: vars(module).get("forward") for module in modules}
+        self._forwards = {module: replacement(module) for module in modules}
 
     def leave_out(self, attention: Iterable[int], mlp: Iterable[int]) -> None:
         """Let exactly these branches, by the indices of their layers, be left out from now on."""
         for module, forward in self._forwards.items():
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
+            replace_forward(module, forward)
         without_attention, without_mlp = set(attention), set(mlp)
         for index, part in enumerate(self._parts):
             if index in without_attention and index in without_mlp:
@@ -137,4 +135,4 @@ def _outputs_of(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn
 
 def _replace(module: nn.Module, outputs: dict[nn.Module, Any], by: type[LeftOut]) -> None:
     output = outputs[module]
-    module.forward = by(len(output) - 1 if isinstance(output, tuple) else None)
+    replace_forward(module, by(len(output) - 1 if isinstance(output, tuple) else None))

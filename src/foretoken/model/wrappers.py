@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from foretoken.errors import UnsupportedModelError
+from foretoken.model.execution.forwards import replace_forward, replacement
 
 
 def unwrapped(model: Any) -> Any:
@@ -50,9 +51,9 @@ def take_out_compilation(model: nn.Module) -> None:
         for name, child in parent._modules.items():
             parent._modules[name] = unwrapped(child)
     for module in model.modules():
-        original = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        original = getattr(replacement(module), "_torchdynamo_orig_callable", None)
         if isinstance(original, MethodType) and original.__func__ is type(module).forward:
-            del module.forward
+            replace_forward(module, None)
 
 
 def _is_compiled(model: Any) -> bool:

@@ -16,7 +16,7 @@ from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.lm import CausalLM
 from foretoken.train.draft_model import DraftModelRecipe

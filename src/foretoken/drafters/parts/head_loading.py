@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     import foretoken.heads.checkpoint as checkpoint
     import foretoken.heads.layers as layers
+    import foretoken.model.execution.forwards as forwards
     import foretoken.model.execution.packing as packing
     from foretoken.config.drafting import ModelOptions
     from foretoken.drafters.context import DrafterContext
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 else:
     checkpoint = Lazy("foretoken.heads.checkpoint")
     layers = Lazy("foretoken.heads.layers")
+    forwards = Lazy("foretoken.model.execution.forwards")
     packing = Lazy("foretoken.model.execution.packing")
 
 Head = TypeVar("Head", bound="nn.Module")
@@ -126,8 +128,7 @@ def pack(head: nn.Module) -> None:
         if packable.issuperset(group) and packing.worth_packing(group):
             product = packing.PackedProduct(group)
             for index, layer in enumerate(group):
-                forward: Any = packing.PackedLinear(product, index)
-                layer.forward = forward
+                forwards.replace_forward(layer, packing.PackedLinear(product, index))
             product.release()
 
 

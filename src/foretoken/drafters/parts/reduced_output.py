@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     import foretoken.heads.vocabulary as vocabularies
-    import foretoken.model.execution.linears as linears
+    import foretoken.model.execution.forwards as forwards
     import foretoken.model.execution.packing as packing
     from foretoken.drafters.context import DrafterContext
     from foretoken.heads.eagle import EagleHead
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
-    linears = Lazy("foretoken.model.execution.linears")
+    forwards = Lazy("foretoken.model.execution.forwards")
     packing = Lazy("foretoken.model.execution.packing")
     vocabularies = Lazy("foretoken.heads.vocabulary")
 
@@ -79,7 +79,7 @@ def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch
             f"draft_vocabulary takes rows of the output layer, and that of this model is a {type(layer).__name__}; "
             "leave it out"
         )
-    packed = linears.replacement(layer)
+    packed = forwards.replacement(layer)
     weight = packed.dense() if isinstance(packed, packing.PackedLinear) else layer.weight
     ids = vocabulary.target_ids.to(weight.device)
     reduced = torch.nn.Linear(weight.shape[1], len(ids), bias=layer.bias is not None, device="meta")
@@ -88,7 +88,7 @@ def rows_of_output(layer: torch.nn.Module, vocabulary: DraftVocabulary) -> torch
         reduced.bias = torch.nn.Parameter(layer.bias.detach().index_select(0, ids), False)
     if isinstance(packed, packing.PackedLinear):
         copy = packing.PackedLinear.of(reduced)
-        reduced.forward = copy  # type: ignore[method-assign, assignment]
+        forwards.replace_forward(reduced, copy)
         copy.product.release()
     return reduced
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from foretoken.model.execution.calls import LayerCall, value_at
-from foretoken.model.execution.linears import replacement
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.lowering import NotTraceableError
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.rowwise import Rowwise
@@ -84,7 +84,7 @@ def layout_of(call: LayerCall) -> Any:
 
 def what_changed(layer: nn.Module) -> str:
     """Why a layer does not run its class's own code; empty if it does."""
-    if "forward" in vars(layer) and left_out(layer) is None:
+    if replacement(layer) is not None and left_out(layer) is None:
         return "its forward was replaced"
     for module in layer.modules():
         if module is not layer and (module._forward_hooks or module._forward_pre_hooks):
@@ -94,7 +94,7 @@ def what_changed(layer: nn.Module) -> str:
 
 def left_out(layer: nn.Module) -> LeftOut | None:
     """What stands in for a layer that is left out."""
-    forward = vars(layer).get("forward")
+    forward = replacement(layer)
     return forward if isinstance(forward, LeftOut) else None
 
 
@@ -104,12 +104,7 @@ def same_code(layer: nn.Module, other: nn.Module) -> bool:
         return True
     inside, inside_other = ([*each.modules()][1:] for each in (layer, other))
     pairs = zip(inside, inside_other, strict=True)
-    return all(_code(mine) is _code(theirs) for mine, theirs in pairs)
-
-
-def _code(module: nn.Module) -> object:
-    forward = vars(module).get("forward")
-    return replacement(module) if forward is not None else None
+    return all(replacement(mine) is replacement(theirs) for mine, theirs in pairs)
 
 
 def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor) -> None:

@@ -22,9 +22,9 @@ from foretoken.folders import CACHE_VARIABLE, cache_folder
 from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
+from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
 from foretoken.model.execution.inductor import Inductor, Segment
 from foretoken.model.execution.kept_kernels import folder_name, whole
-from foretoken.model.execution.linears import StandIn
 from foretoken.model.execution.lowering import NotTraceableError, Source
 from foretoken.model.execution.operators import Runner, attention
 from foretoken.model.execution.tracing import Tracer, ancestors, build_of
@@ -238,8 +238,8 @@ class CompiledLayers:
     def attach(self, layers: Sequence[nn.Module]) -> None:
         """Let layers run compiled whose modules are those that were compiled, in this shadow or a copy of it."""
         for layer, compiled in zip(layers, self.layers, strict=False):
-            if compiled is not None and "forward" not in vars(layer) and same_code(layer, compiled.layer):
-                layer.forward = compiled
+            if compiled is not None and replacement(layer) is None and same_code(layer, compiled.layer):
+                replace_forward(layer, compiled)
 
     def _compile(self, layer: nn.Module, recording: Recording, index: int) -> CompiledLayer:
         if reason := what_changed(layer):
@@ -282,5 +282,5 @@ def _digest(key: Any) -> str:
 def detach(layers: Sequence[nn.Module]) -> None:
     """Let layers run uncompiled."""
     for layer in layers:
-        if isinstance(vars(layer).get("forward"), CompiledLayer):
-            del vars(layer)["forward"]
+        if isinstance(replacement(layer), CompiledLayer):
+            replace_forward(layer, None)

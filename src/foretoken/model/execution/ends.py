@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.model.execution.builds import multiplies_in, plain_attributes
 from foretoken.model.execution.calls import value_at
-from foretoken.model.execution.linears import changed_forward, linears, replacement
+from foretoken.model.execution.forwards import changed_forward, linears, replaced, replacement
 from foretoken.model.execution.lowering import (
     NODES_HINT,
     Lowering,
@@ -39,7 +39,6 @@ from foretoken.model.execution.tracing import (
     fake_mode,
     held,
     one_trace_at_a_time,
-    replaced,
 )
 
 if TYPE_CHECKING:

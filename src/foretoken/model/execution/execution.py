@@ -18,8 +18,8 @@ from foretoken.model.execution.attention import use_grouped_sdpa
 from foretoken.model.execution.calls import NUM_NODES, Recording
 from foretoken.model.execution.compiled_layers import CompiledLayers, worth_compiling
 from foretoken.model.execution.ends import Ends, trace_ends
+from foretoken.model.execution.forwards import linears, replace_forward, replacement
 from foretoken.model.execution.kinds import choose_execution, compute_dtype, fits_in_memory
-from foretoken.model.execution.linears import linears, replacement
 from foretoken.model.execution.lowering import NotTraceableError
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import (
@@ -290,7 +290,7 @@ class Execution:
         for group in found:
             product = PackedProduct(group, known.get(id(group[0].weight)))
             for index, layer in enumerate(group):
-                layer.forward = PackedLinear(product, index)
+                replace_forward(layer, PackedLinear(product, index))
             self._products.append(product)
             if release_originals:
                 product.release(shared)
@@ -299,8 +299,8 @@ class Execution:
         """Where layers run as modules: let no row have other bits for the rows beside it."""
         if self.kernels is not None:
             for layer in self.model.modules():
-                if "forward" not in vars(layer) and Rowwise.fits(layer):
-                    layer.forward = Rowwise(layer.forward)
+                if replacement(layer) is None and Rowwise.fits(layer):
+                    replace_forward(layer, Rowwise(layer.forward))
 
 
 @torch.inference_mode()

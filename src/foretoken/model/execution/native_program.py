@@ -27,7 +27,7 @@ from foretoken.model.execution.attention import is_seen
 from foretoken.model.execution.builds import TOLERANCE, check, native_matrix
 from foretoken.model.execution.calls import Calls
 from foretoken.model.execution.ends import Ends, Table, modules_around
-from foretoken.model.execution.linears import changed_forward, linears
+from foretoken.model.execution.forwards import changed_forward, linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
 from foretoken.model.execution.packing import PackedProduct
 from foretoken.model.execution.tracing import BoundProgram, LayerProgram
@@ -442,34 +442,31 @@ class NativeProgram:
           logits: (1, S, V) of the forward that was seen.
         Raises: NotTraceableError where one does not.
         """
+        num_nodes, first = logits.shape[1], len(self.ends.tables)
+        inner = torch.empty(num_nodes, self._layout.width, dtype=self._dtype)
+        holder = nn.Module()  # of what a layer is given, which it looks up by token
+        holder.register_buffer("states", inner)
+        ends = replace(self.ends, tables=[*self.ends.tables, Table((holder, "states"), None, 0)], first=first)
+        tables = _Tables(ends, TABLE_BLOCK, self._layout.computed_bytes)
+        cache = KVCache(len(self.layers), num_rows=1, capacity=TABLE_BLOCK)  # lives as long as its memory is used
+        store = self._store(self._layout, cache, num_nodes, 1)
+        fields = Nodes.from_chains([list(range(num_nodes))]).fields([0])
         for index, layer in enumerate(self.layers):
             args, kwargs = seen.of_layers[index]
             given, want = args[0] if args else kwargs["hidden_states"], seen.outputs[index]
-            found, last = self._alone(layer, index, given)
-            check(want[0] if isinstance(want, tuple) else want, given, found)
+            inner.copy_(given[0])
+            inputs = {key: number + (number >= first) for key, number in ends.inputs_of[index].items()}
+            alone = replace(ends, kinds=[ends.kinds[index]], inputs_of=[inputs])
+            layout = _Layout([layer], alone, self._windows, self._dtype)
+            count = num_nodes if index + 1 == len(self.layers) else 0
+            found = None if store is None else self._compute(layout, tables, store, fields, None, count, 1)
+            if found is None:
+                raise NotTraceableError("what it is given is not looked up by tokens and positions")
+            states, _, last = found
+            check(want[0] if isinstance(want, tuple) else want, given, states[1])
         error = float((last.double() - logits[0].double()).norm() / logits[0].double().norm())
         if not error <= max(256 * torch.finfo(torch.float32).eps, TOLERANCE * torch.finfo(logits.dtype).eps):
             raise NotTraceableError(f"its logits differ from those of its modules (relative error {error:.2g})")
-
-    def _alone(self, layer: LayerProgram, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer returns of hidden states (1, S, H), the first ones of a text; of the last layer, logits too."""
-        holder, num_nodes = nn.Module(), given.shape[1]
-        holder.register_buffer("states", given.contiguous().view(num_nodes, -1))
-        ends, first = self.ends, len(self.ends.tables)
-        inputs = {key: number + (number >= first) for key, number in ends.inputs_of[index].items()}
-        tables = [*ends.tables, Table((holder, "states"), None, 0)]
-        ends = replace(ends, tables=tables, first=first, kinds=[ends.kinds[index]], inputs_of=[inputs])
-        layout = _Layout([layer], ends, self._windows, self._dtype)
-        cache = KVCache(len(self.layers), num_rows=1, capacity=TABLE_BLOCK)
-        store = self._store(layout, cache, num_nodes, 1)
-        looked_up = _Tables(ends, TABLE_BLOCK, layout.computed_bytes)
-        fields = Nodes.from_chains([list(range(num_nodes))]).fields([0])
-        count = num_nodes if layer is self.layers[-1] else 0
-        found = None if store is None else self._compute(layout, looked_up, store, fields, None, count, 1)
-        if found is None:
-            raise NotTraceableError("what it is given is not looked up by tokens and positions")
-        states, _, logits = found
-        return states[1], logits
 
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:
         """The memory of a cache, with room for so many columns; None where it is not kept as this takes it."""

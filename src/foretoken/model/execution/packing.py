@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.state import version_of
 from foretoken.native.library import KINDS, library
 from foretoken.native.packed_matmul import NativeMatrix
@@ -258,7 +259,7 @@ def packable(model: nn.Module) -> Iterator[nn.Module]:
     Tensors of other classes are left alone: quantised weights, which only look like the floats that they stand for.
     """
     for layer in model.modules():
-        if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
+        if type(layer) not in (nn.Linear, Conv1D) or replacement(layer) is not None:
             continue
         weight, bias = layer.weight, layer.bias
         if type(weight) is not nn.Parameter or type(bias) not in (nn.Parameter, type(None)):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2CLS
 
-from foretoken.model.execution.linears import StandIn
+from foretoken.model.execution.forwards import StandIn
 
 VECTOR = 64
 """Numbers. The widest step of torch's loops is two vectors of 512 bits in half precision."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.model.execution.linears import StandIn
+from foretoken.model.execution.forwards import StandIn, replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.wrappers import take_out_compilation
 
@@ -23,7 +23,7 @@ def shadow(model: Model) -> Model:
 
     Raises: UnsupportedModelError when the module tree cannot be copied.
     """
-    forwards = [vars(module).get("forward") for module in model.modules()]
+    forwards = [replacement(module) for module in model.modules()]
     shared = [
         *model.parameters(),
         *model.buffers(),

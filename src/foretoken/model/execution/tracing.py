@@ -27,7 +27,7 @@ from foretoken.model.execution.builds import (
     what_changed,
 )
 from foretoken.model.execution.calls import LayerCall, Recording, put, value_at
-from foretoken.model.execution.linears import linears, replacement
+from foretoken.model.execution.forwards import linears, replaced, replacement
 from foretoken.model.execution.lowering import NODES_HINT, Lowering, NotTraceableError, Program, Source
 from foretoken.model.execution.operators import attention, product
 from foretoken.model.execution.packing import PackedLinear
@@ -171,7 +171,7 @@ class Tracer:
             return attention(query, key, value)  # type: ignore[no-any-return]
 
         forwards = {linear: self._stand_in(linear, numbers) for linear in self._linears}
-        by_rows = [(each, vars(each).get("forward")) for each in self._layer.modules()]
+        by_rows = [(each, replacement(each)) for each in self._layer.modules()]
         forwards |= {each: forward.inner for each, forward in by_rows if isinstance(forward, Rowwise)}
         with seen_by(attend), replaced(forwards), held(self.tensors, tensors):
             forward = left_out(self._layer) or type(self._layer).forward.__get__(self._layer)
@@ -258,22 +258,6 @@ def ancestors(node: fx.Node, ends: Sequence[fx.Node] = ()) -> set[fx.Node]:
 def _out_features(linear: nn.Module) -> int:
     weight: torch.Tensor = linear.weight  # type: ignore[assignment]
     return int(weight.shape[0] if isinstance(linear, nn.Linear) else weight.shape[1])
-
-
-@contextmanager
-def replaced(forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]]) -> Iterator[None]:
-    """Let modules run these functions inside."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, old in before.items():
-            if old is None:
-                del vars(module)["forward"]
-            else:
-                module.forward = old
 
 
 @contextmanager
