@@ -130,11 +130,11 @@ class Layouts:
             are_chains = nodes.ancestors is None and nodes.num_fed == 0
             head = before[0] if are_chains and len(rows) == 1 else None
             seen = [min(heads[row] + counts[row], length) for row in rows]
-            few = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
-            many = None
-            if few is not None and not few.is_few and are_chains:
-                many = PrefillAttention(few.kernels, flat.counts, before, self.masks.windows)
-            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, few, many))
+            decode = None if self._kernels is None else DecodeAttention(self._kernels, flat.counts, seen)
+            prefill = None
+            if decode is not None and not decode.is_few and are_chains:
+                prefill = PrefillAttention(decode.kernels, flat.counts, before, self.masks.windows)
+            found.append(RowGroup(rows, range(first, first + size), flat, length, masks, head, decode, prefill))
             first += size
         return tuple(found)
 

@@ -172,7 +172,7 @@ class RowGroup:
       columns: T, over which they run attention.
       masks: (R or 1, 1, N, T) by kind of attention, None where every column is seen.
       head: columns before the first node, of one row with a chain; None for others.
-      few, many: attention of these rows by kernels of the library's own; None where there are none.
+      decode, prefill: attention of these rows by kernels of the library's own; None where there are none.
     """
 
     rows: range
@@ -181,8 +181,8 @@ class RowGroup:
     columns: int
     masks: dict[str, torch.Tensor | None]
     head: int | None = None
-    few: DecodeAttention | None = None
-    many: PrefillAttention | None = None
+    decode: DecodeAttention | None = None
+    prefill: PrefillAttention | None = None
     _folded: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     @property

@@ -123,13 +123,13 @@ def _attend_by_own(
     Args:
       query: the list (1, H_q, S, D) of their nodes; keys and values are those of all rows.
     """
-    if group.few is None or not is_plain(options) or query.shape[1] % key.shape[1]:
+    if group.decode is None or not is_plain(options) or query.shape[1] % key.shape[1]:
         return None
     first = group.rows.start
     keys, values = (key[first:], value[first:]) if first else (key, value)
-    if group.many is not None:
-        return group.many(query, keys, values, kind, options["scaling"])
-    return group.few(query, keys, values, group.masks[kind], options["scaling"])
+    if group.prefill is not None:
+        return group.prefill(query, keys, values, kind, options["scaling"])
+    return group.decode(query, keys, values, group.masks[kind], options["scaling"])
 
 
 def _attend_group(

@@ -39,6 +39,7 @@ from foretoken.model.execution.tracing import (
     fake_mode,
     held,
     one_trace_at_a_time,
+    part_of,
 )
 
 if TYPE_CHECKING:
@@ -276,14 +277,9 @@ class _Tracer:
     def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
         """Of the places of tensors, and positions (1, S)."""
         needed = {wanted, *ancestors(wanted)}
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         inputs = [node for node in traced.graph.nodes if node.op == "placeholder" and node in needed]
-        for node in inputs:
-            copies[node] = graph.placeholder(node.name)
-        for node in traced.graph.nodes:
-            if node in needed and node not in copies:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[wanted])
+        body = [node for node in traced.graph.nodes if node.op != "placeholder" and node in needed]
+        graph = part_of(body, inputs, [wanted])
         run, sources = fx.GraphModule(traced, graph).forward, [self._source_of.get(node) for node in inputs]
 
         def rows(places: Sequence[Place], positions: torch.Tensor) -> torch.Tensor:
@@ -293,7 +289,7 @@ class _Tracer:
                 kind, key = source
                 return positions.shape[1] if kind == "nodes" else getattr(*places[key])
 
-            return run(*map(value, sources))  # type: ignore[no-any-return]
+            return run(*map(value, sources))[0]  # type: ignore[no-any-return]
 
         return rows
 

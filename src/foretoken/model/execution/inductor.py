@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from foretoken.model.execution.lowering import NotTraceableError, Source
-from foretoken.model.execution.tracing import one_trace_at_a_time
+from foretoken.model.execution.tracing import one_trace_at_a_time, part_of
 from foretoken.native.build import cpp_compiler
 
 
@@ -51,13 +51,7 @@ class Inductor:
         nodes = list(nodes)
         needed = {node for each in nodes for node in each.all_input_nodes} | {*outputs}
         given = [node for node in source_of if node in needed]
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in given:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-        for node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple(copies[node] for node in outputs))
+        graph = part_of(nodes, given, outputs)
         examples = [node.meta["val"] for node in given]
         for example in (*examples, *(node.meta["val"] for node in outputs)):
             _check_dims(example)

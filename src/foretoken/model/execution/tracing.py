@@ -8,7 +8,7 @@ calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -253,6 +253,18 @@ def ancestors(node: fx.Node, ends: Sequence[fx.Node] = ()) -> set[fx.Node]:
                 if parent not in ends:
                     waiting.append(parent)
     return found
+
+
+def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
+    """Nodes of a graph as a graph of their own, over those that are given; it returns a tuple."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in given:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return graph
 
 
 def _out_features(linear: nn.Module) -> int:
