@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 FORETOKEN_TEST_SMOLLM2=$$(cat .venv/.smollm2 2>/dev/n
 # what no version of transformers can change: the law, drafts and the heads that make them, text, kernels, commands, and
 # what changes and breaks off between steps. Files not named here run on each: logits, masks, caches and features of
 # transformers' modelling code, its generate(), loading, tokenizers and templates
-SAME_ON_EVERY_VERSION = $(addprefix tests/test_,compiling.py real_model.py tree.py) tests/accept \
+SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/accept \
 	$(addprefix tests/bench/test_,bench.py drafting_cost.py methods.py peers.py scripts.py) \
 	$(addprefix tests/classic/test_,classic_bad_input.py classic_defects.py classic_documents.py classic_installed.py classic_law.py classic_survey.py) \
 	$(addprefix tests/cli/test_,applicability.py chat.py chat_terminal.py cli.py cli_datastore.py cli_options.py cli_refusals.py) \
@@ -26,8 +26,9 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,compiling.py real_model.py tree.
 	$(addprefix tests/heads/test_,eagle_layouts.py heads_checkpoint.py medusa_hydra_layouts.py) \
 	$(addprefix tests/law/test_,noise.py sampling.py) tests/loading/test_neighbours.py \
 	$(addprefix tests/model/test_,flat_nodes.py model_changes.py mutations.py prompt_bits.py rehearsal.py strict.py) \
-	$(addprefix tests/model/execution/test_,hostile_kernels.py hostile_kinds.py instruction_sets.py kept_kernels.py pages.py) \
-	$(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval tests/serve \
+	$(addprefix tests/model/execution/test_,hostile_kernels.py hostile_kinds.py instruction_sets.py kept_kernels.py) \
+	$(addprefix tests/native/test_,build.py memory.py) $(addprefix tests/project/test_,docs.py wheel.py) tests/retrieval \
+	tests/serve \
 	$(addprefix tests/sessions/test_,bad_input.py payoff.py) \
 	$(addprefix tests/testing/test_,check_drafter.py mutants.py) tests/train/test_tiny_recipe.py \
 	$(addprefix tests/tune/test_,tune.py tune_tree.py) $(addprefix tests/unit/test_,architecture.py imports.py) \

@@ -12,7 +12,7 @@ import pytest
 from foretoken.native import library as native
 
 KERNELS = "not TestInstructionSet and not TestLibrary and not leaves_the_same_bits and not several_layers"
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.full
@@ -20,8 +20,8 @@ TESTS = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("file", "chosen"),
     [
-        ("model/execution/test_native.py", KERNELS),
-        ("model/execution/test_prefill_attention.py", KERNELS),
+        ("native/test_native.py", KERNELS),
+        ("native/test_prefill_attention.py", KERNELS),
         ("model/execution/test_native_program.py", "architectures and (llama or gpt2 or gemma3 or phi) and bfloat16"),
     ],
 )
