@@ -25,9 +25,9 @@ from foretoken.model.execution.calls import LayerCall, Recording, value_at
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
 from foretoken.model.execution.inductor import Inductor, Segment
 from foretoken.model.execution.kept_kernels import folder_name, whole
-from foretoken.model.execution.lowering import NotTraceableError, Source
+from foretoken.model.execution.lowering import NotTraceableError, Source, ancestors
 from foretoken.model.execution.operators import Runner, attention
-from foretoken.model.execution.tracing import Tracer, ancestors, build_of
+from foretoken.model.execution.tracing import Tracer, build_of
 from foretoken.native.build import cpp_compiler
 
 logger = logging.getLogger("foretoken")

@@ -25,6 +25,7 @@ from foretoken.model.execution.lowering import (
     NotTraceableError,
     Program,
     Source,
+    ancestors,
     dims_of,
     only_moves,
 )
@@ -35,7 +36,6 @@ from foretoken.model.execution.tracing import (
     LayerProgram,
     Place,
     Symbols,
-    ancestors,
     fake_mode,
     held,
     one_trace_at_a_time,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -175,7 +175,7 @@ class Lowering:
 
     def program(self) -> Program:
         """Lower the graph."""
-        needed = self._needed()
+        needed = {*self._outputs}.union(*(ancestors(node, self._leaves) for node in self._outputs))
         body = [node for node in self._graph.nodes if node in needed]
         self._run_of, run = {}, 0
         for node in body:
@@ -203,18 +203,6 @@ class Lowering:
         )
 
     # ---- what is needed, and for how long ---------------------------------------------------------------------------
-
-    def _needed(self) -> set[fx.Node]:
-        needed, waiting = set(self._outputs), list(self._outputs)
-        while waiting:
-            node = waiting.pop()
-            if node in self._leaves:
-                continue
-            for parent in node.all_input_nodes:
-                if parent not in needed:
-                    needed.add(parent)
-                    waiting.append(parent)
-        return needed
 
     def _lasting(self, body: Sequence[fx.Node]) -> dict[fx.Node, int]:
         """The last run of operations in which what a node computes is read, by whoever has a view of it."""
@@ -804,6 +792,18 @@ def _reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int
         found.append(stride)
         left, stride = left // size, stride * size
     return tuple(reversed(found))
+
+
+def ancestors(node: fx.Node, ends: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """All that a node is computed from, but for what lies behind ``ends``."""
+    found, waiting = set[fx.Node](), [] if node in ends else [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent not in found:
+                found.add(parent)
+                if parent not in ends:
+                    waiting.append(parent)
+    return found
 
 
 def only_moves(node: fx.Node) -> bool:

@@ -243,18 +243,6 @@ class Symbols:
         return self._shapes.create_symintnode(symbol, hint=hint)
 
 
-def ancestors(node: fx.Node, ends: Sequence[fx.Node] = ()) -> set[fx.Node]:
-    """All that a node is computed from, but for what lies behind ``ends``."""
-    found, waiting = set[fx.Node](), [] if node in ends else [node]
-    while waiting:
-        for parent in waiting.pop().all_input_nodes:
-            if parent not in found:
-                found.add(parent)
-                if parent not in ends:
-                    waiting.append(parent)
-    return found
-
-
 def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
     """Nodes of a graph as a graph of their own, over those that are given; it returns a tuple."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
