@@ -28,14 +28,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foretoken import LLM, SamplingParams
 from foretoken.bench.provenance import provenance
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.native.build import instruction_set
 from foretoken.testing import hostile_kernels, token_gap, ungoverned
+from foretoken.testing.divergence import NEAR_TIES
 from foretoken.testing.hostile import KINDS
 
 METHODS: Mapping[str, str | Mapping[str, Any]] = {
@@ -63,15 +62,6 @@ TEXTS = (
 
 NUM_LOGPROBS = 4
 """Of how many tokens log-probabilities are compared, beside that of the token itself."""
-
-NEAR_TIES: Mapping[torch.dtype, float] = {
-    torch.float64: 1e-5,  # of norms and softmax, which models take in single precision
-    torch.float32: 1e-3,
-    torch.float16: 0.1,
-    torch.bfloat16: 0.5,
-}
-"""How far the law may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in bfloat16 are
-0.125 apart, and every layer rounds."""
 
 LEAST_SHARE = 0.98
 """Of the tokens per step of "relaxed", below which drafts were cut."""

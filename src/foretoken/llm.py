@@ -196,6 +196,11 @@ class LLM:
         """What texts keep of plain decoding, whatever is drafted."""
         return self.target.promise(self.engine_config.exactness)
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, by the configs of the model."""
+        return tuple(self._eos_token_ids)
+
     def applicable_methods(self) -> list[tuple[str, str | None]]:
         """Every method with None, or with the reason why this model cannot draft with it at present.
 
@@ -306,11 +311,15 @@ class LLM:
     # -- set-up ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def engine(self, drafter: Drafter) -> Iterator[Engine]:
-        """Another engine over the target, with a drafter of one's own, under "match"; other calls wait meanwhile."""
+    def engine(self, drafter: Drafter, **settings: Any) -> Iterator[Engine]:
+        """Another engine over the target, with a drafter of one's own; other calls wait meanwhile.
+
+        Args:
+          settings: of `EngineConfig`, where they differ; the rule is "match" unless they name another.
+        """
         with self._lock:
             self.target.refresh()
-            config = replace(self.engine_config, acceptance=MATCH.name, contains_faults=False)
+            config = replace(self.engine_config, **{"acceptance": MATCH.name, "contains_faults": False, **settings})
             yield Engine(self.target, drafter, config, eos_token_ids=self._eos_token_ids, tokenizer=self.tokenizer)
 
     def _new_engine(self) -> Engine:

@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate | chat | serve | demo | info | bench | tune | train | ...``."""
+"""The command line: ``foretoken VERB``, as ``foretoken --help`` lists them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from foretoken.cli import serve as cli_serve
 from foretoken.cli import train as cli_train
 from foretoken.cli import trajectory as cli_trajectory
 from foretoken.cli import tune as cli_tune
+from foretoken.cli import verify as cli_verify
 from foretoken.cli.options import respell
 from foretoken.cli.running import notices, standard_streams, tolerate_encodings
 
@@ -34,6 +35,7 @@ app.command("serve")(cli_serve.serve)
 app.command("demo")(cli_demo.demo)
 app.command("info")(cli_info.info)
 app.command("bench")(cli_bench.run)
+app.command("verify")(cli_verify.verify)
 app.add_typer(cli_datastore.app)
 app.add_typer(cli_tune.app)
 app.command("train")(cli_train.train)
@@ -51,7 +53,7 @@ def _options(
     context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Exit codes: 0 done, 1 unexpected error, 2 usage, configuration or refusal, 3 outputs differ, 130 interrupted."""
+    """Exit codes: 0 done, 1 unexpected error, 2 usage or refusal, 3 outputs differ, 4 undecided, 130 interrupted."""
     tolerate_encodings()
     context.with_resource(notices())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,15 @@ from foretoken.law.noise import mix, row_key, token_bits, unit
 from foretoken.law.sampling import SamplingLaw, log_probs
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing.decoding import Trace
+
+NEAR_TIES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-5,  # of norms and softmax, which models take in single precision
+    torch.float32: 1e-3,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.5,
+}
+"""How far the law may put two tokens apart that rounding exchanges: logits reach 20, where neighbours in bfloat16 are
+0.125 apart, and every layer rounds."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,24 @@
+"""Is it still the model's own output? A verdict on a decoder, by equality and by the enumerated law of the model.
+
+`verify` judges an `LLM`, or anything that generates. ``foretoken verify`` is the same on the command line.
+"""
+
+from __future__ import annotations
+
+from foretoken.verify.server import ServerSubject
+from foretoken.verify.subjects import Answer, FunctionSubject, LLMSubject, Sample, Subject, TransformersSubject
+from foretoken.verify.verdict import Finding, Verdict
+from foretoken.verify.verifying import verify
+
+__all__ = [
+    "Answer",
+    "Finding",
+    "FunctionSubject",
+    "LLMSubject",
+    "Sample",
+    "ServerSubject",
+    "Subject",
+    "TransformersSubject",
+    "Verdict",
+    "verify",
+]

@@ -1,0 +1,87 @@
+"""Where a text leaves the one that was expected, and how close the law puts the two tokens there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.model.lm import CausalLM
+from foretoken.testing.divergence import token_gap
+from foretoken.verify.subjects import Sample
+
+NEVER = float("inf")
+"""The gap where one text has ended and the other goes on: no rounding does that."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which a sample differs from that of plain decoding.
+
+    Args:
+      prompt, sample: which one.
+      position: index in the output.
+      found, expected: token ids there, or text where the tokens are the same; "(end)" where one has ended.
+      gap: by how much the law prefers one to the other, as `foretoken.testing.Divergence` has it.
+    """
+
+    prompt: int
+    sample: int
+    position: int
+    found: int | str
+    expected: int | str
+    gap: float
+
+
+class Differences:
+    """Compares samples over one model.
+
+    Args:
+      target: whose law measures gaps.
+      tokenizer: for subjects that return text alone.
+    """
+
+    def __init__(self, target: CausalLM, tokenizer: Any, prompts: Seq[Seq[int]]) -> None:
+        self._target = target
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+
+    def between(self, prompt: int, sample: int, params: SamplingParams, got: Sample, want: Sample) -> Difference | None:
+        """The first difference; None where the samples are the same."""
+        expected, text = list(want.token_ids or ()), want.text or ""
+        found: Seq[int]
+        if got.token_ids is None:
+            if got.text == text:
+                return None
+            found = self._tokens_of(got.text or "", text, expected)
+        else:
+            found = got.token_ids
+        pairs = zip(found, expected, strict=False)
+        position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        if position is not None:
+            tokens = found[position], expected[position]
+            context = self._prompts[prompt], expected[:position]
+            gap = token_gap(self._target, *context, params, sample, tokens)
+            return Difference(prompt, sample, position, *tokens, gap=gap)
+        if len(found) != len(expected):
+            position = min(len(found), len(expected))
+            one, other = (each[position] if position < len(each) else "(end)" for each in (found, expected))
+            return Difference(prompt, sample, position, one, other, NEVER)
+        if got.text is not None and got.text != text:
+            return Difference(prompt, sample, len(found), got.text, text, NEVER)
+        return None
+
+    def _tokens_of(self, text: str, expected_text: str, expected: list[int]) -> list[int]:
+        """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
+        if self._tokenizer is None:
+            return []
+        pairs = zip(text, expected_text, strict=False)
+        agree = next(
+            (place for place, (one, other) in enumerate(pairs) if one != other), min(len(text), len(expected_text))
+        )
+        kept = 0
+        while kept < len(expected) and len(self._tokenizer.decode(expected[: kept + 1])) <= agree:
+            kept += 1
+        rest = text[len(self._tokenizer.decode(expected[:kept])) if kept else 0 :]
+        return [*expected[:kept], *self._tokenizer(rest, add_special_tokens=False)["input_ids"]]

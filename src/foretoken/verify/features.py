@@ -1,0 +1,97 @@
+"""The settings under which a decoder is judged. Some are made from what plain decoding said: a stop string is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.verify.subjects import Answer
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One setting.
+
+    Args:
+      params: for every prompt.
+      is_alone: prompts go one by one, and plain decoding has them together.
+    """
+
+    name: str
+    params: tuple[SamplingParams, ...]
+    is_alone: bool = False
+
+
+FIRST = ("greedy", "sampled")
+"""Features that are looked at before everything else."""
+
+LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("sampled", {}),
+    ("top-k 8, repetition penalty 1.3", {"top_k": 8, "repetition_penalty": 1.3}),
+    ("top-p 0.9, temperature 0.8", {"top_p": 0.9, "temperature": 0.8}),
+)
+"""Settings whose law is enumerated; the first is the one the control is caught under."""
+
+
+def features(plain: Seq[Answer], max_tokens: int, seed: int) -> list[Feature]:
+    """All settings, the plainest first.
+
+    Args:
+      plain: greedy answers of plain decoding, from which stop strings and biases are made.
+      seed: of prompt i is ``seed + i``.
+    """
+    prompts = range(len(plain))
+
+    def same(name: str, **keys: Any) -> Feature:
+        chosen = {"temperature": 1.0, **keys}
+        return Feature(
+            name, tuple(SamplingParams(max_tokens=max_tokens, seed=seed + place, **chosen) for place in prompts)
+        )
+
+    def each(name: str, **keys: list[Any]) -> Feature:
+        return Feature(
+            name,
+            tuple(
+                SamplingParams(
+                    max_tokens=max_tokens, seed=seed + place, temperature=0.0, **{k: v[place] for k, v in keys.items()}
+                )
+                for place in prompts
+            ),
+        )
+
+    return [
+        same("greedy", temperature=0.0, logprobs=2),
+        same("sampled", logprobs=2),
+        replace(same("one prompt at a time", temperature=0.0), is_alone=True),
+        each("stop string", stop=[_inside(answer) for answer in plain]),
+        same("repetition penalty", temperature=0.0, repetition_penalty=1.2),
+        same("samples of a prompt", n=3),
+        same("top-k", top_k=20),
+        same("top-p, temperature", top_p=0.9, temperature=0.8),
+        each("logit bias", logit_bias=[_bias(answer) for answer in plain]),
+        same("presence and frequency penalties", presence_penalty=0.7, frequency_penalty=0.4),
+        same("min-p", min_p=0.1),
+        same("no repeated 3-gram", temperature=0.0, no_repeat_ngram_size=3),
+        same("typical-p", typical_p=0.9),
+        each("stop token", stop_token_ids=[_token(answer) for answer in plain]),
+        same("past the end", ignore_eos=True, temperature=0.0),
+    ]
+
+
+def _inside(answer: Answer) -> list[str]:
+    """A stop string that the text holds behind its middle, three characters long."""
+    text = answer.samples[0].text or ""
+    start = len(text) // 2
+    return [text[start : start + 3]] if text[start : start + 3].strip() else []
+
+
+def _bias(answer: Answer) -> dict[int, float]:
+    """Against the tokens that come first."""
+    return dict.fromkeys((answer.samples[0].token_ids or ())[:4], -4.0)
+
+
+def _token(answer: Answer) -> list[int]:
+    ids = answer.samples[0].token_ids or ()
+    return [ids[len(ids) * 2 // 3]] if ids else []

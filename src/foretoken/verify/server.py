@@ -1,0 +1,102 @@
+"""An OpenAI-compatible server that is judged: its ``/v1/completions``, with prompts of token ids."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+from urllib.parse import urlsplit
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.verify.subjects import Answer, Sample, Subject
+
+OPENAI = frozenset({"temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"})
+EXTRAS = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
+"""Fields beyond OpenAI's that vLLM, llama.cpp and this library's server take by the same names."""
+
+
+class ServerSubject(Subject):
+    """A server of an OpenAI-compatible API, at its address.
+
+    Where it returns token ids (``return_token_ids``, as vLLM and this library do), those are compared; else its text.
+
+    Args:
+      url: ``http://host:port``, with or without ``/v1``.
+      model: the name it serves; by default the first that ``/v1/models`` lists.
+      api_key: sent as a bearer token.
+      timeout_seconds: per request.
+
+    Raises: ConfigError where nobody answers, or with an error.
+    """
+
+    takes = OPENAI | EXTRAS
+
+    def __init__(
+        self, url: str, model: str | None = None, *, api_key: str | None = None, timeout_seconds: float = 120.0
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"{url!r} is no address of a server; give http://host:port")
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._key, self._timeout = api_key, timeout_seconds
+        self._model = model or self._first_model()
+        self.name = f"{self._model} at {parts.netloc}"
+
+    def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
+        """One request after another."""
+        return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
+    def _answer(self, prompt: Seq[int], params: SamplingParams) -> Answer:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "n": params.n,
+            "return_token_ids": True,
+        }
+        plain = SamplingParams(temperature=params.temperature)
+        changed = {name: getattr(params, name) for name in self.takes if getattr(params, name) != getattr(plain, name)}
+        body |= {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        if params.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        if params.seed is not None:
+            body["seed"] = params.seed % 2**31
+        choices = self._ask("/completions", body).get("choices")
+        if not isinstance(choices, list) or len(choices) != params.n:
+            raise ConfigError(f"{self.name} answered {len(choices or ())} choices where n={params.n} was asked for")
+        return Answer(tuple(map(_sample, sorted(choices, key=lambda one: one.get("index", 0)))))
+
+    def _first_model(self) -> str:
+        listed = self._ask("/models", None).get("data") or []
+        if not listed:
+            raise ConfigError(f"{self._base}/models lists no model; name one")
+        return str(listed[0]["id"])
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            said = error.read(2_000).decode(errors="replace").strip()
+            raise ConfigError(f"{self._base}{path} answered {error.code}: {said[:300]}") from None
+        except (OSError, json.JSONDecodeError) as error:
+            reason = getattr(error, "reason", error)
+            raise ConfigError(f"{self._base}{path} does not answer ({reason}); is the server running there?") from None
+        if not isinstance(answer, dict):
+            raise ConfigError(f"{self._base}{path} answered no JSON object")
+        return answer
+
+
+def _sample(choice: Mapping[str, Any]) -> Sample:
+    ids = choice.get("token_ids")
+    return Sample(tuple(map(int, ids)) if ids else None, choice.get("text"))

@@ -1,0 +1,131 @@
+"""What was found, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Status = Literal["holds", "broken", "undecided", "left out"]
+
+LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
+EXIT_STATUS = {LOSSLESS: 0, NOT_LOSSLESS: 3, UNDECIDED: 4}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+      feature: of sampling, in words.
+      check: "tokens", "log-probabilities", "law" or "control".
+      status: "left out" is for what the subject cannot be asked, or what there was no time for.
+      found: in words.
+      numbers: behind the words.
+    """
+
+    feature: str
+    check: str
+    status: Status
+    found: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a decoder says what its model says.
+
+    Args:
+      subject: what was judged.
+      reference: what it was held against.
+      promise: what it promises, in words; empty for others' decoders.
+      findings: in the order in which they were made.
+      num_drafted, num_accepted: draft tokens verified and kept; None where nobody counts.
+      false_alarm_rate: at most, over all law tests together, for a lossless decoder.
+      seconds: that it took.
+    """
+
+    subject: str
+    reference: str
+    promise: str
+    findings: tuple[Finding, ...]
+    num_drafted: int | None
+    num_accepted: int | None
+    false_alarm_rate: float
+    seconds: float
+
+    @property
+    def broken(self) -> list[Finding]:
+        """What does not hold."""
+        return [finding for finding in self.findings if finding.status == "broken"]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why it cannot be called lossless, though nothing was found broken; empty where it can."""
+        found = [f"{one.feature}: {one.found}" for one in self.findings if one.status == "undecided"]
+        if self.num_accepted == 0:
+            found.append("no draft token was accepted, so that nothing was put to the test")
+        for check in ("tokens", "law", "control"):
+            if not any(one.check == check and one.status == "holds" for one in self.findings):
+                reason = next((one.found for one in self.findings if one.check == check), "there was no time for it")
+                if not any(reason in doubt for doubt in found):
+                    found.append(f"no {check} check came to an end ({reason})")
+        return found
+
+    @property
+    def status(self) -> str:
+        """lossless, not lossless, or undecided."""
+        if self.broken:
+            return NOT_LOSSLESS
+        return UNDECIDED if self.doubts else LOSSLESS
+
+    @property
+    def exit_status(self) -> int:
+        """Of the command line: 0, 3 or 4."""
+        return EXIT_STATUS[self.status]
+
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.broken:
+            first = self.broken[0]
+            more = f", and {len(self.broken) - 1} more" if len(self.broken) > 1 else ""
+            return f"{self.subject} is not lossless. {first.feature}, {first.check}: {first.found}{more}."
+        if self.doubts:
+            return f"{self.subject} is undecided: {'; '.join(self.doubts)}."
+        tokens = [one for one in self.findings if one.check == "tokens" and one.status == "holds"]
+        laws = [one for one in self.findings if one.check == "law" and one.status == "holds"]
+        same = sum(one.numbers.get("num_tokens", 0) for one in tokens)
+        drafts = "" if self.num_accepted is None else f" {self.num_accepted} of {self.num_drafted} draft tokens stayed."
+        smallest = min((one.numbers["p_value"] for one in laws), default=1.0)
+        finest = min((one.numbers["detectable"] for one in laws), default=1.0)
+        return (
+            f"{self.subject} is lossless: {same} tokens under {_count(len(tokens), 'setting')} are those of "
+            f"{self.reference}, and {_count(len(laws), 'law test')} agree with the enumerated law (smallest p "
+            f"{smallest:.2g}; false alarms at most {self.false_alarm_rate:.0%}; a shift of {finest:g} of the mass of a "
+            f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "status": self.status,
+            "sentence": self.sentence(),
+            "doubts": self.doubts,
+            **asdict(self),
+            "findings": [asdict(one) for one in self.findings],
+        }
+
+
+def holm(p_values: Seq[float], rate: float) -> list[bool]:
+    """Which of several tests reject, with a chance of at most ``rate`` for any false one (Holm 1979)."""
+    rejected = [False] * len(p_values)
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[place] > rate / (len(p_values) - rank):
+            break
+        rejected[place] = True
+    return rejected
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,323 @@
+"""The verdict on a decoder: the same tokens as plain decoding, and the law of the model, within a budget of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError, ForetokenError
+from foretoken.sessions.prompts import read_prompts
+from foretoken.testing import ungoverned
+from foretoken.testing.divergence import NEAR_TIES
+from foretoken.verify.differences import Difference, Differences
+from foretoken.verify.features import FIRST, LAWS, Feature, features
+from foretoken.verify.laws import LAW_FIELDS, SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
+from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Sample, Subject, asked_for
+from foretoken.verify.verdict import Finding, Verdict, holm
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+DEPTH = 3
+"""Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
+
+SAMPLES_AT_ONCE = 16
+"""Samples of one request of a law test: the prompt is read once for them."""
+
+FEWEST, MOST = 64, 4096
+"""Samples of a law test."""
+
+SHARE_OF_LAWS = 0.45
+"""Of the time, for law tests and the control."""
+
+
+def verify(
+    llm: LLM,
+    prompts: Any,
+    subject: Subject | Callable[[list[int], SamplingParams], Any] | None = None,
+    *,
+    max_tokens: int = 16,
+    budget_seconds: float = 60.0,
+    false_alarm_rate: float = 0.01,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:
+    """Judge whether a decoder says what a model says.
+
+    Under every setting of sampling its tokens are compared with plain decoding, the same seeds given; where tokens
+    differ, the gap between them under the law of the model tells rounding from faults. Short continuations are tested
+    against the law of the model, enumerated by transformers' processors over plain forwards. A decoder that accepts
+    whatever is drafted goes through the same tests and has to be caught.
+
+    Args:
+      llm: the model, and how it drafts. Drafts are as long as its config allows, whatever they cost.
+      prompts: as `LLM.generate` takes them. Text that repeats itself is drafted best.
+      subject: what is judged; by default ``llm``. Others' decoders are judged over the model of ``llm``; a function is
+        taken as `FunctionSubject` takes it.
+      max_tokens: of every answer that is compared.
+      budget_seconds: after which no new check begins; checks that there was no time for are named.
+      false_alarm_rate: chance that a lossless decoder fails any law test.
+      progress: called with one line before each check.
+
+    Raises: ConfigError for values out of range, PromptError for prompts.
+    Randomness: keyed by ``seed``; the same call gives the same tokens, and as many of them as time allows.
+    """
+    if not 0.0 < false_alarm_rate < 1.0:
+        raise ConfigError(f"false_alarm_rate is {false_alarm_rate}; it must lie between 0 and 1")
+    if max_tokens < DEPTH or budget_seconds <= 0:
+        raise ConfigError(
+            f"max_tokens is {max_tokens} and budget_seconds {budget_seconds}; give {DEPTH} or more, and time"
+        )
+    if subject is not None and not isinstance(subject, Subject):
+        subject = FunctionSubject(subject)
+    asked = [list(one.token_ids) for one in read_prompts(prompts, llm.tokenizer)]
+    is_governed_anyway = any(part.method == "auto" for part in llm.speculative_config.parts)
+    with nullcontext() if is_governed_anyway else ungoverned():
+        work = _Work(
+            llm, asked, subject, max_tokens, budget_seconds, false_alarm_rate, seed, progress or (lambda _: None)
+        )
+        return work.run()
+
+
+class _Work:
+    """One verification, while it runs."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: list[list[int]],
+        subject: Subject | None,
+        max_tokens: int,
+        budget: float,
+        rate: float,
+        seed: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._began = time.monotonic()
+        self._ends = self._began + budget
+        self._budget, self._rate, self._seed, self._progress = budget, rate, seed, progress
+        self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
+        self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
+        self._subject = subject or LLMSubject(self._llm)
+        self._is_own = subject is None
+        self._prompts, self._max_tokens = prompts, max_tokens
+        self._differences = Differences(llm.target, llm.tokenizer, prompts)
+        self._near_tie = NEAR_TIES[llm.target.dtype]
+        self._findings: list[Finding] = []
+        self._laws: list[tuple[int, LawTest]] = []
+        self._num_drafted = self._num_accepted = 0
+
+    def run(self) -> Verdict:
+        """Everything that there is time for."""
+        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens)
+        self._progress("plain decoding of every prompt")
+        plain = self._plain.generate(self._prompts, [ends] * len(self._prompts))
+        every = features(plain, self._max_tokens, self._seed)
+        for feature in every[: len(FIRST)]:
+            self._compare(feature)
+        self._test_laws(plain)
+        for feature in every[len(FIRST) :]:
+            self._compare(feature)
+        self._judge_laws()
+        promise = self._llm.promise.describe() if self._is_own else ""
+        counts = self._subject.counts_drafts
+        return Verdict(
+            self._subject.name,
+            self._plain.name,
+            promise,
+            tuple(self._findings),
+            num_drafted=self._num_drafted if counts else None,
+            num_accepted=self._num_accepted if counts else None,
+            false_alarm_rate=self._rate,
+            seconds=time.monotonic() - self._began,
+        )
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    def _compare(self, feature: Feature) -> None:
+        """The tokens of every prompt under one setting, beside those of plain decoding."""
+        is_greedy = all(params.is_greedy for params in feature.params)
+        given = [*feature.params]
+        if "logprobs" not in self._subject.takes:
+            given = [replace(params, logprobs=None) for params in given]
+        if reason := self._why_not(feature, given, is_greedy):
+            self._findings.append(Finding(feature.name, "tokens", "left out", reason))
+            return
+        self._progress(f"{feature.name}: tokens")
+        try:
+            found = self._answers(feature, given)
+        except ForetokenError as error:
+            self._findings.append(Finding(feature.name, "tokens", "left out", f"it refuses: {error}"))
+            return
+        wanted = self._plain.generate(self._prompts, feature.params)
+        self._num_drafted += sum(answer.num_drafted for answer in found)
+        self._num_accepted += sum(answer.num_accepted for answer in found)
+        differences = []
+        num_tokens = num_samples = 0
+        for place, (answer, plain) in enumerate(zip(found, wanted, strict=True)):
+            for index, (got, want) in enumerate(zip(answer.samples, plain.samples, strict=True)):
+                num_samples += 1
+                num_tokens += len(want.token_ids or ())
+                if found_here := self._differences.between(place, index, feature.params[place], got, want):
+                    differences.append(found_here)
+        self._findings.append(self._token_finding(feature.name, num_samples, num_tokens, differences))
+        if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
+            self._compare_logprobs(feature.name, found, wanted)
+
+    def _answers(self, feature: Feature, params: Seq[SamplingParams]) -> list[Answer]:
+        if not feature.is_alone:
+            return self._subject.generate(self._prompts, params)
+        pairs = zip(self._prompts, params, strict=True)
+        return [answer for prompt, own in pairs for answer in self._subject.generate([prompt], [own])]
+
+    def _why_not(self, feature: Feature, given: list[SamplingParams], is_greedy: bool) -> str:
+        if not is_greedy and not self._subject.is_keyed:
+            return "its samples need not be those of plain decoding; their law is tested"
+        if missing := set().union(*map(asked_for, given)) - self._subject.takes:
+            return f"it does not take {', '.join(sorted(missing))}"
+        if time.monotonic() > self._ends:
+            return f"no time was left of {self._budget:g} s"
+        return ""
+
+    def _token_finding(self, name: str, num_samples: int, num_tokens: int, differences: list[Difference]) -> Finding:
+        numbers = {"num_samples": num_samples, "num_tokens": num_tokens, "differences": list(map(asdict, differences))}
+        if not differences:
+            return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} texts equal", numbers)
+        worst = max(differences, key=lambda one: one.gap)
+        said = (
+            f"{len(differences)} of {num_samples} texts differ, by a gap of {worst.gap:.3g} at most (rounding "
+            f"explains {self._near_tie:g}): in prompt {worst.prompt} token {worst.position} is "
+            f"{worst.found!r} instead of {worst.expected!r}"
+        )
+        is_near = worst.gap <= self._near_tie
+        keeps_bits = self._is_own and self._llm.promise.keeps_bits
+        return Finding(name, "tokens", "undecided" if is_near and not keeps_bits else "broken", said, numbers)
+
+    def _compare_logprobs(self, name: str, found: Seq[Answer], wanted: Seq[Answer]) -> None:
+        """Log-probabilities of equal texts, those behind rejected drafts included."""
+        largest, num_tokens = 0.0, 0
+        for answer, plain in zip(found, wanted, strict=True):
+            for got, want in zip(answer.samples, plain.samples, strict=True):
+                for mine, its in zip(got.logprobs or (), want.logprobs or (), strict=True):
+                    num_tokens += 1
+                    largest = max(largest, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys()))
+        limit = 0.0 if self._is_own and self._llm.promise.keeps_bits else self._near_tie
+        said = "equal to the bit" if largest == 0.0 else f"up to {largest:.2g} apart"
+        status: Any = "holds" if largest <= limit else "broken"
+        numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": limit}
+        self._findings.append(Finding(name, "log-probabilities", status, f"of {num_tokens} tokens, {said}", numbers))
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    def _test_laws(self, plain: Seq[Answer]) -> None:
+        """Samples of short continuations against the enumerated law; the control first of all."""
+        until = min(self._ends, time.monotonic() + SHARE_OF_LAWS * self._budget)
+        tests = [(name, keys) for name, keys in LAWS if not keys.keys() - self._subject.takes]
+        prompt = self._drafted_prompt(plain)
+        for place, (name, keys) in enumerate(tests):
+            params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, "n": SAMPLES_AT_ONCE, **keys})
+            assert asked_for(params) <= LAW_FIELDS | {"n"}
+            left = until - time.monotonic()
+            if left <= 0 and place:
+                self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
+                continue
+            self._progress(f"{name}: law of {DEPTH} tokens")
+            after = ReferenceLaw(self._llm.target, prompt, params)
+            law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
+            share = left / (len(tests) - place + (0.5 if place == 0 else 0))
+            try:
+                samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
+            except ForetokenError as error:
+                self._findings.append(Finding(name, "law", "left out", f"it refuses: {error}"))
+                continue
+            level = self._rate / len(tests)
+            test = judge_samples(law, samples, level, self._seed)
+            numbers = {**vars(test), **drafts}
+            self._laws.append((len(self._findings), test))
+            said = (
+                f"p = {test.p_value:.2g} over {test.num_samples} continuations, {test.num_cells} cells; a shift of "
+                f"{test.detectable:g} would have been found, one of {SHIFT:g} with probability {test.power:.2f}"
+            )
+            self._findings.append(Finding(name, "law", "holds", said, numbers))
+            if place == 0:
+                self._catch_control(law, prompt, params, len(samples), level)
+
+    def _catch_control(
+        self, law: Law, prompt: list[int], params: SamplingParams, num_samples: int, level: float
+    ) -> None:
+        """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
+        self._progress("control: a decoder that accepts every draft")
+        broken = BrokenSubject(self._llm)
+        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, 2 * FEWEST))
+        test = judge_samples(law, samples, level, self._seed)
+        is_caught = test.p_value <= level
+        said = (
+            f"it was {'' if is_caught else 'not '}caught (p = {test.p_value:.2g} over {test.num_samples} continuations)"
+        )
+        status: Any = "holds" if is_caught else "undecided"
+        self._findings.append(Finding("broken acceptance", "control", status, said, {**vars(test), **drafts}))
+
+    def _drafted_prompt(self, plain: Seq[Answer]) -> list[int]:
+        """The text after which the most is drafted, of which some is kept and some is not.
+
+        Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
+        """
+        candidates = [
+            [*prompt, *(answer.samples[0].token_ids or ())[: self._max_tokens * part // 3]]
+            for prompt, answer in zip(self._prompts, plain, strict=True)
+            for part in (0, 1, 2)
+        ]
+        self._progress("looking for a prompt after which drafts are kept and rejected")
+        if not self._subject.counts_drafts:
+            laws = [ReferenceLaw(self._llm.target, prompt, SamplingParams())(()) for prompt in candidates]
+            return min(zip(candidates, laws, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
+        params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=self._seed)] * len(candidates)
+        answers = self._subject.generate(candidates, params)
+        return candidates[max(range(len(candidates)), key=[*map(_worth, answers)].__getitem__)]
+
+    def _draw(
+        self,
+        subject: Subject,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        until: float = float("inf"),
+        num_samples: int = MOST,
+    ) -> tuple[list[Seq[int]], dict[str, int]]:
+        """Continuations of one prompt, by seeds of their own, as many as time allows."""
+        found: list[Seq[int]] = []
+        num_drafted = num_accepted = calls = 0
+        while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
+            several = 4 if subject.counts_drafts else 1
+            asked = [replace(params, seed=self._seed + 7919 + calls * several + i) for i in range(several)]
+            calls += 1
+            for answer in subject.generate([prompt] * several, asked):
+                found += [self._ids(sample) for sample in answer.samples]
+                num_drafted += answer.num_drafted
+                num_accepted += answer.num_accepted
+        return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
+
+    def _ids(self, sample: Sample) -> Seq[int]:
+        if sample.token_ids is not None:
+            return sample.token_ids
+        tokenizer: Any = self._llm.tokenizer
+        ids: list[int] = tokenizer(sample.text or "", add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _judge_laws(self) -> None:
+        """Which law tests reject, all of them together."""
+        rejected = holm([test.p_value for _, test in self._laws], self._rate)
+        for (place, _), is_rejected in zip(self._laws, rejected, strict=True):
+            if is_rejected:
+                self._findings[place] = replace(self._findings[place], status="broken")
+
+
+def _worth(answer: Answer) -> float:
+    """How much a test after this prompt tells: drafts that are kept, drafts that are not, texts that differ."""
+    mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
+    return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})

@@ -1,0 +1,281 @@
+"""Verdicts: nothing is found about what is lossless, and known defects are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError, PromptError
+from foretoken.verify import FunctionSubject, Sample, Verdict, verify
+from foretoken.verify.laws import ReferenceLaw, enumerate_law, judge_samples
+from foretoken.verify.verdict import holm
+
+PROMPTS = [
+    "Once upon a time there was a boy. Once upon a time there was a girl. Once upon a",
+    "One, two, one, two, one",
+]
+LENGTH = 3  # of drafts
+DEFECTS = {
+    "": "lossless",
+    "argmax draft taken as sampled": "not lossless",
+    "resampled from the whole law": "not lossless",
+    "stop string missed inside a block": "not lossless",
+    "processors at the first token of a block alone": "not lossless",
+    "bonus from the wrong node": "not lossless",
+    "the same text for every sample": "not lossless",
+    "log-probabilities of the draft": "not lossless",
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("zoo:tiny", {"method": "ngram", "num_speculative_tokens": 4}, dtype="float32")
+
+
+class Decoder:
+    """Speculative decoding as a textbook has it, by a draft of likely tokens; with a defect, or without."""
+
+    def __init__(self, llm: LLM, defect: str) -> None:
+        self._llm, self._defect = llm, defect
+        self._laws: dict[Any, np.ndarray[Any, Any]] = {}
+
+    def __call__(self, prompt: list[int], params: SamplingParams) -> Any:
+        samples = []
+        for index in range(params.n):
+            number = 0 if self._defect == "the same text for every sample" else index
+            samples.append(self._sample(prompt, params, np.random.default_rng([params.seed or 0, number])))
+        return samples if params.n > 1 else samples[0]
+
+    def _law(self, prompt: list[int], output: list[int], params: SamplingParams) -> np.ndarray[Any, Any]:
+        """Of the next token; a point where the text is greedy."""
+        key = tuple(prompt), tuple(output), params.temperature, params.repetition_penalty, params.top_k, params.top_p
+        key += (params.presence_penalty, params.frequency_penalty, str(params.logit_bias))
+        if key not in self._laws:
+            fields = ("repetition_penalty", "top_k", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
+            own = SamplingParams(
+                temperature=params.temperature or 1.0, **{name: getattr(params, name) for name in fields}
+            )
+            probs = ReferenceLaw(self._llm.target, prompt, own)(tuple(output))
+            if params.is_greedy:
+                probs = np.eye(1, len(probs), int(probs.argmax()))[0]
+            self._laws[key] = probs
+        return self._laws[key]
+
+    def _sample(self, prompt: list[int], params: SamplingParams, rng: np.random.Generator) -> Sample:
+        output: list[int] = []
+        logprobs: list[dict[int, float]] = []
+        plain = SamplingParams(temperature=params.temperature)
+        assert params.max_tokens is not None
+        while len(output) < params.max_tokens:
+            start = len(output)
+            for _ in range(LENGTH + 1):
+                is_first = len(output) == start
+                limited = self._defect == "processors at the first token of a block alone" and not is_first
+                law = self._law(prompt, output, plain if limited else params)
+                guess = int(np.argsort(-law)[1 if len(output) % 4 == 3 else 0])
+                is_bonus = len(output) == start + LENGTH
+                if is_bonus and self._defect == "bonus from the wrong node":
+                    law = self._law(prompt, output[:-1], params)
+                token, is_kept = self._choose(law, guess, rng, is_bonus)
+                output.append(token)
+                found = np.log(np.maximum(law, 1e-300))
+                if self._defect == "log-probabilities of the draft":
+                    found = found - 0.2
+                logprobs.append({token: float(found[token])})
+                if not is_kept:
+                    break
+            if self._ends(output, start, params):
+                break
+        output = output[: params.max_tokens]
+        text = self._llm.tokenizer.decode(output, skip_special_tokens=True)  # type: ignore[union-attr]
+        if (place := self._stop(text, params)) >= 0:
+            text = text[:place]
+        wants = params.logprobs is not None and params.is_greedy and self._defect.startswith("log-prob")
+        return Sample(tuple(output), text, tuple(logprobs[: len(output)]) if wants else None)
+
+    def _choose(
+        self, law: np.ndarray[Any, Any], guess: int, rng: np.random.Generator, is_bonus: bool
+    ) -> tuple[int, bool]:
+        """The next token, and whether it is the guess that was drafted."""
+        if not is_bonus:
+            chance = law[guess]
+            if self._defect == "argmax draft taken as sampled":
+                chance = min(1.0, law[guess] / max(law[guess] ** 2, 1e-9))
+            if rng.random() < chance:
+                return guess, True
+            law = law.copy()
+            if self._defect != "resampled from the whole law":
+                law[guess] = 0.0
+        return int(rng.choice(len(law), p=law / law.sum())), False
+
+    def _stop(self, text: str, params: SamplingParams) -> int:
+        return min((place for stop in params.stop_strings if (place := text.find(stop)) >= 0), default=-1)
+
+    def _ends(self, output: list[int], start: int, params: SamplingParams) -> bool:
+        ends = set(params.stop_token_ids or ()) | set(() if params.ignore_eos else self._llm.eos_token_ids)
+        misses = self._defect == "stop string missed inside a block"
+        for length in range(len(output) if misses else start + 1, len(output) + 1):
+            text = self._llm.tokenizer.decode(output[:length], skip_special_tokens=True)  # type: ignore[union-attr]
+            if output[length - 1] in ends or self._stop(text if not misses else text[-4:], params) >= 0:
+                del output[length:]
+                return True
+        return False
+
+
+TAKES = frozenset(
+    {"temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
+    | {"n", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_known_defects_are_found_and_a_decoder_without_is_not_blamed(defect: str, llm: LLM) -> None:
+    subject = FunctionSubject(Decoder(llm, defect), "a decoder", takes=TAKES)
+    found = verify(llm, PROMPTS, subject, max_tokens=12, budget_seconds=6.0)
+    assert found.status == DEFECTS[defect], found.sentence()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "ngram",
+        "suffix+token_recycling",
+        {"method": "ngram", "rejection_sample_method": "standard"},
+        {"method": "draft_model", "rejection_sample_method": "block", "num_speculative_tokens": 3},
+        "auto",
+    ],
+    ids=str,
+)
+def test_lossless_methods_are_found_lossless(config: Any, llm: LLM) -> None:
+    found = verify(llm.with_speculative_config(config), PROMPTS, max_tokens=16, budget_seconds=8.0)
+    assert found.status == "lossless", found.sentence()
+    assert found.num_accepted
+    assert {finding.check for finding in found.findings} >= {"tokens", "law", "control"}
+    assert any(finding.check == "log-probabilities" and finding.status == "holds" for finding in found.findings)
+
+
+def test_the_lossy_rule_is_found_out(llm: LLM) -> None:
+    found = verify(
+        llm.with_speculative_config({"method": "medusa", "rejection_sample_method": "typical"}),
+        PROMPTS,
+        max_tokens=8,
+        budget_seconds=6.0,
+    )
+    assert found.status == "not lossless", found.sentence()
+    assert found.exit_status == 3
+
+
+def test_nothing_is_decided_where_nothing_was_drafted(llm: LLM) -> None:
+    found = verify(llm.with_speculative_config(None), PROMPTS, max_tokens=8, budget_seconds=2.0)
+    assert found.status == "undecided"
+    assert "no draft token was accepted" in found.sentence()
+    assert found.exit_status == 4
+
+
+def test_what_there_was_no_time_for_is_named(llm: LLM) -> None:
+    found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=0.01)
+    left = [finding for finding in found.findings if finding.status == "left out"]
+    assert left
+    assert all("no time was left" in finding.found for finding in left)
+
+
+def test_bad_input_is_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="max_tokens is 2"):
+        verify(llm, PROMPTS, max_tokens=2)
+    with pytest.raises(ConfigError, match=r"false_alarm_rate is 1\.5"):
+        verify(llm, PROMPTS, false_alarm_rate=1.5)
+    with pytest.raises(PromptError):
+        verify(llm, [""])
+
+
+def test_a_function_has_to_return_its_samples(llm: LLM) -> None:
+    found = verify(llm, PROMPTS, lambda prompt, params: [[1, 2, 3]] if params.n > 1 else [1, 2, 3], budget_seconds=1.0)
+    assert any("returned 1 samples where n=16" in finding.found for finding in found.findings)
+    assert found.status != "lossless"
+
+
+# -- the statistics ----------------------------------------------------------------------------------------------------
+
+LAW = np.array([0.5, 0.3, 0.15, 0.05])
+
+
+def law_after(text: tuple[int, ...], law: np.ndarray[Any, Any] = LAW) -> np.ndarray[Any, Any]:
+    return np.roll(law, len(text))
+
+
+def drawn(rng: np.random.Generator, number: int, law: Callable[..., np.ndarray[Any, Any]]) -> list[tuple[int, ...]]:
+    return [tuple(int(rng.choice(4, p=law((0,) * place))) for place in range(2)) for _ in range(number)]
+
+
+def test_the_enumerated_law_is_whole() -> None:
+    law = enumerate_law(law_after, depth=2)
+    assert sum(law.cells.values()) == pytest.approx(1.0, abs=1e-12)
+    assert law.cells[0, 1] == pytest.approx(0.5 * 0.5)
+    assert law.cell_of((0, 1)) == (0, 1)
+    assert law.cells[law.cell_of((0, 99))] == 0.0
+
+
+def test_what_cannot_be_is_found_by_one_sample() -> None:
+    law = enumerate_law(law_after, depth=2)
+    rng = np.random.default_rng(0)
+    samples = drawn(rng, 200, law_after)
+    assert judge_samples(law, samples, 0.01).p_value > 0.01
+    assert judge_samples(law, [*samples, (99, 0)], 0.01).p_value < 1e-4
+
+
+def test_texts_that_end_early_have_cells_of_their_own() -> None:
+    law = enumerate_law(law_after, depth=2, eos=[3])
+    assert law.cell_of((3,)) == law.cell_of(()) == (3,)
+    assert law.cells[3,] == pytest.approx(0.05)
+
+
+def test_power_grows_with_samples_and_is_what_is_seen() -> None:
+    law = enumerate_law(law_after, depth=2)
+    few, many = (judge_samples(law, drawn(np.random.default_rng(1), number, law_after), 0.05) for number in (200, 3000))
+    assert few.power < many.power
+    assert few.detectable > many.detectable
+    shifted = functools.partial(law_after, law=np.array([0.5 - many.detectable, 0.3 + many.detectable, 0.15, 0.05]))
+    seen = [
+        judge_samples(
+            law,
+            [
+                (each[0], *other[1:])
+                for each, other in zip(drawn(rng, 3000, shifted), drawn(rng, 3000, law_after), strict=True)
+            ],
+            0.05,
+        )
+        for rng in map(np.random.default_rng, range(10))
+    ]
+    assert sum(test.p_value <= 0.05 for test in seen) >= 4
+
+
+def false_alarms(num_runs: int, level: float) -> int:
+    law, rng = enumerate_law(law_after, depth=2), np.random.default_rng(5)
+    return sum(judge_samples(law, drawn(rng, 150, law_after), level, run).p_value <= level for run in range(num_runs))
+
+
+def test_false_alarms_are_as_rare_as_promised() -> None:
+    assert false_alarms(100, 0.05) <= 13  # chance of more: one in a thousand
+
+
+@pytest.mark.full
+def test_false_alarms_of_two_thousand_simulations() -> None:
+    assert false_alarms(2000, 0.01) <= 34
+
+
+def test_holm_rejects_as_published() -> None:
+    assert holm([0.001, 0.02, 0.2], 0.05) == [True, True, False]
+    assert holm([0.03, 0.04], 0.05) == [False, False]
+    assert holm([], 0.05) == []
+
+
+def test_verdicts_are_plain_data(llm: LLM) -> None:
+    found: Verdict = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1.0)
+    data = found.as_dict()
+    assert data["status"] == found.status
+    assert len(data["findings"]) == len(found.findings)

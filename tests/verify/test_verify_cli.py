@@ -1,0 +1,131 @@
+"""``foretoken verify``: its exit status, its JSON, and other decoders that it judges."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli import app
+
+TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_a_table_and_a_sentence() -> None:
+    result = run(*TINY, "--method", "suffix", "--budget", "4", "--num-prompts", "3")
+    assert result.exit_code in (0, 4), result.stderr  # what there is no time for leaves it undecided
+    assert "greedy" in result.stdout
+    assert "Promise: native" in result.stdout or "near-ties" in result.stdout
+    assert "suffix over zoo:tiny is" in " ".join(result.stdout.split())
+
+
+def test_json_says_everything() -> None:
+    result = run(*TINY, "--method", "ngram", "--budget", "1", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == {"lossless": 0, "not lossless": 3, "undecided": 4}[found["status"]]
+    assert found["sentence"]
+    assert {"feature", "check", "status", "found", "numbers"} <= found["findings"][0].keys()
+
+
+@pytest.mark.parametrize("against", ["transformers", "transformers-prompt-lookup"])
+def test_generation_of_transformers_is_judged(against: str) -> None:
+    result = run(*TINY, "--against", against, "--budget", "3", "--json", "--num-prompts", "2")
+    found = json.loads(result.stdout)
+    tokens = [one for one in found["findings"] if one["check"] == "tokens" and one["status"] == "holds"]
+    assert [one["feature"] for one in tokens][:1] == ["greedy"]
+    assert found["status"] != "not lossless", found["sentence"]
+
+
+def test_a_function_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_decoder.py").write_text("def generate(prompt, params):\n    return [5] * params.max_tokens\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run(*TINY, "--against", "own_decoder:generate", "--budget", "1")
+    assert result.exit_code == 3
+    assert "own_decoder:generate is not lossless" in " ".join(result.stdout.split())
+
+
+class Server(BaseHTTPRequestHandler):
+    """An OpenAI-compatible server over plain decoding, which returns no token ids and refuses top-k."""
+
+    llm: LLM
+    wrong = False
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "tiny"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "top_k" in body:
+            self._answer({"error": {"message": "top_k is not known"}}, 400)
+            return
+        names = ("temperature", "top_p", "n", "max_tokens", "stop", "presence_penalty", "frequency_penalty", "seed",
+                 "repetition_penalty", "min_p", "ignore_eos", "logit_bias")  # fmt: skip
+        params = SamplingParams(**{name: body[name] for name in names if name in body})
+        (result,) = self.llm.generate({"prompt_token_ids": body["prompt"]}, params)
+        choices = [{"index": one.index, "text": one.text} for one in result.outputs]
+        if self.wrong:
+            choices = [{**one, "text": one["text"] + " indeed"} for one in choices]
+        self._answer({"choices": choices})
+
+    def _answer(self, record: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(record).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Server.llm, Server.wrong = LLM("zoo:tiny", dtype="float32"), False
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_judged_by_its_text(address: str) -> None:
+    result = run(*TINY, "--against", address, "--budget", "9", "--json", "--num-prompts", "2")
+    found = json.loads(result.stdout)
+    assert found["status"] != "not lossless", found["sentence"]
+    greedy = found["findings"][0]
+    assert (greedy["feature"], greedy["status"]) == ("greedy", "holds")
+    assert any("top_k is not known" in one["found"] for one in found["findings"])
+
+
+def test_a_server_that_adds_something_is_found_out(address: str) -> None:
+    Server.wrong = True
+    result = run(*TINY, "--against", f"{address}/v1", "--budget", "1", "--num-prompts", "2")
+    assert result.exit_code == 3, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "telepathy"], "is not known; give"),
+        (["--against", "transformers-assisted"], "needs a small model"),
+        (["--against", "no_such_module:generate"], "cannot be imported"),
+        (["--against", "http://127.0.0.1:1"], "does not answer"),
+        (["--model", "zoo:tiny"], "is named twice"),
+        (["--false-alarm-rate", "2"], "must lie between 0 and 1"),
+    ],
+)
+def test_bad_input_is_said(arguments: list[str], said: str) -> None:
+    result = run(*TINY, *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
