@@ -32,7 +32,7 @@ SAME_ON_EVERY_VERSION = $(addprefix tests/test_,real_model.py tree.py) tests/acc
 	$(addprefix tests/sessions/test_,bad_input.py payoff.py) \
 	$(addprefix tests/testing/test_,check_drafter.py mutants.py) tests/train/test_tiny_recipe.py \
 	$(addprefix tests/tune/test_,tune.py tune_tree.py) $(addprefix tests/unit/test_,architecture.py imports.py) \
-	tests/views
+	tests/verify tests/views
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo picture test test-full test-oldest check lint format bench clean

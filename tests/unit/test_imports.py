@@ -29,7 +29,7 @@ LAYERS = (
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),
-    ("tune", "train", "serve"),
+    ("tune", "train", "serve", "verify"),
     ("cli",),
     ("__main__",),
 )

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
+from foretoken.errors import ConfigError
+from foretoken.verify import ServerSubject
 
 TINY = ["verify", "zoo:tiny", "--dtype", "float32", "--max-new-tokens", "8"]
 
@@ -100,12 +102,13 @@ def address() -> Iterator[str]:
 
 
 def test_a_server_is_judged_by_its_text(address: str) -> None:
-    result = run(*TINY, "--against", address, "--budget", "9", "--json", "--num-prompts", "2")
+    result = run(*TINY, "--against", address, "--budget", "3", "--json", "--num-prompts", "2")
     found = json.loads(result.stdout)
     assert found["status"] != "not lossless", found["sentence"]
     greedy = found["findings"][0]
     assert (greedy["feature"], greedy["status"]) == ("greedy", "holds")
-    assert any("top_k is not known" in one["found"] for one in found["findings"])
+    with pytest.raises(ConfigError, match=r"answered 400: .*top_k is not known"):
+        ServerSubject(address).generate([[5, 6]], [SamplingParams(top_k=3, max_tokens=2)])
 
 
 def test_a_server_that_adds_something_is_found_out(address: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config.sampling import SamplingParams
@@ -14,23 +15,15 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
+from foretoken.verify.continuations import DEPTH, FEWEST, SAMPLES_AT_ONCE, draw, telling
 from foretoken.verify.differences import Difference, Differences
 from foretoken.verify.features import FIRST, LAWS, Feature, features
 from foretoken.verify.laws import LAW_FIELDS, SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
-from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Sample, Subject, asked_for
+from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
 from foretoken.verify.verdict import Finding, Verdict, holm
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
-
-DEPTH = 3
-"""Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
-
-SAMPLES_AT_ONCE = 16
-"""Samples of one request of a law test: the prompt is read once for them."""
-
-FEWEST, MOST = 64, 4096
-"""Samples of a law test."""
 
 SHARE_OF_LAWS = 0.45
 """Of the time, for law tests and the control."""
@@ -101,6 +94,7 @@ class _Work:
         self._began = time.monotonic()
         self._ends = self._began + budget
         self._budget, self._rate, self._seed, self._progress = budget, rate, seed, progress
+        self._draw = partial(draw, tokenizer=llm.tokenizer, seed=seed)
         self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
         self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
         self._subject = subject or LLMSubject(self._llm)
@@ -218,7 +212,7 @@ class _Work:
         """Samples of short continuations against the enumerated law; the control first of all."""
         until = min(self._ends, time.monotonic() + SHARE_OF_LAWS * self._budget)
         tests = [(name, keys) for name, keys in LAWS if not keys.keys() - self._subject.takes]
-        prompt = self._drafted_prompt(plain)
+        prompt = self._telling_prompt(plain)
         for place, (name, keys) in enumerate(tests):
             params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, "n": SAMPLES_AT_ONCE, **keys})
             assert asked_for(params) <= LAW_FIELDS | {"n"}
@@ -231,7 +225,9 @@ class _Work:
             law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
             share = left / (len(tests) - place + (0.5 if place == 0 else 0))
             try:
-                samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
+                samples, drafts = draw(
+                    self._subject, prompt, params, self._llm.tokenizer, self._seed, until=time.monotonic() + share
+                )
             except ForetokenError as error:
                 self._findings.append(Finding(name, "law", "left out", f"it refuses: {error}"))
                 continue
@@ -253,7 +249,9 @@ class _Work:
         """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
-        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, 2 * FEWEST))
+        samples, drafts = draw(
+            broken, prompt, params, self._llm.tokenizer, self._seed, num_samples=min(num_samples, 2 * FEWEST)
+        )
         test = judge_samples(law, samples, level, self._seed)
         is_caught = test.p_value <= level
         said = (
@@ -262,52 +260,15 @@ class _Work:
         status: Any = "holds" if is_caught else "undecided"
         self._findings.append(Finding("broken acceptance", "control", status, said, {**vars(test), **drafts}))
 
-    def _drafted_prompt(self, plain: Seq[Answer]) -> list[int]:
-        """The text after which the most is drafted, of which some is kept and some is not.
-
-        Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
-        """
+    def _telling_prompt(self, plain: Seq[Answer]) -> list[int]:
+        """A prompt, with some of its greedy answer, after which samples tell much."""
+        self._progress("looking for a prompt after which drafts are kept and rejected")
         candidates = [
             [*prompt, *(answer.samples[0].token_ids or ())[: self._max_tokens * part // 3]]
             for prompt, answer in zip(self._prompts, plain, strict=True)
             for part in (0, 1, 2)
         ]
-        self._progress("looking for a prompt after which drafts are kept and rejected")
-        if not self._subject.counts_drafts:
-            laws = [ReferenceLaw(self._llm.target, prompt, SamplingParams())(()) for prompt in candidates]
-            return min(zip(candidates, laws, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
-        params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=self._seed)] * len(candidates)
-        answers = self._subject.generate(candidates, params)
-        return candidates[max(range(len(candidates)), key=[*map(_worth, answers)].__getitem__)]
-
-    def _draw(
-        self,
-        subject: Subject,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        until: float = float("inf"),
-        num_samples: int = MOST,
-    ) -> tuple[list[Seq[int]], dict[str, int]]:
-        """Continuations of one prompt, by seeds of their own, as many as time allows."""
-        found: list[Seq[int]] = []
-        num_drafted = num_accepted = calls = 0
-        while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
-            several = 4 if subject.counts_drafts else 1
-            asked = [replace(params, seed=self._seed + 7919 + calls * several + i) for i in range(several)]
-            calls += 1
-            for answer in subject.generate([prompt] * several, asked):
-                found += [self._ids(sample) for sample in answer.samples]
-                num_drafted += answer.num_drafted
-                num_accepted += answer.num_accepted
-        return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
-
-    def _ids(self, sample: Sample) -> Seq[int]:
-        if sample.token_ids is not None:
-            return sample.token_ids
-        tokenizer: Any = self._llm.tokenizer
-        ids: list[int] = tokenizer(sample.text or "", add_special_tokens=False)["input_ids"]
-        return ids
+        return telling(self._subject, self._llm.target, candidates, self._seed)
 
     def _judge_laws(self) -> None:
         """Which law tests reject, all of them together."""
@@ -315,9 +276,3 @@ class _Work:
         for (place, _), is_rejected in zip(self._laws, rejected, strict=True):
             if is_rejected:
                 self._findings[place] = replace(self._findings[place], status="broken")
-
-
-def _worth(answer: Answer) -> float:
-    """How much a test after this prompt tells: drafts that are kept, drafts that are not, texts that differ."""
-    mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
-    return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})

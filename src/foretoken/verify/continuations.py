@@ -1,0 +1,84 @@
+"""Samples of short continuations: after which prompt they tell most, and as many as time allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.model.lm import CausalLM
+from foretoken.verify.laws import ReferenceLaw
+from foretoken.verify.subjects import Answer, Sample, Subject
+
+DEPTH = 3
+"""Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
+
+SAMPLES_AT_ONCE = 16
+"""Samples of one request of a law test: the prompt is read once for them."""
+
+FEWEST, MOST = 64, 4096
+"""Samples of a law test."""
+
+AT_ONCE = 4
+"""Requests of a subject that batches them."""
+
+FIRST_SEED = 7919
+"""Of the first request, behind the seeds of everything else."""
+
+
+def telling(subject: Subject, target: CausalLM, candidates: Seq[list[int]], seed: int) -> list[int]:
+    """The prompt after which drafts are kept and rejected, and texts differ.
+
+    Where nobody counts drafts, the one after which the likeliest token is likely and not certain.
+    """
+    if not subject.counts_drafts:
+        laws = [ReferenceLaw(target, prompt, SamplingParams())(()) for prompt in candidates]
+        return min(zip(candidates, laws, strict=True), key=lambda one: abs(float(one[1].max()) - 0.5))[0]
+    params = [SamplingParams(temperature=1.0, max_tokens=DEPTH, n=4, seed=seed)] * len(candidates)
+    worth = [_worth(answer) for answer in subject.generate(candidates, params)]
+    return candidates[max(range(len(candidates)), key=worth.__getitem__)]
+
+
+def draw(
+    subject: Subject,
+    prompt: list[int],
+    params: SamplingParams,
+    tokenizer: Any,
+    seed: int,
+    *,
+    until: float = float("inf"),
+    num_samples: int = MOST,
+) -> tuple[list[Seq[int]], dict[str, int]]:
+    """Continuations of one prompt, by seeds of their own, as many as time allows and `FEWEST` at least.
+
+    Args:
+      tokenizer: for subjects that return text alone.
+      until: by `time.monotonic`.
+    Returns: token ids of each, and how many draft tokens were verified and kept.
+    """
+    found: list[Seq[int]] = []
+    num_drafted = num_accepted = calls = 0
+    several = AT_ONCE if subject.counts_drafts else 1
+    while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
+        asked = [replace(params, seed=seed + FIRST_SEED + calls * several + i) for i in range(several)]
+        calls += 1
+        for answer in subject.generate([prompt] * several, asked):
+            found += [_ids(sample, tokenizer) for sample in answer.samples]
+            num_drafted += answer.num_drafted
+            num_accepted += answer.num_accepted
+    return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
+
+
+def _ids(sample: Sample, tokenizer: Any) -> Seq[int]:
+    if sample.token_ids is not None:
+        return sample.token_ids
+    ids: list[int] = tokenizer(sample.text or "", add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _worth(answer: Answer) -> float:
+    """How much a test after this prompt tells: drafts that are kept, drafts that are not, texts that differ."""
+    mixed = min(answer.num_accepted, answer.num_drafted - answer.num_accepted)
+    return mixed + 0.1 * answer.num_drafted + len({sample.token_ids for sample in answer.samples})
