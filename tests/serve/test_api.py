@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
@@ -52,7 +51,7 @@ def choices_of(server: Running, path: str, body: dict[str, Any], stream: bool) -
         Completion.model_validate(found, strict=True)
         return [{**choice, **choice["logprobs"]} for choice in found["choices"]]
     whole: dict[int, dict[str, Any]] = {}
-    for chunk in events(server, path, {**body, "stream": True}):
+    for chunk in server.events(path, {**body, "stream": True}):
         Completion.model_validate({**chunk, "choices": [_ended(each) for each in chunk["choices"]]}, strict=True)
         for choice in chunk["choices"]:
             joined = whole.setdefault(choice["index"], {"text": "", "token_ids": [], "token_logprobs": []})
@@ -67,15 +66,6 @@ def choices_of(server: Running, path: str, body: dict[str, Any], stream: bool) -
 def _ended(choice: dict[str, Any]) -> dict[str, Any]:
     """The types of the client have no null for a text that goes on; OpenAI's own chunks have."""
     return {**choice, "finish_reason": choice["finish_reason"] or "stop"}
-
-
-def events(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with server.http.stream("POST", path, json=body) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def test_chat_through_the_client(running_server: Running) -> None:
@@ -137,9 +127,8 @@ def test_prompts_are_texts_or_ids_or_lists_of_both(running_server: Running) -> N
 
 def test_a_chunk_of_a_step_holds_what_the_step_has_brought(running_server: Running) -> None:
     body = {"prompt": "one two one two one two one two", "temperature": 0, "max_tokens": 24, "model": "tiny"}
-    fine = events(running_server, "/v1/completions", {**body, "stream": True, "return_token_ids": True})
-    coarse = events(
-        running_server,
+    fine = running_server.events("/v1/completions", {**body, "stream": True, "return_token_ids": True})
+    coarse = running_server.events(
         "/v1/completions",
         {**body, "stream": True, "return_token_ids": True, "stream_granularity": "step"},
     )
@@ -181,7 +170,7 @@ def test_partial_characters_and_stop_strings_are_held_back(running_server: Runni
     for seed in range(6):
         body = {"prompt": "日本語", "max_tokens": 24, "seed": seed, "temperature": 1.5, "stop": ["e ", "ab", "."]}
         whole = running_server.post("/v1/completions", **body).json()["choices"][0]
-        chunks = events(running_server, "/v1/completions", {**body, "stream": True})
+        chunks = running_server.events("/v1/completions", {**body, "stream": True})
         pieces = [chunk["choices"][0]["text"] for chunk in chunks]
         assert "".join(pieces) == whole["text"]
         assert not any(stop in whole["text"] for stop in body["stop"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,15 @@ class Running:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that comes to its end."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Exchange:
             pass
         return self.ticket.outputs()
 
-    def again(self, outputs: Sequence[RequestOutput]) -> None:
+    async def again(self, outputs: Sequence[RequestOutput]) -> None:
         """Send the same request once more, to be decoded plainly with the seeds that it had."""
         first = self.ticket
         params = [
@@ -108,7 +108,7 @@ class Exchange:
             for given, output in zip(first.params, outputs, strict=True)
         ]
         self.ticket = Ticket(first.llm, first.prompts, params)
-        self._bridge.submit(self.ticket)
+        await self.begin()
 
     def end(self) -> None:
         """Leave nothing behind. Ending twice is harmless."""
@@ -140,7 +140,7 @@ async def answer(bridge: Bridge, asking: Asking, form: Form, settings: ServerSet
         body = {**form.frame(is_chunk=False), "choices": form.whole(outputs), "usage": usage_of(exchange.ticket)}
         body |= counts_of(exchange.ticket, asking.detail)
         if asking.verifies:
-            exchange.again(outputs)
+            await exchange.again(outputs)
             body |= verdict_of(outputs, await exchange.collect())
     except Departed:
         return Response(status_code=CLIENT_LEFT)
@@ -201,7 +201,7 @@ class EventStream(Response):
         ending |= counts_of(exchange.ticket, asking.detail)
         if asking.verifies:
             outputs = exchange.ticket.outputs()
-            exchange.again(outputs)
+            await exchange.again(outputs)
             while (news := await exchange.news(self._keep_alive)) is not None:
                 if not news:
                     await _put(send, KEEP_ALIVE)

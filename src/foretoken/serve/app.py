@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken import __version__
+from foretoken.errors import ForetokenError
 from foretoken.serve.answering import CLIENT_LEFT, Form, answer
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
@@ -65,7 +66,7 @@ class Application:
     def build(self) -> ASGIApp:
         """The routes below their guards."""
         app = FastAPI(title="foretoken", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-        for kind in (ApiError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
+        for kind in (ApiError, ForetokenError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._refuse)
         for path, get in {
             "/": self.page,

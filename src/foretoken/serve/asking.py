@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.serve.errors import ApiError
-from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named
+from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named, wrong_field
 from foretoken.serve.settings import DETAILS, GRANULARITIES, ServerSettings
+from foretoken.serve.tokens import token_ids
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -77,9 +78,9 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
     llm, length = served.choose(model, given.get("speculative"))
     sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
     sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
-    logprobs = sent.get("logprobs")
-    if logprobs is not None and not 0 <= logprobs <= settings.max_logprobs:
-        raise ApiError(400, f"{logprobs} log-probabilities are asked for; at most {settings.max_logprobs} are given")
+    sent["prediction"] = read_prediction(given.get("prediction"), served.llm.target.vocab_size)
+    if sent.get("prompt_logprobs") is not None:
+        given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
     return Asking(
         model=model or served.name,
         llm=llm,
@@ -96,6 +97,24 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
         timeout=given.seconds("timeout", settings.request_timeout),
         unknown=given.unknown,
     )
+
+
+def read_prediction(given: Any, vocab_size: int) -> str | list[int] | None:
+    """The output that a request predicts: ``{"type": "content", "content": ...}``, text, or token ids.
+
+    Raises: ApiError for anything else.
+    """
+    if isinstance(given, dict) and given.get("type") == "content":
+        content = given.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    elif given is None or isinstance(given, str):
+        return given
+    elif isinstance(given, list):
+        return token_ids(given, vocab_size, "prediction")
+    wrong_field("prediction", given, "{type: 'content', content: text or parts of type text}")
 
 
 def read_params(sent: dict[str, Any]) -> SamplingParams:

@@ -16,7 +16,7 @@ from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.drafts import Drafts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, wrong_field
-from foretoken.serve.tokens import TokenNames, chat_logprobs
+from foretoken.serve.tokens import TokenNames, chat_logprobs, prompt_tables
 from foretoken.serve.tools import CallReader, read_tools
 from foretoken.sessions.prompts import chat_prompt
 
@@ -229,5 +229,7 @@ class ChatForm:
             if self._asking.returns_ids:
                 choice["token_ids"] = list(text.token_ids)
                 choice["prompt_token_ids"] = list(outputs[0].prompt_token_ids)
+            if self._asking.params.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_tables(outputs[0].prompt_logprobs)
             choices.append({**choice, "seed": text.seed})
         return choices

@@ -11,7 +11,7 @@ from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.drafts import Drafts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
-from foretoken.serve.tokens import TokenNames, completion_logprobs, encode, token_ids
+from foretoken.serve.tokens import TokenNames, completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -29,9 +29,10 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     given = Fields(body, KNOWN, REFUSED)
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     echo = given.flag("echo")
-    if echo and logprobs is not None:
-        raise ApiError(400, "echo with logprobs needs log-probabilities of prompts, which are not supported", "echo")
-    asking = read_asking(given, served, settings, logprobs=logprobs)
+    of_prompt = {"prompt_logprobs": logprobs} if echo and logprobs is not None else {}
+    if of_prompt and given.flag("stream"):
+        raise ApiError(400, "echo with logprobs cannot be streamed; leave one of the three out", "echo")
+    asking = read_asking(given, served, settings, logprobs=logprobs, **of_prompt)
     prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
     asking = with_prompts(asking, prompts, settings)
     return asking, CompletionForm(asking, served, echo)
@@ -65,6 +66,7 @@ class CompletionForm:
     def __init__(self, asking: Asking, served: Served, echo: bool) -> None:
         self._asking = asking
         self._echo = echo
+        self._returns_prompt_logprobs = not echo and asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
         self._fingerprint = served.fingerprint
         self._names = TokenNames(self._tokenizer, asking.names_ids)
@@ -119,6 +121,14 @@ class CompletionForm:
         most = self._asking.params.logprobs or 0
         return completion_logprobs(self._names, ids, tables, pieces, start, most)
 
+    def _with_prompt(self, output: RequestOutput, logprobs: dict[str, Any]) -> dict[str, Any]:
+        """Log-probabilities of a prompt and of what follows it."""
+        ids, tables = output.prompt_token_ids, output.prompt_logprobs
+        assert tables is not None
+        first = self._names.alone(ids[0])
+        before = echoed_logprobs(self._names, ids, first, tables, self._asking.params.logprobs or 0)
+        return {name: [*before[name], *logprobs[name]] for name in logprobs}
+
     @staticmethod
     def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
         return {
@@ -138,7 +148,10 @@ class CompletionForm:
                 if text.logprobs is not None:
                     found = zip(text.token_ids, text.logprobs, strict=True)
                     pieces = [table[token].decoded_token or "" for token, table in found]
-                    choice["logprobs"] = self._logprobs(text.token_ids, text.logprobs, pieces, len(before))
+                    logprobs = self._logprobs(text.token_ids, text.logprobs, pieces, len(before))
+                    choice["logprobs"] = self._with_prompt(output, logprobs) if self._echo else logprobs
+                if self._returns_prompt_logprobs:
+                    choice["prompt_logprobs"] = prompt_tables(output.prompt_logprobs)
                 if self._asking.returns_ids:
                     choice["token_ids"] = list(text.token_ids)
                     choice["prompt_token_ids"] = list(output.prompt_token_ids)

@@ -15,14 +15,24 @@ DETAILED = ("by_drafter", "num_proposed_tokens", "num_cut_tokens", "num_undrafte
 
 
 def usage_of(ticket: Ticket) -> dict[str, Any]:
-    """Tokens of a request, up to now. A prompt counts once, however many texts it has."""
+    """Tokens of a request, up to now. A prompt counts once, however many texts it has.
+
+    Tokens that the request had predicted count as completion where they were accepted, as they would have anyway.
+    """
     assert ticket.stream is not None
     prompt, completion = ticket.num_prompt_tokens, ticket.stream.num_tokens
+    stats = ticket.stream.stats
+    predicted = {
+        "accepted_prediction_tokens": stats.accepted_prediction_tokens,
+        "rejected_prediction_tokens": stats.rejected_prediction_tokens,
+    }
+    has_prediction = ticket.params[0].prediction is not None
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": ticket.stream.num_cached_tokens},
+        **({"completion_tokens_details": predicted} if has_prediction else {}),
     }
 
 

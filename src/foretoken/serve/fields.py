@@ -18,12 +18,13 @@ MAX_NAMED = 10
 MAX_NAME = 40
 """characters of each."""
 
-NOT_SENT = {"logits_processors", "detokenize", "logprobs", "num_speculative_tokens", "n"}
-SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - NOT_SENT
+_READ_HERE = {"detokenize", "logits_processors", "logprobs", "n", "num_speculative_tokens", "prediction"}
+SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HERE - {"structured_outputs"}
 """Fields that are handed to `SamplingParams` as they are, where they are not null."""
 
 SHARED = SAMPLING | {
     "n",
+    "prediction",
     "model",
     "stream",
     "stream_options",
@@ -48,8 +49,6 @@ REFUSED = {
     "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
     "suffix": Foreign("texts are continued at their end; leave it out", (None, "")),
     "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
-    "prediction": Foreign("predicted output is not drafted from in this server; leave it out"),
-    "prompt_logprobs": Foreign("log-probabilities are of generated tokens only; use logprobs"),
     "response_format": Foreign(_NO_GRAMMAR, (None,)),
     "structured_outputs": Foreign(_NO_GRAMMAR),
     "guided_json": Foreign(_NO_GRAMMAR),

@@ -41,6 +41,10 @@ class TokenNames:
     def text(self, token: int, entry: Logprob) -> str:
         return f"token_id:{token}" if self._by_id else self.plain(token, entry)
 
+    def alone(self, token: int) -> str:
+        """Of a token that has no log-probability."""
+        return f"token_id:{token}" if self._by_id or self._tokenizer is None else str(self._tokenizer.decode([token]))
+
     def plain(self, token: int, entry: Logprob) -> str:
         return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
@@ -66,6 +70,32 @@ def _bytes_of_characters() -> dict[str, int]:
 
 def number(logprob: float) -> float:
     return max(logprob, LOWEST)
+
+
+def prompt_tables(tables: Sequence[Table | None] | None) -> list[dict[str, Any] | None] | None:
+    """``prompt_logprobs`` of vLLM: by token id, with rank and text; None of the first token, which follows none."""
+    if tables is None:
+        return None
+    return [None if table is None else {str(token): _entry(one) for token, one in table.items()} for table in tables]
+
+
+def _entry(entry: Logprob) -> dict[str, Any]:
+    return {"logprob": number(entry.logprob), "rank": entry.rank, "decoded_token": entry.decoded_token}
+
+
+def echoed_logprobs(
+    names: TokenNames, ids: Sequence[int], first: str, tables: Sequence[Table | None], most: int
+) -> dict[str, Any]:
+    """``logprobs`` of a prompt, as completions have them.
+
+    Args:
+      first: text of the first token, which has no log-probability.
+    """
+    rest = [table for table in tables if table is not None]
+    pieces = [table[token].decoded_token or "" for token, table in zip(ids[1:], rest, strict=True)]
+    found = completion_logprobs(names, ids[1:], rest, pieces, len(first), most)
+    before = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    return {name: [before[name], *found[name]] for name in found}
 
 
 def completion_logprobs(

@@ -1,0 +1,197 @@
+"""Many clients at once, and hostile bodies: every answer is what it is alone, nothing is left, and figures add up."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from foretoken.serve.completions import KNOWN
+from foretoken.serve.fields import IGNORED, REFUSED
+from serving import Running
+
+NUM_CLIENTS = 32
+WORDS = ["the", "one two three", "Once upon", "fox", "a a a a", "日本", "def f(x):", "I am"]
+BAD = [b"{", b'{"prompt": []}', b'{"prompt": "a", "temperature": -1}', b'{"prompt": "a", "model": "none"}', b"[1]"]
+
+
+def body_of(number: int) -> dict[str, Any]:
+    """Request ``number``: drawn, and the same whenever it is asked for."""
+    draw = random.Random(number)
+    body: dict[str, Any] = {
+        "model": draw.choice(["tiny", "lookup", "plain"]),
+        "prompt": " ".join(draw.choices(WORDS, k=draw.randint(1, 12))),
+        "max_tokens": draw.randint(1, 24),
+        "temperature": draw.choice([0, 0, 0.7, 1.0]),
+        "seed": number,
+        "n": draw.choice([1, 1, 1, 2]),
+        "return_token_ids": True,
+    }
+    extras: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {"stop": ["the", "."]},
+        {"repetition_penalty": 1.2},
+        {"speculative": False},
+        {"speculative": {"num_speculative_tokens": 2}},
+        {"top_p": 0.8, "top_k": 30},
+        {"prediction": "the one two three"},
+    ]
+    return body | draw.choice(extras)
+
+
+class Client(threading.local):
+    """A connection for each thread."""
+
+    def __init__(self, address: str, connections: ExitStack) -> None:
+        self.http = connections.enter_context(httpx.Client(base_url=address, timeout=120))
+
+
+def told(choices: list[dict[str, Any]]) -> list[Any]:
+    return [(choice["text"], choice["token_ids"], choice["finish_reason"]) for choice in choices]
+
+
+def ask(client: httpx.Client, number: int) -> tuple[list[Any], int]:
+    """What request ``number`` is told, and how many tokens it got."""
+    found = client.post("/v1/completions", json=body_of(number)).json()
+    return told(found["choices"]), found["usage"]["completion_tokens"]
+
+
+def act(client: httpx.Client, number: int) -> tuple[list[Any] | None, int, bool]:
+    """Send request ``number``, in one of several manners: whole, as a stream, left early, or with a bad body."""
+    manner = random.Random(-number).randrange(6)
+    if manner == 0:
+        assert client.post("/v1/completions", content=BAD[number % len(BAD)]).status_code in (400, 404)
+        return None, 0, False
+    if manner == 1:
+        with client.stream("POST", "/v1/completions", json={**body_of(number), "stream": True}) as response:
+            next(response.iter_lines())
+        return None, 0, True
+    if manner == 2:
+        return (*ask(client, number), False)
+    whole: dict[int, Any] = {}
+    body = {**body_of(number), "stream": True, "stream_granularity": random.Random(number).choice(["token", "step"])}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            if not line or line.startswith(":") or line == "data: [DONE]":
+                continue
+            (choice,) = httpx.Response(200, content=line.removeprefix("data: ")).json()["choices"]
+            before = whole.setdefault(choice["index"], {"text": "", "token_ids": []})
+            before["text"] += choice["text"]
+            before["token_ids"] += choice["token_ids"]
+            before["finish_reason"] = choice["finish_reason"]
+    choices = [choice for _, choice in sorted(whole.items())]
+    return told(choices), sum(len(choice["token_ids"]) for choice in choices), False
+
+
+def soak(server: Running, num_requests: int) -> None:
+    connections = ExitStack()
+    local = Client(server.server.address, connections)
+
+    def run(number: int) -> tuple[list[Any] | None, int, bool]:
+        return act(local.http, number)
+
+    with connections, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = list(pool.map(run, range(num_requests)))
+    page = server.http.get("/metrics").text
+    num_tokens = sum(count for _, count, _ in answers)
+    is_exact = not any(left for _, _, left in answers)
+    counted = figure(page, "generation_tokens_total")
+    assert counted == num_tokens if is_exact else counted >= num_tokens
+    assert figure(page, "generation_tokens_total") == figure(page, "generation_tokens_total", "vllm")
+    for number, (answer, _, _) in enumerate(answers):
+        assert answer is None or answer == ask(server.http, number)[0], body_of(number)
+    assert server.server.bridge._open == {}
+    served = server.server.application.served
+    assert served is not None
+    assert [llm.num_unfinished for llm in served.llms] == [0] * len(served.llms)
+    assert (figure(server.http.get("/metrics").text, "num_requests_running")) == 0
+
+
+def figure(page: str, name: str, prefix: str = "foretoken") -> float:
+    (found,) = figures(page, name, prefix)
+    return found
+
+
+def figures(page: str, name: str, prefix: str = "foretoken") -> list[float]:
+    """Of all labels."""
+    return [float(value) for value in re.findall(rf"^{prefix}:{name}\{{.*\}} (\S+)$", page, flags=re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_answers_under_load_are_those_of_single_requests(start: Callable[..., Running]) -> None:
+    soak(start(), 120)
+
+
+@pytest.mark.full
+def test_two_thousand_requests(start: Callable[..., Running]) -> None:
+    soak(start(), 2000)
+
+
+def test_figures_equal_what_clients_count(start: Callable[..., Running]) -> None:
+    server = start()
+    usages = [server.post("/v1/completions", **body_of(number)).json() for number in range(8)]
+    page = server.http.get("/metrics").text
+    completion = sum(found["usage"]["completion_tokens"] for found in usages)
+    num_texts = sum(len(found["choices"]) for found in usages)
+    for prefix in ("foretoken", "vllm"):
+        assert figure(page, "generation_tokens_total", prefix) == completion
+        assert figure(page, "prompt_tokens_total", prefix) == sum(found["usage"]["prompt_tokens"] for found in usages)
+        assert figure(page, "e2e_request_latency_seconds_count", prefix) == len(usages)
+        assert figure(page, "time_to_first_token_seconds_count", prefix) == num_texts
+        assert figure(page, "request_queue_time_seconds_count", prefix) == len(usages)
+    assert sum(figures(page, "request_success_total")) == num_texts
+    accepted = figure(page, "spec_decode_num_accepted_tokens_total")
+    assert sum(figures(page, "spec_decode_num_accepted_tokens_per_pos_total")) == accepted > 0
+    assert sum(figures(page, "spec_decode_drafter_accepted_tokens_total")) == accepted
+
+
+# -- hostile bodies ------------------------------------------------------------------------------------------------
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-3, 30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12)
+    | st.sampled_from(["content", "function", "json_object", "auto", "\ud800", "token", "<|end|>", ""])
+)
+KEYS = st.sampled_from(["type", "content", "role", "text", "name", "function", "method", "0", "17"]) | st.text(
+    max_size=6
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+)
+FIELDS = sorted(KNOWN | IGNORED | REFUSED.keys() | {"messages", "tools", "tool_choice", "top_logprobs"})
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "x"])}, optional={"content": VALUES}),
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+    fields=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), VALUES, max_size=3),
+    prompt=st.just("a b") | VALUES,
+    messages=st.just([{"role": "user", "content": "a"}]) | MESSAGES,
+)
+def test_no_body_breaks_the_server(
+    running_server: Running, path: str, fields: dict[str, Any], prompt: Any, messages: Any
+) -> None:
+    body = {"prompt": prompt, "messages": messages, "max_tokens": 2, "timeout": 20, "tokens": prompt, **fields}
+    response = running_server.http.post(path, content=json.dumps(body).encode())
+    assert response.status_code < 500 or response.json()["error"]["code"] == "no_token_possible", (body, response.text)
+    if response.status_code >= 400:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
