@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, REFUSED
+from architectures import ALWAYS, ARCHITECTURES, REFUSED
 from foretoken import zoo
 from foretoken.errors import ConfigError
 from foretoken.model.execution.packing import can_pack
@@ -58,8 +58,8 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
         pytest.skip(str(error))
 
 
-RARE = frozenset({*ARCHITECTURES, *REFUSED}) - {"llama", "gemma3", "gpt2"}
-"""Architectures whose tests are slow ones; the fast part has rotary positions, windows and learned positions."""
+RARE = frozenset({*ARCHITECTURES, *REFUSED}) - ALWAYS
+"""Architectures whose tests are slow ones."""
 
 QUICK = frozenset({"test_execution", "test_inflate", "test_model_state"})
 """Modules whose tests of any architecture belong to the fast part."""

@@ -103,10 +103,6 @@ def check_strict(name: str, asked: list[Request], alone: tuple[int, ...]) -> Non
         with pytest.raises(UnsupportedModelError, match="multiplies as many rows as the text sends it"):
             Engine(lm, EmptyDrafter(), STRICT)
         return
-    if name in ROUTED:
-        with pytest.raises(UnsupportedModelError, match="exactness='strict' cannot be kept"):
-            decode(lm, EmptyDrafter(), asked, config=STRICT)
-        return
     plain = decode(lm, EmptyDrafter(), asked, config=STRICT)
     for num_branches in (1, 3):
         trace = decode(lm, drafter(name, torch.bfloat16, num_branches), asked, config=STRICT)

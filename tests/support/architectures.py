@@ -231,6 +231,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+ALWAYS = frozenset({"llama", "gemma3", "gpt2"})
+"""What the fast part has of them: rotary positions, windows and learned positions."""
+
 REFUSED: dict[str, Architecture] = {
     "bloom": Architecture("Bloom", _only(hidden_size=64, n_layer=2, n_head=4, **_IDS), attention=("eager",)),
     "falcon-alibi": Architecture(

@@ -65,6 +65,7 @@ from mutants import (
     Mutant,
     arguments_changed,
     forgetful_of_ends,
+    keeping,
     one_state_for_all,
     only_once,
     replaced,
@@ -101,56 +102,46 @@ def _all_like_the_first(call: Call) -> dict[str, Any]:
 
 
 _REFRESHED = test_jacobi.test_guesses_are_refreshed_from_the_choices_behind_what_was_emitted
-JACOBI = (
+JACOBI = keeping(
+    "jacobi",
     Mutant(
         "what was emitted stays a guess",
         with_arguments(Guesses, "refresh", lambda call: {"num_emitted": 0}),
         _REFRESHED,
-        keeps_tokens="jacobi",
     ),
     Mutant(
         "the last emitted token stays a guess",
         with_arguments(Guesses, "refresh", lambda call: {"num_emitted": call.num_emitted - 1}),
         _REFRESHED,
-        keeps_tokens="jacobi",
     ),
     Mutant(
         "the choices of the target are not taken over",
         with_arguments(Guesses, "refresh", lambda call: {"choices": ()}),
         _REFRESHED,
-        keeps_tokens="jacobi",
     ),
     Mutant(
         "guesses behind the last choice are lost",
         with_arguments(Guesses, "refresh", lambda call: {"choices": [*call.choices, -1]}),
         _REFRESHED,
-        keeps_tokens="jacobi",
     ),
     Mutant(
         "token 0 is guessed where the target has no distribution",
         with_arguments(Guesses, "refresh", lambda call: {"choices": [max(token, 0) for token in call.choices]}),
         _REFRESHED,
+        keeps_tokens="",
     ),
     Mutant(
         "new guesses repeat the first one instead of the last",
         with_result(Guesses, "first", _first_repeated),
         _REFRESHED,
-        keeps_tokens="jacobi",
     ),
     Mutant(
         "rows that start together guess like the first of them",
         with_arguments(JacobiDrafter, "start", _all_like_the_first),
         test_drafter_state.test_rows_that_start_together_are_told_apart,
         ("jacobi-from-prompt",),
-        keeps_tokens="jacobi",
     ),
-    Mutant(
-        "jacobi keeps rows that have ended",
-        forgetful_of_ends(JacobiDrafter),
-        _LEFT,
-        ("jacobi",),
-        keeps_tokens="jacobi",
-    ),
+    Mutant("jacobi keeps rows that have ended", forgetful_of_ends(JacobiDrafter), _LEFT, ("jacobi",)),
     Mutant(
         "the first token drawn from a prompt is drawn ever again",
         only_once(PromptTokens, "next"),
@@ -220,164 +211,121 @@ def _loses_equal_siblings(child: Any) -> Any:
 _NAIVE = test_lookahead.test_window_pool_and_steps_equal_a_naive_reference
 _WIDE = (5, 4, 3)
 _POOL = test_lookahead.test_the_pool_keeps_the_most_recent
-LOOKAHEAD = (
+LOOKAHEAD = keeping(
+    "lookahead",
     Mutant(
         "the first level of a full window loses its last column",
         _loses_the_last_column(of_full_window=True),
         _NAIVE,
         (*_WIDE, True),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "levels of a window that fills lose their last column",
         _loses_the_last_column(of_full_window=False),
         _NAIVE,
         (*_WIDE, True),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "n-grams of the window have the keys of their right neighbours",
         with_result(Window, "advance", _keys_of_the_right),
         _NAIVE,
         (*_WIDE, True),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "the window goes on with what was drafted instead of what was chosen",
         with_arguments(Window, "advance", lambda call: {"choices": call.tree.tokens}),
         _NAIVE,
         (*_WIDE, False),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "n-grams of the window are mixed with their left neighbours",
         with_result(Window, "advance", _middles_of_the_left),
         _NAIVE,
         (*_WIDE, False),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "tokens that end a text are guessed",
         with_arguments(Window, "__init__", lambda call: {"ends": frozenset()}),
         test_lookahead.test_ends_and_failures_are_never_guessed,
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "n-grams of the window do not reach the pool",
         with_result(Window, "advance", lambda ngrams, call: []),
         _NAIVE,
         (*_WIDE, False),
-        keeps_tokens="lookahead",
     ),
     Mutant(
-        "only the last emitted token completes n-grams",
-        told(LookaheadDrafter, _last_emitted),
-        _NAIVE,
-        (*_WIDE, True),
-        keeps_tokens="lookahead",
+        "only the last emitted token completes n-grams", told(LookaheadDrafter, _last_emitted), _NAIVE, (*_WIDE, True)
     ),
     Mutant(
         "the pool is asked about another token than the pending one",
         with_arguments(NgramPool, "continuations", lambda call: {"token": call.token + 1}),
         test_drafter_state.test_lookahead_proposes_what_followed_the_pending_token,
-        keeps_tokens="lookahead",
     ),
-    Mutant(
-        "all rows share one window and one pool",
-        one_state_for_all(LookaheadDrafter),
-        _NEIGHBOURS,
-        ("lookahead",),
-        keeps_tokens="lookahead",
-    ),
-    Mutant(
-        "lookahead keeps rows that have ended",
-        forgetful_of_ends(LookaheadDrafter),
-        _LEFT,
-        ("lookahead",),
-        keeps_tokens="lookahead",
-    ),
+    Mutant("all rows share one window and one pool", one_state_for_all(LookaheadDrafter), _NEIGHBOURS, ("lookahead",)),
+    Mutant("lookahead keeps rows that have ended", forgetful_of_ends(LookaheadDrafter), _LEFT, ("lookahead",)),
     Mutant(
         "what is seen again does not become the most recent",
         skipped(NgramPool, "add", lambda call: call.continuation in call.self.continuations(call.token)),
         _POOL,
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "the pool keeps one n-gram too few",
         with_arguments(NgramPool, "__init__", lambda call: {"limit": call.limit - 1}),
         _POOL,
-        keeps_tokens="lookahead",
     ),
-    Mutant(
-        "a full pool takes in nothing new",
-        wrapped(NgramPool, "add", _never_forgets_the_oldest),
-        _POOL,
-        keeps_tokens="lookahead",
-    ),
+    Mutant("a full pool takes in nothing new", wrapped(NgramPool, "add", _never_forgets_the_oldest), _POOL),
     Mutant(
         "n-grams of the old text are learned again",
         with_arguments(NgramPool, "add_text", lambda call: {"first": 0}),
         _POOL,
-        keeps_tokens="lookahead",
     ),
     Mutant(
-        "the oldest n-gram comes first",
-        with_result(NgramPool, "continuations", lambda found, call: found[::-1]),
-        _POOL,
-        keeps_tokens="lookahead",
+        "the oldest n-gram comes first", with_result(NgramPool, "continuations", lambda found, call: found[::-1]), _POOL
     ),
     Mutant(
         "a draft grows one level too deep",
         with_arguments(GrowingDraft, "__init__", lambda call: {"cap": call.cap + 1}),
         test_lookahead.test_columns_beyond_a_cut_give_no_ngram_and_start_anew,
+        keeps_tokens="",
     ),
     Mutant(
         "a cell whose node is there already ends its column",
         wrapped(GrowingDraft, "child", _loses_equal_siblings),
         _NAIVE,
         (*_WIDE, True),
-        keeps_tokens="lookahead",
     ),
     Mutant(
         "a path has one node too many",
         with_arguments(GrowingDraft, "add_path", lambda call: {"max_nodes": call.max_nodes + 1}),
         test_drafter_state.test_a_path_ends_where_the_nodes_do,
-        keeps_tokens="lookahead",
     ),
 )
 
 # -- rest ----------------------------------------------------------------------------------------------------------
 
 _READS = test_drafter_state.test_rest_reads_what_followed_the_end_of_the_text
-REST = (
+REST = keeping(
+    "rest",
     Mutant(
         "the datastore is asked about the text before the pending token",
         with_arguments(Datastore, "query", lambda call: {"context": call.context[:-1]}),
         _READS,
-        keeps_tokens="rest",
     ),
     Mutant(
         "rest ignores its budget",
         with_arguments(RestDrafter, "propose", lambda call: {"budgets": [99] * len(call.rows)}),
         _READS,
+        keeps_tokens="",
     ),
     Mutant(
         "the datastore is never asked",
         with_result(Datastore, "query", lambda match, call: None),
         test_drafter_state.test_rest_merges_the_datastore_with_the_text,
-        keeps_tokens="rest",
     ),
-    Mutant(
-        "rest reads the prompt and nothing behind it",
-        only_once(SuffixAutomaton, "extend"),
-        _GREW,
-        ("rest",),
-        keeps_tokens="rest",
-    ),
-    Mutant(
-        "all rows share one text of rest", one_state_for_all(RestDrafter), _NEIGHBOURS, ("rest",), keeps_tokens="rest"
-    ),
-    Mutant("rest keeps rows that have ended", forgetful_of_ends(RestDrafter), _LEFT, ("rest",), keeps_tokens="rest"),
+    Mutant("rest reads the prompt and nothing behind it", only_once(SuffixAutomaton, "extend"), _GREW, ("rest",)),
+    Mutant("all rows share one text of rest", one_state_for_all(RestDrafter), _NEIGHBOURS, ("rest",)),
+    Mutant("rest keeps rows that have ended", forgetful_of_ends(RestDrafter), _LEFT, ("rest",)),
 )
 
 # -- suffix --------------------------------------------------------------------------------------------------------
@@ -399,19 +347,13 @@ def _with_prompts(call: Call) -> dict[str, Any]:
 _COUNTED = test_suffix.test_every_short_string_is_counted
 _REMEMBERED = test_suffix.test_the_history_counts_what_it_keeps
 _BOUNDED = test_suffix.test_the_history_is_bounded_and_forgets_the_least_recently_used
-SUFFIX = (
-    Mutant(
-        "suffix reads the prompt and nothing behind it",
-        only_once(SuffixAutomaton, "extend"),
-        _GREW,
-        ("suffix",),
-        keeps_tokens="suffix",
-    ),
+SUFFIX = keeping(
+    "suffix",
+    Mutant("suffix reads the prompt and nothing behind it", only_once(SuffixAutomaton, "extend"), _GREW, ("suffix",)),
     Mutant(
         "a match is worth as many drafted tokens as it has, whatever the factor",
         with_arguments(SuffixDrafter, "__init__", lambda call: {"max_spec_factor": 1.0}),
         test_suffix.test_a_match_of_n_tokens_is_worth_so_many_drafted_ones,
-        keeps_tokens="suffix",
     ),
     Mutant(
         "the history learns prompts too",
@@ -419,44 +361,25 @@ SUFFIX = (
         test_suffix.test_shared_requests_learn_from_outputs_and_not_from_prompts,
         keeps_tokens="suffix-shared",
     ),
-    Mutant(
-        "suffix keeps rows that have ended",
-        forgetful_of_ends(SuffixDrafter),
-        _LEFT,
-        ("suffix",),
-        keeps_tokens="suffix",
-    ),
+    Mutant("suffix keeps rows that have ended", forgetful_of_ends(SuffixDrafter), _LEFT, ("suffix",)),
     Mutant(
         "an output whose continuation was accepted does not count as used",
         told(SuffixDrafter, lambda result: replace(result, path=result.path[:1])),
         test_drafter_state.test_an_output_that_was_right_is_forgotten_later,
         keeps_tokens="suffix-shared",
     ),
-    Mutant(
-        "all rows share one text of suffix",
-        one_state_for_all(SuffixDrafter),
-        _NEIGHBOURS,
-        ("suffix",),
-        keeps_tokens="suffix",
-    ),
+    Mutant("all rows share one text of suffix", one_state_for_all(SuffixDrafter), _NEIGHBOURS, ("suffix",)),
     # the next two are steps of the algorithm itself, which shows outside in nothing but its counts
     Mutant(
         "strings that end in other places share one state",
         replaced(SuffixAutomaton, "_split", lambda automaton, state, token, known: known),
         _COUNTED,
-        keeps_tokens="suffix",
     ),
-    Mutant(
-        "a state that is split off counts anew",
-        wrapped(SuffixAutomaton, "_split", _counting_anew),
-        _COUNTED,
-        keeps_tokens="suffix",
-    ),
+    Mutant("a state that is split off counts anew", wrapped(SuffixAutomaton, "_split", _counting_anew), _COUNTED),
     Mutant(
         "nobody notes when a string was seen last",
         with_result(SuffixAutomaton, "candidates", lambda found, call: [one._replace(recency=0) for one in found]),
         test_suffix.test_of_equal_successors_the_latest_comes_first,
-        keeps_tokens="suffix",
     ),
     Mutant(
         "the end of the text matches itself",
@@ -466,6 +389,7 @@ SUFFIX = (
             lambda place, call: place and place._replace(length=min(call.self.num_tokens, call.self.max_length - 1)),
         ),
         test_suffix.test_the_match_is_the_longest_end_that_occurred_before,
+        keeps_tokens="",
     ),
     # the next two leave something in the tree of the history, which is nowhere else to be seen
     Mutant(
@@ -527,43 +451,34 @@ _ROWS = test_token_recycling.test_rows_are_the_targets_candidates_along_prompt_a
 _EQUAL = test_token_recycling.test_of_equal_tokens_the_accepted_node_counts
 _PASSES = test_token_recycling.test_nothing_passes_from_one_request_to_another_unless_asked
 _FILLED = test_token_recycling.test_the_tree_is_filled_breadth_first_with_what_is_known
-TOKEN_RECYCLING = (
+TOKEN_RECYCLING = keeping(
+    "token-recycling",
     Mutant(
         "of equal tokens the last node counts, accepted or not",
         with_result(token_recycling, "last_of_all", lambda order, call: sorted(order)),
         _EQUAL,
-        keeps_tokens="token-recycling",
     ),
     Mutant(
         "candidates stand in the reverse order of their tokens",
         with_arguments(AdjacencyMatrix, "update", lambda call: {"top_ids": call.top_ids[::-1]}),
         _EQUAL,
-        keeps_tokens="token-recycling",
     ),
     Mutant(
         "the oldest successor in a text comes first",
         wrapped(AdjacencyMatrix, "add_text", _oldest_first),
         test_token_recycling.test_a_text_goes_before_what_is_known,
-        keeps_tokens="token-recycling",
     ),
     Mutant(
         "a copy of a matrix is the matrix itself",
         replaced(AdjacencyMatrix, "copy", lambda matrix: matrix),
         test_drafter_state.test_a_request_leaves_what_requests_start_from_as_it_was,
-        keeps_tokens="token-recycling",
     ),
     Mutant(
         "every node has the candidates of the node before it",
         told(TokenRecyclingDrafter, lambda result: replace(result, features=OfOtherNodes(result.features))),
         _ROWS,
-        keeps_tokens="token-recycling",
     ),
-    Mutant(
-        "nothing is learned from steps",
-        skipped(TokenRecyclingDrafter, "observe"),
-        _ROWS,
-        keeps_tokens="token-recycling",
-    ),
+    Mutant("nothing is learned from steps", skipped(TokenRecyclingDrafter, "observe"), _ROWS),
     Mutant(
         "candidates of the prompt stand behind other tokens",
         with_arguments(
@@ -572,38 +487,25 @@ TOKEN_RECYCLING = (
             lambda call: {"chunks": [replace(chunk, features=OfOtherNodes(chunk.features)) for chunk in call.chunks]},
         ),
         test_drafter_state.test_candidates_of_the_prompt_stand_behind_their_tokens,
-        keeps_tokens="token-recycling",
     ),
-    Mutant(
-        "the text of the prompt is not learned",
-        skipped(AdjacencyMatrix, "add_text"),
-        _ROWS,
-        keeps_tokens="token-recycling",
-    ),
+    Mutant("the text of the prompt is not learned", skipped(AdjacencyMatrix, "add_text"), _ROWS),
     Mutant(
         "all requests share one matrix, asked or not",
         with_arguments(TokenRecyclingDrafter, "__init__", lambda call: {"shared": True}),
         _PASSES,
         ("prompt",),
-        keeps_tokens="token-recycling",
     ),
-    Mutant(
-        "token recycling keeps rows that have ended",
-        forgetful_of_ends(TokenRecyclingDrafter),
-        _PASSES,
-        ("empty",),
-        keeps_tokens="token-recycling",
-    ),
+    Mutant("token recycling keeps rows that have ended", forgetful_of_ends(TokenRecyclingDrafter), _PASSES, ("empty",)),
     Mutant(
         "token 0 follows where no successor is known",
         with_result(AdjacencyMatrix, "after", lambda found, call: found or [0]),
         _FILLED,
-        keeps_tokens="token-recycling",
     ),
     Mutant(
         "a static tree is filled one level too deep",
         with_arguments(token_recycling, "filled", lambda call: {"max_depth": call.max_depth + 1}),
         _FILLED,
+        keeps_tokens="",
     ),
 )
 
@@ -649,43 +551,26 @@ def _blind_across_steps(extend: Any) -> Any:
 
 _NGRAM_GREW = test_ngram.test_a_text_that_grew_equals_a_text_that_was_given
 _SCAN = test_ngram.test_draft_equals_the_scan
-NGRAM = (
-    Mutant(
-        "ngram reads the prompt and nothing behind it",
-        only_once(SuffixIndex, "extend"),
-        _NGRAM_GREW,
-        keeps_tokens="ngram",
-    ),
+NGRAM = keeping(
+    "ngram",
+    Mutant("ngram reads the prompt and nothing behind it", only_once(SuffixIndex, "extend"), _NGRAM_GREW),
     Mutant(
         "ngram keeps rows that have ended",
         forgetful_of_ends(NGramDrafter),
         test_ngram.test_rows_are_apart_and_leave_nothing_behind,
-        keeps_tokens="ngram",
     ),
     Mutant(
         "n-grams across the end of a step are not seen",
         wrapped(SuffixIndex, "extend", _blind_across_steps),
         _NGRAM_GREW,
-        keeps_tokens="ngram",
     ),
-    Mutant("the shortest suffix comes first", _ranked(orders=sorted), _SCAN, keeps_tokens="ngram"),
-    Mutant(
-        "only the latest occurrence of a suffix is known",
-        _ranked(pick=lambda found: found[:1]),
-        _SCAN,
-        keeps_tokens="ngram",
-    ),
-    Mutant(
-        "the earliest occurrence of a suffix comes first",
-        _ranked(pick=lambda found: found[::-1]),
-        _SCAN,
-        keeps_tokens="ngram",
-    ),
+    Mutant("the shortest suffix comes first", _ranked(orders=sorted), _SCAN),
+    Mutant("only the latest occurrence of a suffix is known", _ranked(pick=lambda found: found[:1]), _SCAN),
+    Mutant("the earliest occurrence of a suffix comes first", _ranked(pick=lambda found: found[::-1]), _SCAN),
     Mutant(
         "a copy begins one token too early",
         with_arguments(ngram, "continuation", lambda call: {"start": call.start - 1}),
         _SCAN,
-        keeps_tokens="ngram",
     ),
 )
 
@@ -716,31 +601,28 @@ def _counting_twice(add: Any) -> Any:
 
 
 _NASD_GREW = test_nasd.test_a_text_that_grew_equals_a_text_that_was_given
-NASD = (
-    Mutant("only the last emitted token counts", told(NasdDrafter, _last_emitted), _NASD_GREW, keeps_tokens="nasd"),
+NASD = keeping(
+    "nasd",
+    Mutant("only the last emitted token counts", told(NasdDrafter, _last_emitted), _NASD_GREW),
     Mutant(
         "nasd keeps rows that have ended",
         forgetful_of_ends(NasdDrafter),
         test_nasd.test_rows_are_apart_and_leave_nothing_behind,
-        keeps_tokens="nasd",
     ),
     Mutant(
         "runners-up are learned one place too late",
         with_arguments(NGramStorage, "extend", lambda call: {"ranked": [*call.ranked[-1:], *call.ranked[:-1]]}),
         test_drafter_state.test_runners_up_are_learned_in_their_places,
-        keeps_tokens="nasd",
     ),
     Mutant(
         "the chosen token counts as a runner-up too",
         wrapped(Successors, "add", _counting_twice),
         test_nasd.test_the_chosen_token_is_not_counted_as_a_runner_up,
-        keeps_tokens="nasd",
     ),
     Mutant(
         "a node of a tree follows the node before it and not its parent",
         wrapped(NGramStorage, "successors", _following_the_newest),
         test_drafter_state.test_every_node_of_a_tree_of_counts_follows_its_own_path,
-        keeps_tokens="nasd",
     ),
 )
 
@@ -802,13 +684,9 @@ _TOLD = test_composition.test_every_part_is_told_about_its_own_nodes
 _BEST = test_composition.test_a_merged_tree_holds_the_best_paths_of_all
 _PARTS = test_composition.test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep
 _BELIEVES = test_drafter_state.test_a_composition_learns_whom_to_believe
-COMPOSITION = (
-    Mutant(
-        "parts are told about the nodes of all",
-        wrapped(CompositeDrafter, "observe", _told_of_everything),
-        _TOLD,
-        keeps_tokens="union",
-    ),
+COMPOSITION = keeping(
+    "union",
+    Mutant("parts are told about the nodes of all", wrapped(CompositeDrafter, "observe", _told_of_everything), _TOLD),
     Mutant(
         "parts are told that nothing was accepted",
         told(
@@ -816,47 +694,31 @@ COMPOSITION = (
             lambda result: replace(result, path=result.path[:1], text_features=result.committed),
         ),
         _TOLD,
-        keeps_tokens="union",
     ),
     Mutant(
         "parts get the choices of other nodes",
         told(CompositeDrafter, lambda result: replace(result, features=OfOtherNodes(result.features))),
         _TOLD,
-        keeps_tokens="union",
     ),
     Mutant(
         "a part that asked for accepted tokens gets features of its own nodes",
         with_result(composite, "own_result", _of_its_own_nodes),
         test_drafter_state.test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it,
-        keeps_tokens="union",
     ),
     Mutant(
         "the last part that knows a node decides on its score",
         with_arguments(union, "merged", _of_the_last_part),
         _BEST,
-        keeps_tokens="union",
     ),
     Mutant(
         "a merged tree has one node too many",
         with_arguments(union, "merged", lambda call: {"max_nodes": call.max_nodes + 1}),
         _BEST,
-        keeps_tokens="union",
     ),
-    Mutant(
-        "the least promising nodes come first",
-        wrapped(union, "merged", _worst_first),
-        _BEST,
-        keeps_tokens="union",
-    ),
-    Mutant("a part reads a prompt unasked", wrapped(CompositeDrafter, "read", _read_by_all), _PARTS),
-    Mutant("nobody learns what a part is worth", skipped(Calibration, "observe"), _BELIEVES, keeps_tokens="union"),
-    Mutant(
-        "a composition keeps rows that have ended",
-        forgetful_of_ends(CompositeDrafter),
-        _LEFT,
-        ("union",),
-        keeps_tokens="union",
-    ),
+    Mutant("the least promising nodes come first", wrapped(union, "merged", _worst_first), _BEST),
+    Mutant("a part reads a prompt unasked", wrapped(CompositeDrafter, "read", _read_by_all), _PARTS, keeps_tokens=""),
+    Mutant("nobody learns what a part is worth", skipped(Calibration, "observe"), _BELIEVES),
+    Mutant("a composition keeps rows that have ended", forgetful_of_ends(CompositeDrafter), _LEFT, ("union",)),
     Mutant(
         "no draft is ever enough",
         with_arguments(FirstDrafter, "__init__", lambda call: {"min_expected": float("inf")}),
@@ -873,13 +735,11 @@ COMPOSITION = (
         "whatever was drafted counts as accepted",
         with_arguments(Calibration, "observe", lambda call: {"path": range(len(call.tree))}),
         _BELIEVES,
-        keeps_tokens="union",
     ),
     Mutant(
         "the score of a node leaves its parent out",
         with_result(Calibration, "scores", _without_parents),
         test_composition.test_calibration_moves_from_what_is_stated_to_what_happens,
-        keeps_tokens="union",
     ),
 )
 
@@ -955,7 +815,8 @@ def _of_the_first_row(call: Call) -> dict[str, Any]:
 
 _RIGHT = test_self_draft_state.test_a_variant_that_leaves_nothing_out_is_always_right
 _FAULTLESS = test_self_draft_state.test_the_search_scores_the_target_itself_as_faultless
-SELF_DRAFTING = (
+SELF_DRAFTING = keeping(
+    "swift",
     Mutant(
         "drafted nodes stand one position too late",
         _variants(nodes=lambda nodes: replace(nodes, depths=nodes.depths + 1)),
@@ -977,6 +838,7 @@ SELF_DRAFTING = (
         ),
         test_self_draft.test_early_exit_is_the_model_without_its_last_layers,
         ("eager",),
+        keeps_tokens="",
     ),
     Mutant(
         "attention is left out where the MLP should be",
@@ -989,7 +851,6 @@ SELF_DRAFTING = (
         "what was left out is not put back",
         wrapped(SkippableLayers, "leave_out", _putting_nothing_back),
         test_self_draft_state.test_what_was_left_out_is_put_back_before_something_else_is,
-        keeps_tokens="swift",
     ),
     Mutant(
         "nothing is left out",
@@ -1007,26 +868,18 @@ SELF_DRAFTING = (
         "a text is scored by what is said behind the tokens before",
         _variants(logits=lambda logits: logits.roll(1, dims=1)),
         test_swift.test_the_score_is_the_share_of_tokens_that_the_set_would_have_drafted,
-        keeps_tokens="swift",
     ),
-    Mutant(
-        "a sampled text is scored with the noise of other positions",
-        _scores_with_other_noise,
-        _FAULTLESS,
-        keeps_tokens="swift",
-    ),
+    Mutant("a sampled text is scored with the noise of other positions", _scores_with_other_noise, _FAULTLESS),
     Mutant(
         "columns of the first row are saved, whichever is scored",
         with_arguments(KVCache, "kept", _of_the_first_row),
         _FAULTLESS,
-        keeps_tokens="swift",
     ),
-    Mutant("the first row is scored, whichever was meant", _variants(first_row=0), _FAULTLESS, keeps_tokens="swift"),
+    Mutant("the first row is scored, whichever was meant", _variants(first_row=0), _FAULTLESS),
     Mutant(
         "drafting goes on with the set that was tried last",
         wrapped(SkippableLayers, "leave_out", _never_going_back),
         test_self_draft_state.test_drafting_goes_on_with_the_best_set_after_a_trial,
-        keeps_tokens="swift",
     ),
 )
 
