@@ -29,7 +29,7 @@ def fresh() -> LLM:
 
 @cache
 def kept() -> LLM:
-    return LLM("zoo:tiny", "draft_model", dtype="float32", num_cached_prefixes=2)
+    return LLM("zoo:tiny", "draft_model", dtype="float32", num_cached_prefixes=2, prefill_chunk_size=64)
 
 
 def messages(turns: list[Turn], question: str) -> list[dict[str, str]]:
@@ -61,7 +61,7 @@ def test_answers_are_those_of_a_fresh_conversation(params: SamplingParams) -> No
 
 def test_only_new_text_is_fed() -> None:
     """From the second turn on: the last token of the answer, which no cache holds, and the new message."""
-    llm = LLM("zoo:tiny", dtype="float32", num_cached_prefixes=1)
+    llm = LLM("zoo:tiny", dtype="float32", num_cached_prefixes=1, prefill_chunk_size=64)
     conversation = Conversation(llm, SHORT)
     before = conversation.ask(QUESTIONS[0])
     fed_so_far = llm.profile.num_prefill_tokens
@@ -102,7 +102,7 @@ def test_an_answer_can_be_stopped() -> None:
 
 
 def test_a_full_context_is_refused_and_changes_nothing() -> None:
-    llm = LLM("zoo:tiny", dtype="float32", num_cached_prefixes=1, max_model_len=48)
+    llm = LLM("zoo:tiny", dtype="float32", num_cached_prefixes=1, prefill_chunk_size=64, max_model_len=48)
     conversation = Conversation(llm, replace(SHORT, max_tokens=None, ignore_eos=True))
     turn = conversation.ask("Hello, how are you?")
     assert turn.output.outputs[0].finish_reason == "length"

@@ -308,9 +308,16 @@ def test_where_the_output_embedding_reads_something_else_that_is_what_features_a
     assert torch.allclose(output.last_hidden, 2 * plain.last_hidden)
 
 
-def test_strict_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strict.*keep no prefixes"):
-        engine("none", PrefixStore(1), exactness="strict")
+@pytest.mark.parametrize("kind", ["none", "ngram", "chain"])
+def test_strict_mode_takes_over_whole_chunks_of_prompts(kind: str) -> None:
+    options = {"exactness": "strict", "max_num_seqs": 2, "max_model_len": 96, "prefill_chunk_size": 5}
+    going_on, history = engine(kind, PrefixStore(4), **options), PROMPTS[0]
+    for turn in range(3):
+        continued, fresh = answer(going_on, history, SAMPLED), answer(engine(kind, **options), history, SAMPLED)
+        assert continued.output_ids == fresh.output_ids
+        known = len(PROMPTS[0]) if turn == 1 else len(history) - len(TURN) - len(continued.output_ids)
+        assert continued.num_cached_tokens == (0 if turn == 0 else (known - 1) // 5 * 5)
+        history = (*history, *continued.output_ids, *TURN)
 
 
 # -- the store -------------------------------------------------------------------------------------------------------
@@ -358,6 +365,24 @@ def test_what_is_kept_is_a_copy() -> None:
     assert store.load((1, 2, 3), fresh, 0) == 2
     assert fresh.lengths == [2]
     assert fresh.layers[0].keys[0, 0, :2].eq(5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("recalls", "want"), [(lambda n: n, 4), (lambda n: n - 1, 4), (lambda n: min(n, 3), 2), (lambda n: 0, 0)]
+)
+def test_whole_grains_are_handed_out_as_far_as_a_drafter_recalls_them(recalls: Callable[[int], int], want: int) -> None:
+    """Of six known tokens with five columns, in twos; heads recall one token less than they are asked for."""
+    store, cache, asked = PrefixStore(2), cache_with(6, 0), []
+
+    def recall(_memory: object, num_tokens: int) -> int:
+        asked.append(num_tokens)
+        return recalls(num_tokens)
+
+    store.keep((1, 2, 3, 4, 5, 6), cache, 0, 5)
+    assert store.load((1, 2, 3, 4, 5, 9), cache, 1, recall, grain=2) == want
+    assert cache.lengths[1] == want
+    assert recalls(asked[-1]) == want
+    assert store.load((1, 9), cache, 1, recall, grain=2) == 0
 
 
 def test_no_room_is_refused() -> None:

@@ -64,26 +64,20 @@ def test_prompts_are_read_together_and_in_pieces(dtype: torch.dtype, chunk_size:
     assert sum(row.counts["num_accepted_draft_tokens"] for row in rows) > 0
 
 
-READ_OTHERWISE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="up to 64 nodes attend by the kernel of steps, longer chunks by that of chains, whose sums are others",
-)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(dtype, marks=READ_OTHERWISE, id=str(dtype)) for dtype in DTYPES],
-)
-def test_what_was_kept_of_an_earlier_request_is_what_would_be_read(dtype: torch.dtype) -> None:
-    """Three turns: each prompt is the text so far, and some more."""
-    keeping = llm(dtype, num_cached_prefixes=4).with_speculative_config(DRAFTING)
+@pytest.mark.parametrize("chunk_size", [33, 64, 80, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_kept_of_an_earlier_request_is_what_would_be_read(dtype: torch.dtype, chunk_size: int) -> None:
+    """Three turns: each prompt is the text so far, and some more. Chunks of up to 64 are read as steps are, and all of
+    them is kept; of longer ones those of the prompt that are whole."""
+    options = {"prefill_chunk_size": chunk_size}
+    keeping = llm(dtype, num_cached_prefixes=4, **options).with_speculative_config(DRAFTING)
     turns = [[*PROMPTS[0]]]
     for number in range(2):
         (row,) = said(keeping, turns[-1:], PARAMS, 1)
         turns.append([*row.prompt, *row.token_ids, *random_ids(20 + 60 * number, number, VOCAB_SIZE)])
-    assert keeping.generate({"prompt_token_ids": turns[-1]}, PARAMS)[0].num_cached_tokens > len(turns[0])
-    check(said(keeping, turns, PARAMS, 1), said(llm(dtype), turns, PARAMS, 1))
+    cached = keeping.generate({"prompt_token_ids": turns[-1]}, PARAMS)[0].num_cached_tokens
+    assert cached > len(turns[0]) if chunk_size <= 64 else cached == (len(turns[-2]) - 1) // chunk_size * chunk_size
+    check(said(keeping, turns, PARAMS, 1), said(llm(dtype, **options), turns, PARAMS, 1))
     assert all(len(later) > len(earlier) for earlier, later in pairwise(turns))
 
 

@@ -12,6 +12,7 @@ from foretoken.cli.chat_screen import JsonScreen, Screen
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.native.abi import MOST_NODES
 
 if TYPE_CHECKING:
     from foretoken.cli.conversation import Conversation, Turn
@@ -58,6 +59,7 @@ def chat(
             **vars(loading),
             max_model_len=max_model_len,
             num_cached_prefixes=KEPT_PREFIXES,
+            prefill_chunk_size=MOST_NODES,  # read by the kernels of steps, so that answers need not be read again
         )
         screen = JsonScreen() if as_json else Screen()
         code = Chat(Conversation(llm, params, system), screen).run()

@@ -64,8 +64,8 @@ def serve(
         int, typer.Option(help="Prompt tokens that running rows wait for at once.")
     ] = EngineConfig.prefill_chunk_size,
     num_cached_prefixes: Annotated[
-        int, typer.Option(help="Texts kept for prompts that begin like them; may change last bits of a text.")
-    ] = 0,
+        int, typer.Option(help="Texts whose prompts are kept for others that begin like them; 0 keeps none.")
+    ] = 8,
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests that may wait; more get 429. -1 is no limit.")
     ] = DEFAULTS.max_queued_requests or 0,

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate, islice, takewhile
 from typing import TYPE_CHECKING
 
-from foretoken.errors import ConfigError
 from foretoken.model.promise import MOST_NODES
 
 if TYPE_CHECKING:
@@ -43,9 +42,8 @@ class Scheduler:
       cache: of the rows.
       drafter: is told of every row that begins to decode, and of every one that leaves.
       plan: how much of the cache may be used; None for as much as the rows need.
-      prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too.
-
-    Raises: ConfigError for a store of prefixes under a config that promises every bit.
+      prefixes: keeps rows that have ended for prompts that begin like them, perhaps for other engines, too, which read
+        prompts in chunks of the same size.
     """
 
     def __init__(
@@ -58,11 +56,6 @@ class Scheduler:
         plan: MemoryPlan | None = None,
         prefixes: PrefixStore | None = None,
     ) -> None:
-        if prefixes is not None and config.is_strict:
-            raise ConfigError(
-                "exactness='strict' must reproduce every bit, but keys and values of earlier rows were rounded at "
-                "other shapes; keep no prefixes, or use exactness='default'"
-            )
         self._target = target
         self._cache = cache
         self._drafter = drafter
@@ -151,11 +144,25 @@ class Scheduler:
         row.num_changes = self._target.num_changes
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
-        prompt = row.token_ids[: row.num_to_prefill]
+        grain = self._grain
+        prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
         remembered = partial(self._drafter.recall, row)
-        row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered)
+        row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered, grain)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
+
+    @property
+    def _grain(self) -> int:
+        """Of how many columns those are a multiple that earlier rows leave, where bits are promised.
+
+        What a prompt leaves in the cache depends on its tokens and on where its chunks begin; long chunks are read by
+        other kernels than short ones and steps. So columns of whole chunks are what another prompt would read, too.
+        """
+        if self._config.exactness == "relaxed":
+            return 1
+        kind, size = self._target.promise(self._config.exactness).kind, self._config.prefill_chunk_size
+        has_one_kind = kind == "near-ties" or (kind == "native" and size <= MOST_NODES)
+        return 1 if has_one_kind else size
 
     # -- reading prompts ---------------------------------------------------------------------------------------
 
@@ -283,9 +290,11 @@ class Scheduler:
         is_doubtful = row.is_in_doubt or row.finish_reason == "error"
         if self._prefixes is None or is_doubtful or row.num_changes != self._target.num_changes:
             return
-        slot = self.slot_of(row)
+        slot, grain = self.slot_of(row), self._grain
+        length = self._cache.lengths[slot]
+        num_columns = length if grain == 1 else min(length, row.num_prompt_to_read) // grain * grain
         remember = partial(self._drafter.keep, row)
-        self._prefixes.keep(row.token_ids, self._cache, slot, self._cache.lengths[slot], remember)
+        self._prefixes.keep(row.token_ids[:length], self._cache, slot, num_columns, remember)
 
     def _remove(self, row: Sequence, *, erase: bool) -> None:
         """Take a row out of the cache; ``erase`` what it wrote where that may not be finite."""

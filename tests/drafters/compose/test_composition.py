@@ -316,7 +316,7 @@ def test_a_head_among_several_drafters_recalls_what_it_recalls_alone(method: str
     """It recalls one token less than it is asked for, so the parts once agreed on nothing, and chats were read anew."""
 
     def recalled(config: str) -> int:
-        llm = LLM("zoo:tiny", config, dtype="float32", num_cached_prefixes=2)
+        llm = LLM("zoo:tiny", config, dtype="float32", num_cached_prefixes=2, prefill_chunk_size=64)
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         first = llm.generate("Once upon a time there was a little", params)[0]
         longer = [*first.prompt_token_ids, *first.outputs[0].token_ids, 5, 6]

@@ -172,7 +172,7 @@ def test_the_hook_drafts_with_heads(folders: dict[str, str]) -> None:
 
 
 def test_turns_of_a_conversation_keep_their_cache(folders: dict[str, str]) -> None:
-    llm = LLM(toy_model(VOCAB_SIZE), {"model": folders["hydra++"]}, num_cached_prefixes=4)
+    llm = LLM(toy_model(VOCAB_SIZE), {"model": folders["hydra++"]}, num_cached_prefixes=4, prefill_chunk_size=64)
     first = llm.generate(GIVEN[0], GREEDY)[0]
     text = [*PROMPTS[0], *first.outputs[0].token_ids, 3, 1]
     second = llm.generate({"prompt_token_ids": text}, GREEDY)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache, RowStates
@@ -11,24 +12,28 @@ from foretoken.model.cache.ragged import KVCache, RowStates
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """The beginning of a text and its keys and values, in copies of their own, and what a drafter knew of it."""
+    """The beginning of a text, copies of keys and values of its first columns, and what a drafter knew of it."""
 
     token_ids: tuple[int, ...]
+    num_columns: int
     states: RowStates
     memory: object = None
+
+    def covers(self, token_ids: tuple[int, ...], num_columns: int) -> bool:
+        """Whether another text is its beginning, with as many columns or fewer."""
+        return num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
 
 
 class PrefixStore:
     """The most recent rows that have ended, each as far as a cache held it.
 
-    A prompt takes over the longest beginning that it shares with any of them, token by token, so a conversation that
-    goes on is fed its new text only. Texts that another one begins with are not kept twice.
+    A prompt takes over the longest beginning that it shares with any of them, so a conversation that goes on is fed its
+    new text only. Texts that another one begins with are not kept twice.
 
     Args:
       limit: how many texts are kept, 1 or more; the least recently used one makes room.
 
-    Exactness: states are those that decoding wrote. They equal a prompt's own up to the rounding of forwards of
-    another width, as rows of different batches do.
+    Exactness: states are as good as the columns that the scheduler lets in and out (`Scheduler`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -43,7 +48,7 @@ class PrefixStore:
     @property
     def num_tokens(self) -> int:
         """Columns kept, of all texts together."""
-        return sum(len(prefix.token_ids) for prefix in self._kept)
+        return sum(prefix.num_columns for prefix in self._kept)
 
     @property
     def num_bytes(self) -> int:
@@ -56,24 +61,25 @@ class PrefixStore:
         token_ids: Sequence[int],
         cache: KVCache,
         row: int,
-        length: int,
+        num_columns: int,
         remember: Callable[[], object] = lambda: None,
     ) -> None:
-        """Copy the first ``length`` columns of a row, which hold the first tokens of this text.
+        """Copy the first columns of a row, which hold the first tokens of this text.
 
         Args:
           remember: makes what is to be handed out together with them; called only where they are not known yet.
         """
-        tokens = tuple(token_ids[:length])
-        if not tokens:
+        tokens = tuple(token_ids)
+        if not num_columns:
             return
         for prefix in self._kept:
-            if prefix.token_ids[:length] == tokens:
+            if prefix.covers(tokens, num_columns):
                 self._touch(prefix)
                 return
-        self._kept = [prefix for prefix in self._kept if tokens[: len(prefix.token_ids)] != prefix.token_ids]
+        new = Prefix(tokens, num_columns, cache.export(row, num_columns), remember())
+        self._kept = [prefix for prefix in self._kept if not new.covers(prefix.token_ids, prefix.num_columns)]
         del self._kept[: max(0, len(self._kept) - self.limit + 1)]
-        self._kept.append(Prefix(tokens, cache.export(row, length), remember()))
+        self._kept.append(new)
 
     def load(
         self,
@@ -81,21 +87,24 @@ class PrefixStore:
         cache: KVCache,
         row: int,
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
+        grain: int = 1,
     ) -> int:
         """Fill an empty row with the longest known beginning of this text; the number of its tokens.
 
         Args:
           recall: is given what was to be remembered and the number of tokens, and says how many of them are wanted.
+          grain: of which the number is to be a multiple.
         """
         tokens = tuple(token_ids)
-        best, longest = None, 0
+        best, longest, most = None, 0, 0
         for prefix in self._kept:
             shared = shared_length(prefix.token_ids, tokens)
-            if shared > longest:
-                best, longest = prefix, shared
+            usable = min(shared, prefix.num_columns) // grain * grain
+            if usable > longest:
+                best, longest, most = prefix, usable, shared
         if best is not None:
             self._touch(best)
-            longest = recall(best.memory, longest)
+            longest = _recalled(partial(recall, best.memory), longest, most, grain)
             cache.load(row, best.states, longest)
         return longest
 
@@ -106,6 +115,20 @@ class PrefixStore:
     def _touch(self, prefix: Prefix) -> None:
         self._kept.remove(prefix)
         self._kept.append(prefix)
+
+
+def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int) -> int:
+    """The most that is recalled of ``wanted`` tokens, in whole grains, where ``shared`` ones are alike.
+
+    Heads make the entry of a token from the one that follows, so of n shared tokens they recall n - 1 at most.
+    """
+    known = recall(wanted)
+    while known % grain:
+        if wanted < shared and recall(wanted + 1) == wanted:
+            return wanted
+        wanted = min(wanted - grain, known // grain * grain)
+        known = recall(wanted)
+    return known
 
 
 def shared_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
