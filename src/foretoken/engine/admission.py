@@ -47,17 +47,49 @@ class Admission:
     ids: Iterator[int] = field(default_factory=count)
 
     def rows(
-        self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None, history_ids: Seq[int] | None
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None,
+        history_ids: Seq[int] | None,
+        output_ids: Seq[Seq[int]],
     ) -> list[Sequence]:
         """The ``params.n`` rows of a request; see `Engine.add_request`."""
         prompt = as_ids(prompt_ids)
+        if output_ids and len(output_ids) != params.n:
+            raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
         check_prompt(prompt, self.target.vocab_size, self.max_model_len)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
-        return [
+        rows = [
             self._row(prompt, self._law(params, prompt, history_ids, mix(seed, index)), request_id, index)
             for index in range(params.n)
         ]
+        for row, output in zip(rows, output_ids, strict=False):
+            self._continue(row, as_ids(output))
+        return rows
+
+    def _continue(self, row: Sequence, output_ids: list[int]) -> None:
+        """Let a row have said something already, which is replayed before it goes on.
+
+        Raises: PromptError for ids outside the vocabulary; ConfigError for an output that had ended before, or that its
+          grammar does not allow.
+        """
+        if not output_ids:
+            return
+        check_prompt(output_ids, self.target.vocab_size, None)
+        for place, token in enumerate(output_ids, 1):
+            if row.is_finished:
+                raise ConfigError(
+                    f"output_ids has {len(output_ids)} tokens, but the output ends with the first {place - 1} "
+                    f"({row.finish_reason}); leave out what comes after"
+                )
+            if (finish := row.checker.check(token)) is not None:
+                row.finish_reason, row.stop_reason = finish.reason, finish.cause
+        row.extend(output_ids)
+        if row.law.matching is not None and row.law.matching.fault is not None:
+            raise ConfigError(f"output_ids cannot be continued: {row.law.matching.fault}")
+        row.num_replayed = len(output_ids)
 
     def _prediction(self, params: SamplingParams, start: int) -> Prediction | None:
         given = params.prediction

@@ -85,14 +85,11 @@ class Engine:
                 f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
-        self._admission = Admission(
-            target,
-            self.eos_token_ids,
-            tokenizer,
-            self.max_model_len,
+        faults, grammars = (
             self.config.contains_faults,
             grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids),
         )
+        self._admission = Admission(target, self.eos_token_ids, tokenizer, self.max_model_len, faults, grammars)
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None
@@ -121,23 +118,24 @@ class Engine:
         request_id: str | None = None,
         *,
         history_ids: Seq[int] | None = None,
+        output_ids: Seq[Seq[int]] = (),
     ) -> list[Sequence]:
         """Queue a prompt; returns its ``params.n`` rows, which share the prefill.
 
         Args:
           history_ids: the prompt as the row's processors are to see it; see `SamplingLaw`.
+          output_ids: what each sample has said already: with the same seed it goes on to the text that was begun.
 
         Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt
         leaves no room for a token, or max_kv_bytes none for the request; ConfigError for the id of a request that is
         still unfinished.
         """
-        rows = self._admission.rows(prompt_ids, params, request_id, history_ids)
+        rows = self._admission.rows(prompt_ids, params, request_id, history_ids, output_ids)
         if self._scheduler.holds(rows[0].request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
         if self._plan is not None:
             self._plan.check(rows[0].num_prompt_tokens, rows[0].max_length)
-        rows[0].forks = rows[1:]
-        self._scheduler.waiting.append(rows[0])
+        self._scheduler.queue(rows, are_alike=not output_ids)
         return rows
 
     def abort(self, request_id: str) -> list[Sequence]:
@@ -161,7 +159,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        return bool(self._scheduler.waiting or self._scheduler.running or self._scheduler.ended)
 
     @property
     def num_running(self) -> int:
@@ -194,6 +192,8 @@ class Engine:
           with the reason "abort", since nothing is known of their state; those that wait are run by the next step.
         """
         with self._exclusive():
+            if self._scheduler.ended:
+                return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
             self._forwards.begin_step()
             self._scheduler.admit(self.profile)
             if reading := self._scheduler.to_read(one_by_one=self._forwards.has_one_shape):

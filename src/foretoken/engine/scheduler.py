@@ -63,6 +63,7 @@ class Scheduler:
         self._plan = plan
         self._prefixes = prefixes
         self.waiting: deque[Sequence] = deque()
+        self.ended: list[Sequence] = []  # before they began, which nobody was told yet
         self.num_decoding = 0
         self._rows: list[Sequence] = []
         self._due: set[Sequence] = set()  # that have not had their chunk in this round
@@ -93,6 +94,19 @@ class Scheduler:
     def max_nodes(self) -> int:
         """Largest number of nodes of a draft: what the plan leaves behind the longest row, a step of it at least."""
         return sys.maxsize if self._plan is None else max(1, self._plan.max_nodes(self._cache.lengths))
+
+    def queue(self, rows: list[Sequence], *, are_alike: bool) -> None:
+        """Let the samples of a request wait: together for one reading of their prompt where all they have is alike."""
+        if are_alike:
+            rows[0].forks = rows[1:]
+            rows = rows[:1]
+        self.ended += [row for row in rows if row.is_finished]
+        self.waiting += [row for row in rows if not row.is_finished]
+
+    def take_ended(self) -> list[Sequence]:
+        """Rows that had ended when they came; each once."""
+        ended, self.ended = self.ended, []
+        return ended
 
     # -- coming in ---------------------------------------------------------------------------------------------
 

@@ -23,14 +23,15 @@ Prompts: TypeAlias = PromptLike | Seq[PromptLike]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its ids, and its text where it was given as text."""
+    """One prompt: its ids, its text where it was given as text, and what its samples have said already."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    output_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def read_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
-    """One prompt or several, as text, token ids, or mappings with ``prompt`` or ``prompt_token_ids``.
+    """One prompt or several, as text, token ids, or mappings: ``prompt`` or ``prompt_token_ids``, and ``output_ids``.
 
     Raises: PromptError, naming the prompt by its place.
     """
@@ -51,9 +52,13 @@ def is_single(prompts: Prompts) -> bool:
 def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: int = 0) -> Prompt:
     """One prompt as token ids."""
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "output_ids"}
         if unknown or not prompt:
             raise PromptError(f"prompt {place} has the keys {sorted(prompt)}; give prompt (text) or prompt_token_ids")
+        if (said := prompt.get("output_ids")) is not None:
+            begun = read_prompt({key: prompt[key] for key in prompt if key != "output_ids"}, tokenizer, place)
+            listed = list(said) if said and _is_list(next(iter(said))) else [said]
+            return replace(begun, output_ids=tuple(_ids(ids, place) if len(ids) else () for ids in listed))
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
         if ids is not None:

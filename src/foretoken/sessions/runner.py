@@ -107,7 +107,7 @@ class Runner:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            rows = self._engine.add_request(prompt.token_ids, params, request_id)
+            rows = self._engine.add_request(prompt.token_ids, params, request_id, output_ids=prompt.output_ids)
         except PromptError as error:
             raise type(error)(f"prompt {place}: {error}") from None
         return Request(request_id, prompt, params, perf_counter(), [TextStream(row) for row in rows])

@@ -53,6 +53,11 @@ class TextStream:
         self._ends: list[tuple[int, str]] = []  # where the text of a source ends
         self._source = ""
         self._released = 0
+        if row.num_output_tokens:  # it goes on from what was said before, and delivered as far as that was certain
+            self.token_ids += row.output_ids
+            if self._text is not None:
+                self._text.read(self.token_ids)
+                self._released = self._certain(self._text.text)
 
     def take(self, output: RowOutput, drafter_name: str, started: float, ended: float) -> bool:
         """Take in what a step, between these times, has added to the row.
@@ -102,7 +107,7 @@ class TextStream:
             return ()
         text = self._text
         if self.finish_reason is None:
-            return self._release(len(text.text) - _overlap(text.text, self._held_back))
+            return self._release(self._certain(text.text))
         if text.stop is not None:
             start, end = text.stop
             return self._release(end if self._keeps_stop else start)
@@ -114,6 +119,10 @@ class TextStream:
     def num_released(self) -> int:
         """Characters that were released."""
         return self._released
+
+    def _certain(self, text: str) -> int:
+        """Length of the text that no later token can take back, of a row that goes on."""
+        return len(text) - _overlap(text, self._held_back)
 
     @property
     def released(self) -> str:
