@@ -210,6 +210,7 @@ _SCORES = (Address, Integer, Integer, Integer, Integer)
 """Where scores lie, their kind, how many rows or which, numbers between two of them, and in one."""
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "pack": (None, Address, *(Integer,) * 4, Address, Threads),
     "product": (None, Address, Address, Integer, Address, Threads),
     "bytes_product": (None, Address, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),

@@ -29,7 +29,7 @@ class PackedMatrix:
 
     Attributes:
       compute_dtype: of what is multiplied, and of the result.
-      packed: the numbers of the weight.
+      packed: the numbers of the weight, in huge pages where the system has them.
       num_bytes: of all that a product reads.
       address: of what the kernels are told of it.
 
@@ -47,7 +47,7 @@ class PackedMatrix:
         zeros: torch.Tensor | None = None,
     ) -> None:
         self._size = outputs, inputs = size
-        self.packed = memory.empty(packed.shape, packed.dtype).copy_(packed)
+        self.packed = packed
         self._kept = [None if each is None else each.float().contiguous() for each in (bias, scales, zeros)]
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
@@ -84,15 +84,15 @@ class NativeMatrix(PackedMatrix):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Library) -> None:
         outputs, inputs = weight.shape
         self._is_pairs = weight.dtype == torch.bfloat16 and kernels.has_pairs
-        block = PAIRS_BLOCK if self._is_pairs else kernels.block
-        padded = F.pad(weight, (0, -inputs % PAIRS_BLOCK * self._is_pairs, 0, -outputs % block))
-        blocks = padded.view(-1, block, padded.shape[1])
         if self._is_pairs:  # two tiles per 32 inputs, of 16 outputs each, pairs of inputs side by side
-            blocks = blocks.view(len(blocks), 2, 16, -1, 16, 2).permute(0, 3, 1, 4, 2, 5)
+            shape: tuple[int, ...] = (-(-outputs // PAIRS_BLOCK), -(-inputs // PAIRS_BLOCK), 2, 16, 16, 2)
         else:
-            blocks = blocks.transpose(1, 2)
+            shape = -(-outputs // kernels.block), inputs, kernels.block
         kind = abi.PAIRS if self._is_pairs else KINDS[weight.dtype]
-        super().__init__(kernels, (outputs, inputs), kind, blocks, bias)
+        packed, weight = memory.empty(shape, weight.dtype), weight.detach().contiguous()
+        threads = torch.get_num_threads()
+        kernels.pack(weight.data_ptr(), outputs, inputs, kind, kernels.block, packed.data_ptr(), threads)
+        super().__init__(kernels, (outputs, inputs), kind, packed, bias)
 
     def dense(self) -> torch.Tensor:
         """The weight (out, in), as it was given."""
@@ -125,10 +125,10 @@ class NibbleMatrix(PackedMatrix):
         block, groups = 2 * kernels.lanes, scales.shape[1]
         missing = (0, 0, 0, -outputs % block)
         padded = F.pad(codes.to(torch.uint8), missing).view(-1, block, inputs // 2, 2)
-        both = padded[..., 0] | padded[..., 1] << 4  # (blocks, outputs, pairs of inputs)
+        both = (padded[..., 0] | padded[..., 1] << 4).transpose(1, 2)  # (blocks, pairs of inputs, outputs)
         by_block = (F.pad(each.float(), missing).view(-1, block, groups).transpose(1, 2) for each in (scales, zeros))
-        of_bias = None if bias is None else bias.detach()
-        super().__init__(kernels, (outputs, inputs), abi.NIBBLES, both.transpose(1, 2), of_bias, *by_block)
+        packed, of_bias = memory.empty(both.shape, both.dtype).copy_(both), None if bias is None else bias.detach()
+        super().__init__(kernels, (outputs, inputs), abi.NIBBLES, packed, of_bias, *by_block)
 
 
 class Int8Matrix:
