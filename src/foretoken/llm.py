@@ -256,8 +256,8 @@ class LLM:
         """
         read = read_prompts(prompts, self.tokenizer)
         params = read_params(sampling_params, len(read), self.tokenizer)
-        for given in {id(one): one for one in params if one.structured_outputs is not None}.values():
-            self._grammars.compile(StructuredOutputs.of(given.structured_outputs))  # while others go on
+        for given in {id(one): one for one in params}.values():
+            self.prepare(given)
         wanted = [partial(seeded, given, self._seed) for given in params]
         with self._lock:
             self.drafting.refresh()
@@ -284,6 +284,14 @@ class LLM:
     def chat_prompt(self, messages: Any, **template_options: Any) -> dict[str, Any]:
         """The prompt of one conversation, for `generate` or `stream`."""
         return chat_prompt(self.tokenizer, messages, **template_options)
+
+    def prepare(self, sampling_params: SamplingParams) -> None:
+        """Compile what an output must match, while other calls go on; a call that follows finds it done.
+
+        Raises: GrammarError, ConfigError.
+        """
+        if sampling_params.structured_outputs is not None:
+            self._grammars.compile(StructuredOutputs.of(sampling_params.structured_outputs))
 
     def step(self) -> bool:
         """One step for all streams that are open; whether there was one to make.

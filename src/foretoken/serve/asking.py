@@ -79,13 +79,16 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
     sent = {name: given.get(name) for name in SAMPLING if given.get(name) is not None}
     sent |= {"n": given.whole("n", 1, 1, settings.max_n), "num_speculative_tokens": length, **params}
     sent["prediction"] = read_prediction(given.get("prediction"), served.llm.target.vocab_size)
+    sent["structured_outputs"] = read_form(given)
     if sent.get("prompt_logprobs") is not None:
         given.whole("prompt_logprobs", None, 0, settings.max_logprobs)
+    read = read_params(sent)
+    llm.prepare(read)
     return Asking(
         model=model or served.name,
         llm=llm,
         prompts=(),
-        params=read_params(sent),
+        params=read,
         streams=given.flag("stream"),
         stream=StreamOptions.of(given),
         by_token=given.choice("stream_granularity", settings.stream_granularity, GRANULARITIES) == "token",
@@ -97,6 +100,28 @@ def read_asking(given: Fields, served: Served, settings: ServerSettings, **param
         timeout=given.seconds("timeout", settings.request_timeout),
         unknown=given.unknown,
     )
+
+
+def read_form(given: Fields) -> dict[str, Any] | None:
+    """What the output must match: ``structured_outputs`` of vLLM, or ``response_format`` of the OpenAI API.
+
+    Raises: ApiError for both, or a format that is none.
+    """
+    wanted, form = given.get("structured_outputs"), given.get("response_format")
+    if wanted is not None and not isinstance(wanted, dict):
+        wrong_field("structured_outputs", wanted, "an object with json, regex, choice, grammar or json_object")
+    if form is None or form == {"type": "text"}:
+        return wanted
+    if wanted is not None:
+        raise ApiError(
+            400, "response_format and structured_outputs are given; leave one of them out", "response_format"
+        )
+    schema = form.get("json_schema") if isinstance(form, dict) else None
+    if form == {"type": "json_object"}:
+        return {"json_object": True}
+    if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"json": schema["schema"]}
+    wrong_field("response_format", form, "{type: 'text', 'json_object', or 'json_schema' with json_schema.schema}")
 
 
 def read_prediction(given: Any, vocab_size: int) -> str | list[int] | None:

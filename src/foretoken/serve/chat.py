@@ -37,11 +37,9 @@ KNOWN = SHARED | {
     "continue_final_message",
     "chat_template_kwargs",
 }
-CHAT_REFUSED = {
-    **REFUSED,
-    "modalities": Foreign("answers are text", (None, ["text"])),
-    "response_format": Foreign(REFUSED["response_format"].reason, (None, {"type": "text"})),
-}
+CHAT_REFUSED = {**REFUSED, "modalities": Foreign("answers are text")}
+TEXT_ONLY = ("modalities", ["text"])
+"""A field that asks for what there is."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PASSED_ON = ("name", "tool_calls", "tool_call_id")
 OURS = {"tokenize", "tools", "chat_template", "conversation", "messages", "return_tensors", "return_dict"}
@@ -52,8 +50,7 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
 
     Raises: ApiError, PromptError.
     """
-    known = KNOWN - {name for name in ("response_format", "modalities") if _is_plain(name, body.get(name))}
-    given = Fields({name: value for name, value in body.items() if not _is_plain(name, value)}, known, CHAT_REFUSED)
+    given = Fields({name: value for name, value in body.items() if (name, value) != TEXT_ONLY}, KNOWN, CHAT_REFUSED)
     wants_logprobs, most = given.flag("logprobs"), given.whole("top_logprobs", 0, 0, settings.max_logprobs)
     if most and not wants_logprobs:
         raise ApiError(400, "top_logprobs is given, but logprobs is not true", "top_logprobs")
@@ -64,11 +61,6 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
     asking = with_prompts(asking, [_prompt(given, tools, served)], settings)
     return asking, ChatForm(asking, served, has_tools=bool(tools))
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    """Fields that ask for text, which is what there is."""
-    return (name, value) in (("response_format", {"type": "text"}), ("modalities", ["text"]))
 
 
 def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[str, Any]:

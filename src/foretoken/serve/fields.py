@@ -25,6 +25,8 @@ SAMPLING = frozenset(field.name for field in fields(SamplingParams)) - _READ_HER
 SHARED = SAMPLING | {
     "n",
     "prediction",
+    "response_format",
+    "structured_outputs",
     "model",
     "stream",
     "stream_options",
@@ -43,18 +45,16 @@ SHARED = SAMPLING | {
 IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "priority"})
 """Fields that change nothing of an answer."""
 
-_NO_GRAMMAR = "there is no structured output in this server; ask for the form in the prompt"
+_STRUCTURED = "use structured_outputs, with the same value under json, regex, choice or grammar"
 _NO_MEDIA = "prompts and answers are text; leave it out"
 REFUSED = {
     "best_of": Foreign("every text that is drawn is returned; use n and choose among them", (None, 1)),
     "suffix": Foreign("texts are continued at their end; leave it out", (None, "")),
     "use_beam_search": Foreign("beams are not drafted for; use n", (None, False)),
-    "response_format": Foreign(_NO_GRAMMAR, (None,)),
-    "structured_outputs": Foreign(_NO_GRAMMAR),
-    "guided_json": Foreign(_NO_GRAMMAR),
-    "guided_regex": Foreign(_NO_GRAMMAR),
-    "guided_choice": Foreign(_NO_GRAMMAR),
-    "guided_grammar": Foreign(_NO_GRAMMAR),
+    "guided_json": Foreign(_STRUCTURED),
+    "guided_regex": Foreign(_STRUCTURED),
+    "guided_choice": Foreign(_STRUCTURED),
+    "guided_grammar": Foreign(_STRUCTURED),
     "truncate_prompt_tokens": Foreign("prompts are used whole or refused; shorten it", (None, -1)),
     "allowed_token_ids": Foreign("ban the others with logit_bias={id: -100}"),
     "functions": Foreign("use tools"),
