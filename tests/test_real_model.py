@@ -98,7 +98,7 @@ def test_single_precision_is_plain_decoding_and_that_of_transformers(
     check_drafts_were_taken(found)
 
 
-@pytest.mark.parametrize("method", params(METHODS))
+@pytest.mark.parametrize("method", params(METHODS, {*CHAINS, "token_recycling"} & COVERING))
 def test_strict_half_precision_is_plain_decoding(method: str, study: GetStudy) -> None:
     """Every token; trees are reduced to chains."""
     found = study("bfloat16", "strict").evidence(method)

@@ -268,6 +268,7 @@ REFUSED: dict[str, Architecture] = {
         "T5",
         _only(d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, vocab_size=VOCAB_SIZE),
         model_class="T5ForConditionalGeneration",
+        attention=("eager",),  # transformers 5.9 has no other
     ),
     "mamba": Architecture(
         "Mamba", _only(hidden_size=64, num_hidden_layers=2, state_size=8, **_IDS), attention=("eager",)
@@ -293,6 +294,7 @@ REFUSED: dict[str, Architecture] = {
             "block_types": ["recurrent", "attention"],
             "num_key_value_heads": 1,
         },
+        attention=("eager",),
     ),
     "jamba": Architecture(
         "Jamba",
@@ -330,6 +332,7 @@ REFUSED: dict[str, Architecture] = {
             "attention_head_dim": 32,
             "use_mamba_kernels": False,
         },
+        attention=("eager",),
     ),
     "zamba2": Architecture(
         "Zamba2",
