@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from foretoken import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from foretoken.cli.options import StructureOptions
 from foretoken.config.structured import MAX_CHARACTERS
 from foretoken.errors import ConfigError, GrammarError, NumericsError
 from foretoken.structured import grammars as grammars_module
@@ -346,6 +348,18 @@ def test_grammars_are_compiled_once_and_not_all_kept(monkeypatch: pytest.MonkeyP
     for regex in ("a", "b", "a", "c", "a", "b"):
         made.matching(StructuredOutputs(regex=regex))
     assert compiled == ["a", "b", "c", "b"]
+
+
+def test_the_command_line_takes_them(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(SCHEMA))
+    assert StructureOptions().wanted() is None
+    assert StructureOptions(json_schema=f"@{schema}").wanted() == StructuredOutputs(json=SCHEMA)
+    assert StructureOptions(choice=["yes", "no"]).wanted() == StructuredOutputs(choice=["yes", "no"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        StructureOptions(grammar=f"@{schema}x").wanted()
+    with pytest.raises(ConfigError, match="json, regex; give exactly one"):
+        StructureOptions(json_schema="{}", regex="a").wanted()
 
 
 def nested(depth: int) -> str:

@@ -14,6 +14,7 @@ from foretoken.cli.options import (
     LoadingOptions,
     ModelOptions,
     SamplingOptions,
+    StructureOptions,
     takes_groups,
 )
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
@@ -39,6 +40,7 @@ def generate(
     drafting: DraftingOptions,
     max_new_tokens: Annotated[int | None, typer.Option(help="Budget of every sample.")] = DEFAULTS.max_tokens,
     sampling: SamplingOptions,
+    structure: StructureOptions,
     chat: Chat = False,
     raw: Raw = False,
     loading: LoadingOptions,
@@ -65,7 +67,7 @@ def generate(
     prompt's samples are written in order. Statistics go to standard error. Ctrl-C keeps what has been generated.
     """
     with exit_codes():
-        params = sampling.params(max_tokens=max_new_tokens)
+        params = sampling.params(max_tokens=max_new_tokens, structured_outputs=structure.wanted())
         check_template(chat, raw)
         read = read_prompts(prompts or (), prompts_file, raw=raw)
         if trace_plot is not None:

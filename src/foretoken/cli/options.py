@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -15,6 +16,8 @@ from foretoken.config.aliases import ALIASES
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.config.structured import StructuredOutputs
+from foretoken.errors import ConfigError
 from foretoken.loading.defaults import RULE, default_keys
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
@@ -127,6 +130,37 @@ class SamplingOptions:
     def params(self, **more: Any) -> SamplingParams:
         """Parameters from these options, and from those of the verb's own."""
         return replace(DEFAULTS, **{**vars(self), **more})
+
+
+@dataclass(frozen=True)
+class StructureOptions:
+    """What outputs must match: fields of `StructuredOutputs`, of which one may be given."""
+
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="JSON|@FILE", help="JSON schema that every output must match.")
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="Regular expression that every output must match.")] = None
+    grammar: Annotated[
+        str | None, typer.Option(metavar="TEXT|@FILE", help="Grammar in Lark's form or EBNF that it must match.")
+    ] = None
+    choice: Annotated[list[str] | None, typer.Option(help="Text that an output may be; may be repeated.")] = None
+
+    def wanted(self) -> StructuredOutputs | None:
+        """What was asked for. Raises: ConfigError for several."""
+        given = {"json": self.json_schema, "regex": self.regex, "grammar": self.grammar, "choice": self.choice}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name, value in given.items():
+            if name in ("json", "grammar") and isinstance(value, str) and value.startswith("@"):
+                given[name] = _text_of(value.removeprefix("@"))
+        return StructuredOutputs.of(given) if given else None
+
+
+def _text_of(file: str) -> str:
+    """Raises: ConfigError for a file that cannot be read."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)
