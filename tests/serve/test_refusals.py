@@ -25,6 +25,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "kind": ("/v1/completions", {"prompt": "a", "max_tokens": "ten"}, 400, "max_tokens is 'ten'"),
     "many samples": ("/v1/completions", {"prompt": "a", "n": 1000}, 400, "n is 1000"),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * 2000}, 400, "2000 prompts"),
+    "many texts": ("/v1/completions", {"prompt": ["a"] * 100, "n": 64}, 400, "6400 texts"),
     "many logprobs": ("/v1/completions", {"prompt": "a", "logprobs": 50}, 400, "logprobs is 50"),
     "suffix": ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
     "beams": ("/v1/completions", {"prompt": "a", "best_of": 3}, 400, "best_of is not supported"),

@@ -159,4 +159,8 @@ def with_prompts(asking: Asking, prompts: Sequence[dict[str, Any]], settings: Se
     """
     if not 0 < len(prompts) <= settings.max_prompts:
         raise ApiError(400, f"the request has {len(prompts)} prompts; give 1 to {settings.max_prompts}", "prompt")
-    return replace(asking, prompts=prompts)
+    asking = replace(asking, prompts=prompts)
+    if asking.num_texts > settings.max_prompts:
+        message = f"the request asks for {asking.num_texts} texts; prompts times n may be {settings.max_prompts}"
+        raise ApiError(400, message, "n")
+    return asking

@@ -19,7 +19,7 @@ class ServerSettings:
       api_keys: any of them opens everything; without one, everything is open.
       cors_origins: web pages that may call the server from a browser; ``*`` for all of them.
       max_body_bytes: of a request; more is refused with 413.
-      max_n, max_prompts: samples of a prompt, and prompts of a request.
+      max_n, max_prompts: samples of a prompt, and prompts of a request, which also bounds all texts of it.
       max_logprobs: most likely tokens that may be asked for.
       max_queued_requests, max_queued_tokens: that wait for a row, and tokens of their prompts; more are refused with
         429. None for no limit.
