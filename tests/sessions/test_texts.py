@@ -54,7 +54,7 @@ def expected(ids: Sequence[int], params: SamplingParams) -> tuple[int, str | Non
 
 
 def stream_of(params: SamplingParams, checker: StopChecker, *, reads: bool = True) -> TextStream:
-    row: Any = SimpleNamespace(params=params, text=checker.text if reads else None)
+    row: Any = SimpleNamespace(params=params, text=checker.text if reads else None, num_output_tokens=0)
     return TextStream(row)
 
 
