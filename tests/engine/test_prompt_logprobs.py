@@ -79,7 +79,7 @@ def test_exact_in_float64() -> None:
 
 
 def test_they_are_learned_anew_where_the_prompt_is_known() -> None:
-    llm = LLM(model(), num_cached_prefixes=4)
+    llm = LLM(model(), num_cached_prefixes=4, prefill_chunk_size=16)
     (prompt,) = prompts((40,))
     llm.generate(prompt, replace(PARAMS, prompt_logprobs=None))
     (known,) = llm.generate(prompt, replace(PARAMS, prompt_logprobs=None))
