@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from foretoken.lazy import Lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Lazy("torch")
 
 FEW_NODES = 32
 """Rows of logits that are turned into log-probabilities at once."""
