@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from foretoken.bench.trial import Arm, Run, Sampling, rows_of
+from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.engine import governing
 from foretoken.engine.drafter import Drafter
@@ -184,6 +185,31 @@ class _Clock:
         """Nothing is held back."""
 
 
+def generation_config(
+    params: SamplingParams, eos_token_ids: Seq[int], options: Mapping[str, Any] | None = None
+) -> GenerationConfig:
+    """What transformers' ``generate`` is told, so that it draws from the law that these parameters describe.
+
+    Args:
+      params: of which it takes temperature, top-k, top-p, min-p, typical-p, the repetition penalty and the length.
+      eos_token_ids: that end a text, unless it goes on past them; the model's own are left aside.
+      options: more keys of the generation config.
+    """
+    chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
+    if not params.is_greedy:
+        chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "typical_p", "top_k")}
+        chosen["min_p"] = params.min_p or None
+    never = [-1]  # None would be replaced by the model's own
+    return GenerationConfig(
+        max_new_tokens=params.max_tokens,
+        eos_token_id=never if params.ignore_eos or not eos_token_ids else list(eos_token_ids),
+        pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
+        repetition_penalty=params.repetition_penalty,
+        **chosen,
+        **(options or {}),
+    )
+
+
 class TransformersArm(Arm):
     """`generate` of transformers on the same weights.
 
@@ -212,7 +238,7 @@ class TransformersArm(Arm):
 
     def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
         ids = torch.tensor([list(prompt_ids)])
-        config = self._config(max_new_tokens, sampling)
+        config = generation_config(sampling.params(max_new_tokens), self._eos, self.options)
         torch.manual_seed(sampling.seed)
         with torch.inference_mode(), self._prepared() as extra:
             emissions = _Emissions()
@@ -224,20 +250,6 @@ class TransformersArm(Arm):
                 **extra,
             )
         return emissions.as_run(output[0, len(prompt_ids) :].tolist())
-
-    def _config(self, max_new_tokens: int, sampling: Sampling) -> GenerationConfig:
-        chosen: dict[str, Any] = {"do_sample": not sampling.is_greedy}
-        if not sampling.is_greedy:
-            chosen |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        never = [-1]  # None would be replaced by the model's own
-        eos = never if sampling.ignore_eos or not self._eos else self._eos
-        return GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos,
-            pad_token_id=self._eos[0] if self._eos else 0,
-            **chosen,
-            **self.options,
-        )
 
     @contextmanager
     def _prepared(self) -> Iterator[dict[str, Any]]:

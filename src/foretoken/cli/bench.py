@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
-from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model
+from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model, say
 from foretoken.folders import check_place, keep_text
 
 if TYPE_CHECKING:
@@ -59,9 +59,8 @@ def run(options: BenchOptions) -> None:
     else:
         from foretoken.bench.report import Report
 
-        complain = partial(typer.echo, err=True)
         console = Console(highlight=False, quiet=options.as_json)
-        report = Report(console, options.output, lambda text: complain(f"foretoken: {text}"))
+        report = Report(console, options.output, say)
         measure, results = partial(_measure, options, report), report.results
     code = 0
     try:
@@ -203,8 +202,8 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
         )
 
     try:
-        with progress() as say:
-            methods = Methods(model, options.dtype, scale, settings, say)
+        with progress() as watch:
+            methods = Methods(model, options.dtype, scale, settings, watch)
             dtype, execution = str(methods.target.dtype).removeprefix("torch."), methods.target.execution.describe()
             report.begin({}, settings, model=model, models=methods.label, dtype=dtype, execution=execution)
             note(methods.run(candidates, note))
@@ -251,20 +250,20 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
         latest[:] = [outcome]
         report.keep(race=outcome)
 
-    with progress(is_long=True) as say:
-        exported = export(model, options.draft_model, scale, lambda text: typer.echo(f"foretoken: {text}", err=True))
+    with progress(is_long=True) as watch:
+        exported = export(model, options.draft_model, scale, say)
         dtype = exported.dtype if options.dtype == "auto" else options.dtype
         if dtype not in launching.OPENVINO:
             raise ConfigError(f"--dtype is {dtype!r}; other engines run in {', '.join(launching.OPENVINO)}")
         arming = options.arming(exported.has_draft)
         launches, missing = launching.launches(exported, model, scale, dtype, arming, peers, folder)
         for name, reason in missing.items():
-            typer.echo(f"foretoken: {name} takes no part: {reason}", err=True)
+            say(f"{name} takes no part: {reason}")
         more = {"model": model, "models": exported.models, "dtype": dtype, "execution": options.execution}
         report.begin({"num_threads": settings.threads}, settings, **more)
         target, length = exported.folder / "target", settings.max_new_tokens
         try:
-            with Race(exported, dtype, launches, missing, settings, say) as race:
+            with Race(exported, dtype, launches, missing, settings, watch) as race:
                 prompts = prompts_of(target, settings.kinds, settings.prompts_file, length, race.answer)
                 note(race.run(prompts, note))
         except KeyboardInterrupt:
@@ -312,28 +311,28 @@ def progress(*, is_long: bool = False) -> Iterator[Callable[[str, int, int], Non
     with Progress(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def say(what: str, done: int, total: int) -> None:
+        def watch(what: str, done: int, total: int) -> None:
             if what not in tasks:
                 for task in tasks.values():
                     bar.update(task, visible=False)
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done)
 
-        yield say
+        yield watch
 
 
 def _lines() -> Callable[[str, int, int], None]:
     started = time.perf_counter()
     latest = ("", started)
 
-    def say(what: str, done: int, total: int) -> None:
+    def watch(what: str, done: int, total: int) -> None:
         nonlocal latest
         now = time.perf_counter()
         if what != latest[0] or now - latest[1] > _SECONDS_PER_LINE:
-            typer.echo(f"foretoken: {(now - started) / 60:.1f} min: {what}, {done} of {total}", err=True)
+            say(f"{(now - started) / 60:.1f} min: {what}, {done} of {total}")
             latest = what, now
 
-    return say
+    return watch
 
 
 def _check_folder(file: Path) -> None:
@@ -355,7 +354,7 @@ def _default_model() -> str:
     from foretoken import zoo
 
     chosen = choose_model(None)
-    typer.echo(f"foretoken: measuring {chosen}, {zoo.manifest(chosen).title}", err=True)
+    say(f"measuring {chosen}, {zoo.manifest(chosen).title}")
     return chosen
 
 

@@ -35,6 +35,8 @@ QUESTIONS = (
 """Requests to an assistant: five of eight are chat, of which nothing can be copied, and of any first few half or more;
 between them code, a correction and a summary. Not chosen for the gain."""
 
+TOY = "zoo:tiny"
+
 WARM_UP = "Name three fruits."
 """Asked beforehand, so that what the first step loads and compiles is not counted for either way."""
 
@@ -45,6 +47,11 @@ TOY_QUESTIONS = (
     "Which countries border France?",
 )
 """Prompts of the kind that zoo:tiny was trained on."""
+
+
+def questions_for(model: str) -> tuple[str, ...]:
+    """The built-in questions that a model can answer."""
+    return TOY_QUESTIONS if model == TOY else QUESTIONS
 
 
 @dataclass

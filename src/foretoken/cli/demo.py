@@ -11,7 +11,7 @@ from rich.console import Console
 
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Raw, ask, check_text
-from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json
+from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json, say
 from foretoken.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_QUESTIONS = 8
 WARM_UP_TOKENS = 24
-TOY = "zoo:tiny"
 INFLATED = {"hidden_size": 1024, "intermediate_size": 4096}
 LABEL = (
     "zoo:tiny's target, inflated in width to {size:.1f} M parameters: "
@@ -66,7 +65,7 @@ def demo(
     console = Console(stderr=as_json, highlight=False)
     with exit_codes(), console.status("starting") as status:
         from foretoken.cli import demo_screen
-        from foretoken.cli.comparison import QUESTIONS, TOY_QUESTIONS, WARM_UP
+        from foretoken.cli.comparison import TOY, WARM_UP, questions_for
 
         if svg is not None:
             demo_screen.check_picture(svg)
@@ -75,7 +74,7 @@ def demo(
         name = model.chosen()
         config = drafting.config(name)
         params = sampling.params(max_tokens=max_new_tokens, seed=seed)
-        own = TOY_QUESTIONS if name == TOY else QUESTIONS
+        own = questions_for(name)
         status.update(f"loading {name}")
         if inflate and name == TOY:
             llm, label = _load_inflated(name, config, loading)
@@ -96,7 +95,7 @@ def demo(
             demo_screen.show(console, report)
         if not report.is_identical:
             if svg is not None:
-                typer.echo(f"foretoken: {svg} was not drawn: it would show the speed of another text", err=True)
+                say(f"{svg} was not drawn: it would show the speed of another text")
             raise typer.Exit(EXIT_DIFFERS)
         if svg is not None:
             demo_screen.picture(report, svg)

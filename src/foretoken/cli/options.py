@@ -6,18 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
-from foretoken.cli.running import choose_model
+from foretoken.cli.running import choose_model, read_text
 from foretoken.config.aliases import ALIASES
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
-from foretoken.errors import ConfigError
 from foretoken.loading.defaults import RULE, default_keys
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
@@ -151,16 +149,8 @@ class StructureOptions:
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
             if name in ("json", "grammar") and isinstance(value, str) and value.startswith("@"):
-                given[name] = _text_of(value.removeprefix("@"))
+                given[name] = read_text(value.removeprefix("@"))
         return StructuredOutputs.of(given) if given else None
-
-
-def _text_of(file: str) -> str:
-    """Raises: ConfigError for a file that cannot be read."""
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -35,7 +36,7 @@ def choose_model(model: str | None) -> str:
     chosen = zoo.default()
     if zoo.manifest(chosen).is_toy:
         real = next(name for name in zoo.names() if not zoo.manifest(name).is_toy)
-        typer.echo(f"foretoken: {chosen} is a toy that babbles. {zoo.why_missing(real)}", err=True)
+        say(f"{chosen} is a toy that babbles. {zoo.why_missing(real)}")
     return chosen
 
 
@@ -69,6 +70,22 @@ def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     return LLM(model, config, **options)
+
+
+def say(line: str) -> None:
+    """One line for people, on standard error."""
+    typer.echo(f"foretoken: {line}", err=True)
+
+
+def read_text(file: str) -> str:
+    """A file that an option names.
+
+    Raises: ConfigError for one that cannot be read.
+    """
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
 def put_json(record: Mapping[str, Any]) -> None:
@@ -139,7 +156,7 @@ def standard_streams() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        typer.echo(f"foretoken: {type(error).__name__}: {error}", err=True)
+        say(f"{type(error).__name__}: {error}")
         sys.exit(EXIT_REFUSED)
     except BrokenPipeError:
         _drop_output()
@@ -179,7 +196,7 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except ForetokenError as error:
-        typer.echo(f"foretoken: {type(error).__name__}: {error}", err=True)
+        say(f"{type(error).__name__}: {error}")
         raise typer.Exit(EXIT_REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.options import DraftingOptions, LoadingOptions, ModelOptions, takes_groups
-from foretoken.cli.running import exit_codes, load_llm
+from foretoken.cli.running import exit_codes, load_llm, read_text, say
 from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
@@ -127,7 +126,7 @@ def serve(
             tool_call_parser=tool_call_parser,
             log_requests=enable_log_requests,
         )
-        template = None if chat_template is None else _text(chat_template)
+        template = None if chat_template is None else read_text(chat_template)
         config = drafting.config(chosen)
         rows: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
@@ -143,12 +142,8 @@ def serve(
                 llm.tokenizer.chat_template = template
             return Served(draftings(llm, names[0], drafting_setting or []), tuple(names[1:]))
 
-        server = Server(load, names[0], settings, host=host, port=port, say=_say)
+        server = Server(load, names[0], settings, host=host, port=port, say=say)
         server.run_until_end()
-
-
-def _say(line: str) -> None:
-    typer.echo(f"foretoken: {line}", err=True)
 
 
 def _limit(number: int) -> int | None:
@@ -164,15 +159,8 @@ def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:
     if KEY_VARIABLE in os.environ:
         keys.append(os.environ[KEY_VARIABLE])
     if file is not None:
-        lines = [line.strip() for line in _text(file).splitlines()]
+        lines = [line.strip() for line in read_text(file).splitlines()]
         if not any(lines):
             raise ConfigError(f"{file} holds no keys; write one on each line")
         keys += [line for line in lines if line]
     return tuple(keys)
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None

@@ -117,7 +117,7 @@ def profile(
 
         def say(words: str) -> None:
             if sys.stderr.isatty():
-                typer.echo(f"foretoken: {words}", err=True)
+                say(words)
 
         found, details = find_profile(options, say)
         report = {**found.as_dict(), **details}

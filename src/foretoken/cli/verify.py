@@ -11,7 +11,7 @@ import typer
 
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foretoken.cli.running import exit_codes, load_llm, put_json
+from foretoken.cli.running import exit_codes, load_llm, put_json, say
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def verify(
         config = "none" if against is not None else drafting.config(name)
         llm = load_llm(name, config, gguf_file=model.gguf_file, **vars(loading))
         asked = ask(llm.tokenizer, name, (given or _questions(name))[:num_prompts], chat=chat, raw=raw)
-        subject = None if against is None else _subject(against, llm, name, drafting, loading)
+        subject = None if against is None else _subject(against, llm, name, drafting)
         from foretoken.verify import verify as judge
 
         found = judge(
@@ -83,7 +83,7 @@ def verify(
             budget_seconds=budget,
             false_alarm_rate=false_alarm_rate,
             seed=seed,
-            progress=_say if sys.stderr.isatty() else None,
+            progress=say if sys.stderr.isatty() else None,
         )
         if as_json:
             put_json(found.as_dict())
@@ -94,26 +94,28 @@ def verify(
 
 def _questions(name: str) -> list[str]:
     """Prompts of which some repeat themselves, so that something is drafted."""
-    from foretoken.cli.comparison import QUESTIONS, TOY_QUESTIONS
-    from foretoken.cli.demo import TOY
+    from foretoken.cli.comparison import questions_for
 
-    own = TOY_QUESTIONS if name == TOY else QUESTIONS
+    own = questions_for(name)
     return [own[place] for place in (3, 5, 1, 0, 4, 2) if place < len(own)]
 
 
-def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions, loading: LoadingOptions) -> Subject:
+def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
     """Somebody else's decoder."""
     from foretoken.verify import FunctionSubject, ServerSubject, TransformersSubject
 
     if against.startswith(("http://", "https://")):
         return ServerSubject(against, api_key=os.environ.get(KEY_VARIABLE))
     if against in (PLAIN, LOOKUP, ASSISTED):
-        options: dict[str, Any] = {LOOKUP: {"prompt_lookup_num_tokens": 3}}.get(against, {})
-        if against == ASSISTED:
-            if drafting.draft_model is None:
-                raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
-            options = {"assistant_model": _loaded(drafting.draft_model, llm)}
-        return TransformersSubject(_loaded(name, llm), against, eos_token_ids=llm.eos_token_ids, options=options)
+        if against == ASSISTED and drafting.draft_model is None:
+            raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
+        return TransformersSubject(
+            _loaded(name, llm),
+            against,
+            eos_token_ids=llm.eos_token_ids,
+            options={"prompt_lookup_num_tokens": 3} if against == LOOKUP else None,
+            assistant=_loaded(drafting.draft_model, llm) if against == ASSISTED and drafting.draft_model else None,
+        )
     module, _, function = against.partition(":")
     if not function:
         known = ", ".join((LOOKUP, ASSISTED, PLAIN))
@@ -131,10 +133,6 @@ def _loaded(name: str, llm: LLM) -> Any:
     from foretoken.loading.models import load_model
 
     return load_model(name, dtype=llm.target.dtype, device=llm.target.device, with_tokenizer=False).model
-
-
-def _say(line: str) -> None:
-    typer.echo(f"foretoken: {line}", err=True)
 
 
 def _show(verdict: Verdict) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretoken.engine.drafter import StepResult
@@ -93,19 +94,13 @@ def emit_row(
     if finish is not None:
         error = None
     sources = tuple([tree.source_of(node) for node in accepted])
-    if row.params.logprobs is None and not config.output_scores and not config.output_logits:
-        output = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources, tree=tree)
-    else:
+    output = RowOutput(row, tuple(tokens), len(accepted), error=error, sources=sources, tree=tree)
+    if row.params.logprobs is not None or config.output_scores or config.output_logits:
         nodes = list(verdict.path[: len(tokens)])
         paths, chosen_from = [tree.path_tokens(node) for node in nodes], logits[place][nodes]
-        output = RowOutput(
-            row,
-            tuple(tokens),
-            len(accepted),
+        output = replace(
+            output,
             logprobs=logprobs_of(row, tokens, chosen_from, paths),
-            error=error,
-            sources=sources,
-            tree=tree,
             scores=sampling.scores(chosen_from, [row.law] * len(nodes), paths) if config.output_scores else None,
             logits=chosen_from.float() if config.output_logits else None,
         )

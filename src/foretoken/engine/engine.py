@@ -85,11 +85,10 @@ class Engine:
                 f"max_model_len is {self.config.max_model_len}, but {target.name} has a context of {context}; lower it"
             )
         self.max_model_len = min(self.config.max_model_len or context, context)
-        faults, grammars = (
-            self.config.contains_faults,
-            grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids),
+        grammars = grammars or Grammars(tokenizer, target.vocab_size, self.eos_token_ids)
+        self._admission = Admission(
+            target, self.eos_token_ids, tokenizer, self.max_model_len, self.config.contains_faults, grammars
         )
-        self._admission = Admission(target, self.eos_token_ids, tokenizer, self.max_model_len, faults, grammars)
         self.cache = target.new_cache()
         self.profile = StepProfile()
         self.governor = governor if self.config.rule.keeps_tokens else None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from foretoken.serve.asking import Asking
+    from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
@@ -29,22 +30,6 @@ CLIENT_LEFT = 499
 
 class Departed(Exception):
     """The client has left."""
-
-
-class Form(Protocol):
-    """The shape of an answer."""
-
-    def frame(self, is_chunk: bool) -> dict[str, Any]:
-        """What every object begins with."""
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Choices of chunks before the first token."""
-
-    def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
-        """Choices of the chunks for what a step has brought one text: one for each token, or one for all."""
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Choices of the whole answer."""
 
 
 class Exchange:
@@ -128,8 +113,7 @@ async def answer(bridge: Bridge, asking: Asking, form: Form, settings: ServerSet
 
     Raises: ApiError, PromptError and the like, before anything was sent.
     """
-    num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in asking.prompts)
-    bridge.check_room(num_tokens, settings.max_queued_requests, settings.max_queued_tokens)
+    bridge.check_room(asking.num_prompt_tokens, settings.max_queued_requests, settings.max_queued_tokens)
     exchange = Exchange(bridge, asking, receive)
     try:
         await exchange.begin()

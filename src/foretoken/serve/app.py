@@ -22,12 +22,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from foretoken import __version__
 from foretoken.errors import ForetokenError
-from foretoken.serve.answering import CLIENT_LEFT, Form, answer
+from foretoken.serve.answering import CLIENT_LEFT, answer
 from foretoken.serve.asking import Asking
 from foretoken.serve.chat import read_chat, read_messages
 from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, loading, stopping, unauthorized
 from foretoken.serve.fields import Fields
+from foretoken.serve.form import Form
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.sessions.prompts import chat_prompt
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.serve.errors import ApiError
-from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named, wrong_field
+from foretoken.serve.fields import SAMPLING, Fields, StreamOptions, named, text_of, wrong_field
 from foretoken.serve.settings import DETAILS, GRANULARITIES, ServerSettings
 from foretoken.serve.tokens import token_ids
 
@@ -57,6 +57,10 @@ class Asking:
     @property
     def num_texts(self) -> int:
         return len(self.prompts) * self.params.n
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
 
     @property
     def warning(self) -> dict[str, str]:
@@ -130,11 +134,9 @@ def read_prediction(given: Any, vocab_size: int) -> str | list[int] | None:
     Raises: ApiError for anything else.
     """
     if isinstance(given, dict) and given.get("type") == "content":
-        content = given.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-        if all(isinstance(text, str) for text in texts):
-            return "".join(map(str, texts))
+        text = text_of(given.get("content"))
+        if text is not None:
+            return text
     elif given is None or isinstance(given, str):
         return given
     elif isinstance(given, list):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +11,10 @@ from jinja2 import TemplateError
 from foretoken.config.keywords import Foreign, check_unicode
 from foretoken.errors import ConfigError
 from foretoken.serve.asking import Asking, read_asking, with_prompts
-from foretoken.serve.drafts import Drafts
 from foretoken.serve.errors import ApiError
-from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, wrong_field
-from foretoken.serve.tokens import TokenNames, chat_logprobs, prompt_tables
+from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
+from foretoken.serve.form import Form
+from foretoken.serve.tokens import chat_logprobs, prompt_tables
 from foretoken.serve.tools import CallReader, read_tools
 from foretoken.sessions.prompts import chat_prompt
 
@@ -111,11 +109,9 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 def _content(content: Any, role: str, where: str) -> str:
     if content is None and role == "assistant":
         return ""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    text = text_of(content)
+    if text is None:
         raise ApiError(400, f"{where}.content must be text, or a list of parts of type text", f"{where}.content")
-    text = "".join(map(str, texts))
     check_unicode(text, f"{where}.content")
     return text
 
@@ -138,30 +134,20 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
-class ChatForm:
+class ChatForm(Form):
     """Shape of the answers of ``/v1/chat/completions``.
 
     Args:
       has_tools: look for calls in what the model says.
     """
 
+    prefix = "chatcmpl"
+    kinds = ("chat.completion", "chat.completion.chunk")
+
     def __init__(self, asking: Asking, served: Served, has_tools: bool) -> None:
-        self._asking = asking
-        self._fingerprint = served.fingerprint
-        self._names = TokenNames(served.llm.tokenizer, asking.names_ids)
-        self._drafts = Drafts(served.llm.tokenizer)
+        super().__init__(asking, served)
         self._readers = [CallReader() if has_tools else None for _ in range(asking.params.n)]
         self._has_tools = has_tools
-        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-
-    def frame(self, is_chunk: bool) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk" if is_chunk else "chat.completion",
-            "created": self._created,
-            "model": self._asking.model,
-            "system_fingerprint": self._fingerprint,
-        }
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -171,12 +157,11 @@ class ChatForm:
         length = len(delta.token_ids)
         if not length:
             return [self._part(delta, slice(0, 0), delta.text, is_last=delta.finish_reason is not None)]
-        parts = [slice(i, i + 1) for i in range(length)] if self._asking.by_token else [slice(0, length)]
         return [
             self._part(
                 delta, part, "".join(delta.texts[part]), is_last=part.stop == length and bool(delta.finish_reason)
             )
-            for part in parts
+            for part in self._parts(delta)
         ]
 
     def _part(self, delta: StreamOutput, part: slice, text: str, is_last: bool) -> dict[str, Any]:
@@ -191,11 +176,7 @@ class ChatForm:
         choice = self._choice(delta.index, "delta", said, reason, delta.stop_reason if is_last else None)
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part])
-        if self._asking.returns_ids:
-            choice["token_ids"] = list(delta.token_ids[part])
-        if self._asking.returns_drafts:
-            choice["draft"] = self._drafts.of(delta, part)
-        return choice
+        return self._tell(choice, delta, part)
 
     def _logprobs(self, ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> dict[str, Any]:
         return chat_logprobs(self._names, ids, tables, self._asking.params.logprobs or 0)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foretoken.serve.asking import Asking, read_asking, with_prompts
-from foretoken.serve.drafts import Drafts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
-from foretoken.serve.tokens import TokenNames, completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
+from foretoken.serve.form import Form
+from foretoken.serve.tokens import completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -56,32 +54,22 @@ def _prompt(prompt: Any, served: Served, add_special_tokens: bool) -> dict[str, 
     return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
 
 
-class CompletionForm:
+class CompletionForm(Form):
     """Shape of the answers of ``/v1/completions``.
 
     Args:
       echo: begin every text with its prompt.
     """
 
+    prefix = "cmpl"
+    kinds = ("text_completion", "text_completion")
+
     def __init__(self, asking: Asking, served: Served, echo: bool) -> None:
-        self._asking = asking
+        super().__init__(asking, served)
         self._echo = echo
         self._returns_prompt_logprobs = not echo and asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
-        self._fingerprint = served.fingerprint
-        self._names = TokenNames(self._tokenizer, asking.names_ids)
-        self._drafts = Drafts(self._tokenizer)
         self._length: dict[int, int] = {}  # of the text of each choice so far
-        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-
-    def frame(self, is_chunk: bool) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._asking.model,
-            "system_fingerprint": self._fingerprint,
-        }
 
     def opening(self) -> list[dict[str, Any]]:
         if not self._echo:
@@ -100,8 +88,7 @@ class CompletionForm:
         length = len(delta.token_ids)
         if not length:
             return [self._choice(index, delta.text, delta.finish_reason, delta.stop_reason)]
-        parts = [slice(i, i + 1) for i in range(length)] if self._asking.by_token else [slice(0, length)]
-        return [self._part(index, delta, part, is_last=part.stop == length) for part in parts]
+        return [self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta)]
 
     def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
         pieces, ids = delta.texts[part], delta.token_ids[part]
@@ -111,11 +98,7 @@ class CompletionForm:
         self._length[index] = start + len(choice["text"])
         if delta.logprobs is not None:
             choice["logprobs"] = self._logprobs(ids, delta.logprobs[part], pieces, start)
-        if self._asking.returns_ids:
-            choice["token_ids"] = list(ids)
-        if self._asking.returns_drafts:
-            choice["draft"] = self._drafts.of(delta, part)
-        return choice
+        return self._tell(choice, delta, part)
 
     def _logprobs(self, ids: Any, tables: Any, pieces: Sequence[str], start: int) -> dict[str, Any]:
         most = self._asking.params.logprobs or 0

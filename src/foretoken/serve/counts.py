@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from foretoken.model.cache.prefixes import shared_length
 from foretoken.sessions.outputs import speculative_metrics
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ def verdict_of(outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput])
     ]
     for place, (text, reference) in enumerate(pairs):
         if text.token_ids != reference.token_ids:
-            length = min(len(text.token_ids), len(reference.token_ids))
-            same = (i for i in range(length) if text.token_ids[i] != reference.token_ids[i])
-            differences.append({"index": place, "token": next(same, length)})
+            differences.append({"index": place, "token": shared_length(text.token_ids, reference.token_ids)})
     return {
         "verify": {
             "identical": not differences,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from foretoken.sessions.textstream import TARGET
+
 if TYPE_CHECKING:
     from foretoken.sessions.outputs import StreamOutput
     from foretoken.tree import DraftTree
 
-TARGET = "target"
 MAX_BRANCHES = 8
 """Rejected branches that are told of a step, the likeliest by the drafter's order first."""
 
@@ -51,10 +52,10 @@ class Drafts:
 
 
 def _path(tree: DraftTree, tokens: tuple[int, ...]) -> list[int]:
-    """Nodes of the accepted tokens, the root first: siblings never share a token."""
+    """Nodes of the accepted tokens, the root first."""
     path = [0]
     for token in tokens:
-        child = next((n for n in range(1, len(tree)) if tree.parents[n] == path[-1] and tree.tokens[n] == token), None)
+        child = tree.child(path[-1], token)
         if child is None:
             break
         path.append(child)

@@ -123,6 +123,13 @@ class Fields:
         return value
 
 
+def text_of(content: Any) -> str | None:
+    """The text of a content, which is text or a list of parts of type text; None where it is something else."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+
+
 def wrong_field(name: str, value: Any, what: str) -> NoReturn:
     """Raises: ApiError for a value of a field."""
     raise ApiError(400, f"{name} is {shown(value)}; it must be {what}", name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config.sampling import SamplingParams
+from foretoken.model.cache.prefixes import shared_length
 from foretoken.model.lm import CausalLM
 from foretoken.testing.divergence import token_gap
 from foretoken.verify.subjects import Sample
@@ -57,15 +58,13 @@ class Differences:
             found = self._tokens_of(got.text or "", text, expected)
         else:
             found = got.token_ids
-        pairs = zip(found, expected, strict=False)
-        position = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-        if position is not None:
+        position = shared_length(list(found), expected)
+        if position < min(len(found), len(expected)):
             tokens = found[position], expected[position]
             context = self._prompts[prompt], expected[:position]
             gap = token_gap(self._target, *context, params, sample, tokens)
             return Difference(prompt, sample, position, *tokens, gap=gap)
         if len(found) != len(expected):
-            position = min(len(found), len(expected))
             one, other = (each[position] if position < len(each) else "(end)" for each in (found, expected))
             return Difference(prompt, sample, position, one, other, NEVER)
         if got.text is not None and got.text != text:
@@ -76,10 +75,7 @@ class Differences:
         """Tokens of a text that came without any: the expected ones as far as the two texts agree."""
         if self._tokenizer is None:
             return []
-        pairs = zip(text, expected_text, strict=False)
-        agree = next(
-            (place for place, (one, other) in enumerate(pairs) if one != other), min(len(text), len(expected_text))
-        )
+        agree = shared_length(text, expected_text)
         kept = 0
         while kept < len(expected) and len(self._tokenizer.decode(expected[: kept + 1])) <= agree:
             kept += 1

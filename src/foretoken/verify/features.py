@@ -24,8 +24,8 @@ class Feature:
     is_alone: bool = False
 
 
-FIRST = ("greedy", "sampled")
-"""Features that are looked at before everything else."""
+NUM_FIRST = 2
+"""Of `features`, that are looked at before everything else."""
 
 LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("sampled", {}),
@@ -42,41 +42,38 @@ def features(plain: Seq[Answer], max_tokens: int, seed: int) -> list[Feature]:
       plain: greedy answers of plain decoding, from which stop strings and biases are made.
       seed: of prompt i is ``seed + i``.
     """
-    prompts = range(len(plain))
 
-    def same(name: str, **keys: Any) -> Feature:
-        chosen = {"temperature": 1.0, **keys}
-        return Feature(
-            name, tuple(SamplingParams(max_tokens=max_tokens, seed=seed + place, **chosen) for place in prompts)
-        )
-
-    def each(name: str, **keys: list[Any]) -> Feature:
+    def setting(name: str, *, temperature: float = 1.0, **keys: Any) -> Feature:
+        """Lists hold a value for every prompt, everything else is for all of them."""
         return Feature(
             name,
             tuple(
                 SamplingParams(
-                    max_tokens=max_tokens, seed=seed + place, temperature=0.0, **{k: v[place] for k, v in keys.items()}
+                    max_tokens=max_tokens,
+                    seed=seed + place,
+                    temperature=temperature,
+                    **{key: value[place] if isinstance(value, list) else value for key, value in keys.items()},
                 )
-                for place in prompts
+                for place in range(len(plain))
             ),
         )
 
     return [
-        same("greedy", temperature=0.0, logprobs=2),
-        same("sampled", logprobs=2),
-        replace(same("one prompt at a time", temperature=0.0), is_alone=True),
-        each("stop string", stop=[_inside(answer) for answer in plain]),
-        same("repetition penalty", temperature=0.0, repetition_penalty=1.2),
-        same("samples of a prompt", n=3),
-        same("top-k", top_k=20),
-        same("top-p, temperature", top_p=0.9, temperature=0.8),
-        each("logit bias", logit_bias=[_bias(answer) for answer in plain]),
-        same("presence and frequency penalties", presence_penalty=0.7, frequency_penalty=0.4),
-        same("min-p", min_p=0.1),
-        same("no repeated 3-gram", temperature=0.0, no_repeat_ngram_size=3),
-        same("typical-p", typical_p=0.9),
-        each("stop token", stop_token_ids=[_token(answer) for answer in plain]),
-        same("past the end", ignore_eos=True, temperature=0.0),
+        setting("greedy", temperature=0.0, logprobs=2),
+        setting("sampled", logprobs=2),
+        replace(setting("one prompt at a time", temperature=0.0), is_alone=True),
+        setting("stop string", temperature=0.0, stop=[_inside(answer) for answer in plain]),
+        setting("repetition penalty", temperature=0.0, repetition_penalty=1.2),
+        setting("samples of a prompt", n=3),
+        setting("top-k", top_k=20),
+        setting("top-p, temperature", top_p=0.9, temperature=0.8),
+        setting("logit bias", temperature=0.0, logit_bias=[_bias(answer) for answer in plain]),
+        setting("presence and frequency penalties", presence_penalty=0.7, frequency_penalty=0.4),
+        setting("min-p", min_p=0.1),
+        setting("no repeated 3-gram", temperature=0.0, no_repeat_ngram_size=3),
+        setting("typical-p", typical_p=0.9),
+        setting("stop token", temperature=0.0, stop_token_ids=[_token(answer) for answer in plain]),
+        setting("past the end", ignore_eos=True, temperature=0.0),
     ]
 
 

@@ -176,17 +176,24 @@ class TransformersSubject(Subject):
 
     Args:
       model: of transformers, in memory.
-      options: for its ``generate``, ``assistant_model`` and ``prompt_lookup_num_tokens`` for instance.
       eos_token_ids: that end a text.
+      options: for the generation config, such as ``prompt_lookup_num_tokens``.
+      assistant: makes it assisted generation.
     """
 
     takes = TRANSFORMERS
 
     def __init__(
-        self, model: Any, name: str, *, eos_token_ids: Seq[int] = (), options: Mapping[str, Any] | None = None
+        self,
+        model: Any,
+        name: str,
+        *,
+        eos_token_ids: Seq[int] = (),
+        options: Mapping[str, Any] | None = None,
+        assistant: Any = None,
     ) -> None:
         self.name = name
-        self._model = model
+        self._model, self._assistant = model, assistant
         self._eos = list(eos_token_ids)
         self._options = dict(options or {})
 
@@ -199,24 +206,18 @@ class TransformersSubject(Subject):
 
     def _sample(self, prompt: Seq[int], params: SamplingParams, index: int) -> Sample:
         import torch
-        from transformers import GenerationConfig
 
-        chosen: dict[str, Any] = {"do_sample": not params.is_greedy}
-        if not params.is_greedy:
-            chosen |= {name: getattr(params, name) for name in ("temperature", "top_p", "min_p", "typical_p", "top_k")}
-        eos = [-1] if params.ignore_eos or not self._eos else self._eos  # None is replaced by the model's own
-        config = GenerationConfig(
-            max_new_tokens=params.max_tokens,
-            eos_token_id=eos,
-            pad_token_id=max(0, eos[0]),
-            repetition_penalty=params.repetition_penalty,
-            **chosen,
-        )
+        from foretoken.bench.arms import generation_config
+
+        config = generation_config(params, self._eos, self._options)
         torch.manual_seed(mix(params.seed or 0, index) % 2**63)
         ids = torch.tensor([list(prompt)], device=self._model.device)
         with torch.inference_mode():
             found = self._model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **self._options
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                assistant_model=self._assistant,
             )
         return Sample(tuple(found[0, len(prompt) :].tolist()))
 

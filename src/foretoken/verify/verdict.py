@@ -113,7 +113,6 @@ class Verdict:
             "sentence": self.sentence(),
             "doubts": self.doubts,
             **asdict(self),
-            "findings": [asdict(one) for one in self.findings],
         }
 
 

@@ -17,8 +17,8 @@ from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
 from foretoken.verify.continuations import DEPTH, FEWEST, SAMPLES_AT_ONCE, draw, telling
 from foretoken.verify.differences import Difference, Differences
-from foretoken.verify.features import FIRST, LAWS, Feature, features
-from foretoken.verify.laws import LAW_FIELDS, SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
+from foretoken.verify.features import LAWS, NUM_FIRST, Feature, features
+from foretoken.verify.laws import SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
 from foretoken.verify.verdict import Finding, Verdict, holm
 
@@ -112,10 +112,10 @@ class _Work:
         self._progress("plain decoding of every prompt")
         plain = self._plain.generate(self._prompts, [ends] * len(self._prompts))
         every = features(plain, self._max_tokens, self._seed)
-        for feature in every[: len(FIRST)]:
+        for feature in every[:NUM_FIRST]:
             self._compare(feature)
         self._test_laws(plain)
-        for feature in every[len(FIRST) :]:
+        for feature in every[NUM_FIRST:]:
             self._compare(feature)
         self._judge_laws()
         promise = self._llm.promise.describe() if self._is_own else ""
@@ -139,7 +139,7 @@ class _Work:
         given = [*feature.params]
         if "logprobs" not in self._subject.takes:
             given = [replace(params, logprobs=None) for params in given]
-        if reason := self._why_not(feature, given, is_greedy):
+        if reason := self._why_not(given, is_greedy):
             self._findings.append(Finding(feature.name, "tokens", "left out", reason))
             return
         self._progress(f"{feature.name}: tokens")
@@ -169,7 +169,7 @@ class _Work:
         pairs = zip(self._prompts, params, strict=True)
         return [answer for prompt, own in pairs for answer in self._subject.generate([prompt], [own])]
 
-    def _why_not(self, feature: Feature, given: list[SamplingParams], is_greedy: bool) -> str:
+    def _why_not(self, given: list[SamplingParams], is_greedy: bool) -> str:
         if not is_greedy and not self._subject.is_keyed:
             return "its samples need not be those of plain decoding; their law is tested"
         if missing := set().union(*map(asked_for, given)) - self._subject.takes:
@@ -215,7 +215,6 @@ class _Work:
         prompt = self._telling_prompt(plain)
         for place, (name, keys) in enumerate(tests):
             params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, "n": SAMPLES_AT_ONCE, **keys})
-            assert asked_for(params) <= LAW_FIELDS | {"n"}
             left = until - time.monotonic()
             if left <= 0 and place:
                 self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
@@ -225,9 +224,7 @@ class _Work:
             law = enumerate_law(after, DEPTH, self._llm.eos_token_ids)
             share = left / (len(tests) - place + (0.5 if place == 0 else 0))
             try:
-                samples, drafts = draw(
-                    self._subject, prompt, params, self._llm.tokenizer, self._seed, until=time.monotonic() + share
-                )
+                samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
             except ForetokenError as error:
                 self._findings.append(Finding(name, "law", "left out", f"it refuses: {error}"))
                 continue
@@ -249,9 +246,7 @@ class _Work:
         """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
-        samples, drafts = draw(
-            broken, prompt, params, self._llm.tokenizer, self._seed, num_samples=min(num_samples, 2 * FEWEST)
-        )
+        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, 2 * FEWEST))
         test = judge_samples(law, samples, level, self._seed)
         is_caught = test.p_value <= level
         said = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache, RowStates
@@ -58,7 +60,7 @@ class PrefixStore:
 
     def keep(
         self,
-        token_ids: Sequence[int],
+        token_ids: Seq[int],
         cache: KVCache,
         row: int,
         num_columns: int,
@@ -83,7 +85,7 @@ class PrefixStore:
 
     def load(
         self,
-        token_ids: Sequence[int],
+        token_ids: Seq[int],
         cache: KVCache,
         row: int,
         recall: Callable[[object, int], int] = lambda memory, num_tokens: num_tokens,
@@ -131,8 +133,11 @@ def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int
     return known
 
 
-def shared_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2."""
+def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
+    """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
+
+    Both are of one type: tuples, lists or texts.
+    """
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
