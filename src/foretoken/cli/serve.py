@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foretoken.serve.served import Served
 
 EXTRA = "foretoken serve needs fastapi, uvicorn and prometheus-client; install them with pip install 'foretoken[serve]'"
+RAY_EXTRA = "install it with pip install 'foretoken[ray]'"
 KEY_VARIABLE = "FORETOKEN_API_KEY"
 DEFAULTS = ServerSettings()
 
@@ -94,6 +95,13 @@ def serve(
     enable_log_requests: Annotated[
         bool, typer.Option("--enable-log-requests", help="Write requests, prompts included, to the log.")
     ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Engines in processes of their own, by Ray; texts outlive them.")
+    ] = None,
+    replica_cpus: Annotated[int, typer.Option(min=1, help="Processors, so threads, of each replica.")] = 1,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Cluster that runs the replicas; by default one begins on this machine.")
+    ] = None,
 ) -> None:
     """Serve a model to clients of the OpenAI API: chat, completions, streams with one token per chunk, metrics.
 
@@ -136,6 +144,24 @@ def serve(
             "num_cached_prefixes": num_cached_prefixes,
         }
 
+        if replicas is not None or ray_address is not None:
+            options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
+            _serve_cluster(
+                ray_address,
+                host,
+                port,
+                model=chosen,
+                speculative_config=config,
+                drafting=tuple(drafting_setting or ()),
+                served_model_name=tuple(names),
+                chat_template=template,
+                llm=options,
+                server=vars(settings),
+                num_replicas=replicas or 1,
+                num_cpus=replica_cpus,
+            )
+            return
+
         def load() -> Served:
             llm = load_llm(chosen, config, gguf_file=model.gguf_file, **vars(loading), **rows)
             if template is not None and llm.tokenizer is not None:
@@ -144,6 +170,17 @@ def serve(
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         server.run_until_end()
+
+
+def _serve_cluster(address: str | None, host: str, port: int, **options: Any) -> None:
+    from foretoken.serve.ray.config import ClusterConfig
+    from foretoken.serve.ray.launch import serve_cluster
+
+    try:
+        import ray  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError(f"--replicas needs Ray; {RAY_EXTRA}") from None
+    serve_cluster(ClusterConfig(**options), address, host=host, port=port, say=say)
 
 
 def _limit(number: int) -> int | None:

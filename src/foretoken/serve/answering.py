@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from foretoken.serve.bridge import Bridge, Ticket
+from foretoken.serve.bridge import Ticket
 from foretoken.serve.counts import counts_of, usage_of, verdict_of
 from foretoken.serve.errors import ApiError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from foretoken.serve.asking import Asking
+    from foretoken.serve.backend import Backend
     from foretoken.serve.form import Form
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
@@ -39,8 +40,9 @@ class Exchange:
       receive: of ASGI; the body has been read, so that all that comes is the departure of the client.
     """
 
-    def __init__(self, bridge: Bridge, asking: Asking, receive: Receive) -> None:
+    def __init__(self, bridge: Backend, asking: Asking, receive: Receive) -> None:
         self.ticket = Ticket(asking.llm, asking.prompts, [asking.params] * len(asking.prompts))
+        self.ticket.wants_trees = asking.returns_drafts
         self._bridge = bridge
         self._deadline = self.ticket.arrived + asking.timeout
         self._timeout = asking.timeout
@@ -108,7 +110,7 @@ async def _departure(receive: Receive) -> None:
         pass
 
 
-async def answer(bridge: Bridge, asking: Asking, form: Form, settings: ServerSettings, receive: Receive) -> Response:
+async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSettings, receive: Receive) -> Response:
     """Run a request, and answer it.
 
     Raises: ApiError, PromptError and the like, before anything was sent.
@@ -122,7 +124,7 @@ async def answer(bridge: Bridge, asking: Asking, form: Form, settings: ServerSet
         outputs = await exchange.collect()
         check_texts(outputs)
         body = {**form.frame(is_chunk=False), "choices": form.whole(outputs), "usage": usage_of(exchange.ticket)}
-        body |= counts_of(exchange.ticket, asking.detail)
+        body |= counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         if asking.verifies:
             await exchange.again(outputs)
             body |= verdict_of(outputs, await exchange.collect())
@@ -182,7 +184,7 @@ class EventStream(Response):
         """Fields of the last chunk."""
         exchange, asking = self._exchange, self._asking
         ending = {"usage": usage_of(exchange.ticket)} if asking.stream.include_usage else {}
-        ending |= counts_of(exchange.ticket, asking.detail)
+        ending |= counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         if asking.verifies:
             outputs = exchange.ticket.outputs()
             await exchange.again(outputs)

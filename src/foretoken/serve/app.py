@@ -35,8 +35,7 @@ from foretoken.sessions.prompts import chat_prompt
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from foretoken.serve.bridge import Bridge
-    from foretoken.serve.metrics import Metrics
+    from foretoken.serve.backend import Backend, Figures
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
 
@@ -57,7 +56,7 @@ class Application:
       bridge: to the engine; ``served`` is there once it is ready.
     """
 
-    def __init__(self, bridge: Bridge, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, bridge: Backend, settings: ServerSettings, metrics: Figures) -> None:
         self.served: Served | None = None
         self.is_stopping = False
         self._bridge, self._settings, self._metrics = bridge, settings, metrics
@@ -175,7 +174,8 @@ class Application:
         return {"version": __version__}
 
     async def metrics_page(self) -> Response:
-        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        page = await self._in_reader(self._metrics.page)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self) -> Response:
         text = files("foretoken.serve").joinpath("page.html").read_text(encoding="utf-8")

@@ -30,6 +30,10 @@ class Ticket:
 
     Args:
       llm, prompts, params: what is asked for; prompts hold token ids.
+
+    Attributes:
+      wants_trees: whether its client is shown drafts.
+      notes: fields of the answer that tell how it came about.
     """
 
     def __init__(self, llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[SamplingParams]) -> None:
@@ -38,6 +42,8 @@ class Ticket:
         self.arrived = perf_counter()
         self.is_queued = True
         self.is_abandoned = False
+        self.wants_trees = False
+        self.notes: dict[str, Any] = {}
         self.stream: Stream | None = None
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[list[StreamOutput] | Exception | None] = asyncio.Queue()
@@ -85,6 +91,11 @@ class Bridge:
         self._queued: list[Ticket] = []  # as far as the asyncio side knows
         self._is_stopping = False
         self._num_running = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread takes requests."""
+        return self.is_ready and self._thread.is_alive()
 
     # -- the asyncio side ------------------------------------------------------------------------------------------
 

@@ -120,13 +120,18 @@ class Served:
             llm.model_info.num_parameters,
             target.shadow.config.to_json_string(),
         ]
-        digest = hashlib.sha256(json.dumps(facts).encode())
-        for name, weight in target.shadow.named_parameters():
+        return f"fp_foretoken_{hashlib.sha256(json.dumps([*facts, self.weights]).encode()).hexdigest()[:12]}"
+
+    @cached_property
+    def weights(self) -> str:
+        """Changes with the weights, their shapes and their dtypes: a text that one began, another must not continue."""
+        digest = hashlib.sha256()
+        for name, weight in self.llm.target.shadow.named_parameters():
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
             if weight.layout == torch.strided and not weight.is_mkldnn:
                 flat = weight.detach().reshape(-1)
                 digest.update(flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].float().cpu().numpy().tobytes())
-        return f"fp_foretoken_{digest.hexdigest()[:12]}"
+        return digest.hexdigest()[:12]
 
     def warm(self) -> None:
         """Generate something in every way of drafting, so that the first request finds all compiled."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -19,6 +19,10 @@ from foretoken.serve.errors import stopping
 from foretoken.serve.metrics import Metrics
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from foretoken.llm import LLM
+    from foretoken.serve.backend import Backend, Figures
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
 
@@ -26,6 +30,12 @@ logger = logging.getLogger("foretoken.serve")
 
 GRACE_SECONDS = 5.0
 """For streams to tell that they have been ended, and for the step that runs."""
+
+
+def one_engine(load: Callable[[], Sequence[LLM]], name: str) -> tuple[Backend, Figures]:
+    """An engine in this process."""
+    metrics = Metrics(name)
+    return Bridge(load, metrics), metrics
 
 
 class Server(uvicorn.Server):
@@ -37,6 +47,8 @@ class Server(uvicorn.Server):
       load: makes what is served; called in the thread of the engine.
       name: of the model.
       say: told the one line with the address.
+      make: what decodes, and what counts, from what loads and the name.
+      wrap: put around the application.
     """
 
     def __init__(
@@ -48,15 +60,16 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         port: int = 8000,
         say: Callable[[str], None] = print,
+        make: Callable[[Callable[[], Sequence[LLM]], str], tuple[Backend, Figures]] = one_engine,
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
         self._load, self._settings, self._say = load, settings, say
         self._socket = _bound(host, port)
         self.address = _address(host, self._socket.getsockname()[1])
-        metrics = Metrics(name)
-        self.bridge = Bridge(self._loaded, metrics)
+        self.bridge, metrics = make(self._loaded, name)
         self.application = Application(self.bridge, settings, metrics)
         config = uvicorn.Config(
-            self.application.build(),
+            wrap(self.application.build()),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -76,7 +89,7 @@ class Server(uvicorn.Server):
             raise self.bridge.error
         self.bridge.stop(0.0 if self.force_exit else GRACE_SECONDS)
 
-    def _loaded(self) -> list[Any]:
+    def _loaded(self) -> list[LLM]:
         served = self._load()
         served.warm()
         _ = served.fingerprint

@@ -105,6 +105,7 @@ class Session:
         """
         place, request, text = self._place_of[output.row.id]
         num_known, num_released = len(text.token_ids), text.num_released
+        num_logprobs = len(text.logprobs)  # of tokens that were said before there are none
         is_read = text.take(output, self._drafter_name, started, ended)
         segments = text.release()
         tokens = text.token_ids[num_known:]
@@ -120,7 +121,7 @@ class Session:
                 finish_reason=text.finish_reason,
                 stop_reason=text.stop_reason,
                 texts=text.pieces(len(tokens), num_released),
-                logprobs=self._table(request, text.logprobs[num_known:]),
+                logprobs=self._table(request, text.logprobs[num_logprobs:]),
                 tree=output.tree,
             )
         )

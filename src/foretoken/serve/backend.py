@@ -1,0 +1,44 @@
+"""What an application asks of whatever decodes for it: an engine in this process, or replicas in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from foretoken.serve.bridge import Ticket
+    from foretoken.serve.errors import ApiError
+
+
+class Backend(Protocol):
+    """Takes requests in, and brings news of them until they have ended or are abandoned."""
+
+    error: BaseException | None
+
+    def start(self, when_loaded: Callable[[], None]) -> None:
+        """Begin to load; ``when_loaded`` is called in another thread when that has come to an end, well or not."""
+
+    def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
+        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait as may."""
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take a request in."""
+
+    def abandon(self, ticket: Ticket) -> None:
+        """End a request; one that has ended stays as it is."""
+
+    def abort_all(self, error: ApiError) -> None:
+        """End everything with an error."""
+
+    def stop(self, timeout: float) -> None:
+        """Work no more."""
+
+
+class Figures(Protocol):
+    """What is counted of all requests."""
+
+    rejected: Any
+    """Counter of requests that were refused because too many waited."""
+
+    def page(self) -> bytes:
+        """What Prometheus reads."""

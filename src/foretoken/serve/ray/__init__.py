@@ -1,0 +1,16 @@
+"""Many servers as one, by Ray Serve: `build` is a Serve application, `foretoken serve --replicas` its short form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+def build(app_config: Mapping[str, Any]) -> Application:
+    """The Serve application of `foretoken.serve.ray.deployment.build`, importable without Ray."""
+    from foretoken.serve.ray import deployment
+
+    return deployment.build(app_config)

@@ -1,0 +1,236 @@
+"""The two deployments: engines that hold the model, and ingresses that speak HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+
+from foretoken.errors import ForetokenError
+from foretoken.serve.app import Application
+from foretoken.serve.ray.caller import Called
+from foretoken.serve.ray.config import ClusterConfig
+from foretoken.serve.ray.failover import ClusterBridge
+from foretoken.serve.ray.figures import ClusterMetrics
+from foretoken.serve.ray.messages import Facts, Lost, Message, Work
+from foretoken.serve.ray.replica import Replica
+from foretoken.serve.ray.router import PrefixRouter
+from foretoken.serve.served import Served, draftings
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+    from starlette.types import ASGIApp
+
+COLLECTOR = "foretoken-figures"
+PUSH_SECONDS = 1.0
+PAGE_SECONDS = 2.0
+"""In which the collector must have answered; without it a page shows the ingress alone."""
+STALE_SECONDS = 10.0
+DESCRIBE_SECONDS = 600.0
+MANY = 10_000
+"""Requests that an ingress holds at once: all, since limits are told by its application and not by Ray."""
+
+
+def load_served(config: ClusterConfig) -> Served:
+    """The model of a config, in this process."""
+    from foretoken.llm import LLM
+
+    llm = LLM(config.model, config.speculative_config, **config.llm)
+    if config.chat_template is not None and llm.tokenizer is not None:
+        llm.tokenizer.chat_template = config.chat_template
+    return Served(draftings(llm, config.name, list(config.drafting)), tuple(config.served_model_name[1:]))
+
+
+# -- figures -------------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """Keeps the newest page of every replica."""
+
+    def __init__(self) -> None:
+        self._pages: dict[str, tuple[float, bytes]] = {}
+
+    def tell(self, replica: str, page: bytes) -> None:
+        self._pages[replica] = (time.monotonic(), page)
+
+    def pages(self) -> dict[str, bytes]:
+        """Of the replicas that have been heard of lately."""
+        now = time.monotonic()
+        self._pages = {name: told for name, told in self._pages.items() if now - told[0] < STALE_SECONDS}
+        return {name: page for name, (_, page) in self._pages.items()}
+
+
+def collector() -> Any:
+    """The one of this cluster, made by whoever asks first."""
+    kind = ray.remote(Collector)
+    options = {"name": COLLECTOR, "namespace": COLLECTOR, "get_if_exists": True, "lifetime": "detached"}
+    return kind.options(**options, num_cpus=0, max_restarts=-1).remote()
+
+
+def pages() -> Mapping[str, bytes]:
+    """Pages of all replicas; none where the collector does not answer in time."""
+    try:
+        return cast("Mapping[str, bytes]", ray.get(collector().pages.remote(), timeout=PAGE_SECONDS))
+    except RayError:
+        return {}
+
+
+# -- engines -------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A replica as Ray Serve runs it."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        context = serve.get_replica_context()
+        try:
+            self._replica = Replica(partial(load_served, config), config.name, context.replica_id.unique_id)
+        except ForetokenError as error:  # in words that need no class of ours to be read
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        threading.Thread(target=self._push, name="foretoken-figures", daemon=True).start()
+
+    def _push(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(PUSH_SECONDS):
+            with suppress(Exception):  # the collector is being moved; the next push finds it
+                ray.get(collector().tell.remote(self._replica.name, self._replica.page), timeout=PAGE_SECONDS)
+
+    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        """See `Replica.generate`."""
+        async with aclosing(self._replica.generate(work)) as messages:
+            async for message in messages:
+                yield message
+
+    async def describe(self) -> Facts:
+        return self._replica.facts
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """What the router knows of a replica."""
+        return {"weights": self._replica.facts.weights, "fingerprint": self._replica.facts.fingerprint}
+
+    def check_health(self) -> None:
+        """Raises: where no request would be answered any more; Ray then replaces the replica."""
+        if not self._replica.is_alive:
+            raise RuntimeError("the thread of the engine has ended")
+
+
+def engines(config: ClusterConfig) -> serve.Application:
+    """All engines, without HTTP."""
+    scaling: dict[str, Any] = (
+        {"num_replicas": config.num_replicas}
+        if config.autoscaling is None
+        else {"autoscaling_config": dict(config.autoscaling)}
+    )
+    deployment = serve.deployment(Engine).options(
+        name="engine",
+        max_ongoing_requests=config.max_ongoing_requests,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter, request_router_kwargs=dict(config.routing)
+        ),
+        **scaling,
+    )
+    return deployment.bind(config)
+
+
+class RayFleet:
+    """The engines behind a handle, once there is one.
+
+    Attributes:
+      facts: what they serve, once they have said so.
+    """
+
+    def __init__(self) -> None:
+        self.facts: Facts | None = None
+
+    def connect(self, handle: DeploymentHandle) -> None:
+        """Ask these engines from now on."""
+        self._describe = handle.options(method_name="describe")
+        self._generate = handle.options(method_name="generate", stream=True)
+
+    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        """One of them does it.
+
+        Raises: Lost, for all that is not the fault of the request.
+        """
+        answer = self._generate.remote(work)
+        try:
+            async for message in answer:
+                yield message
+        except (RayError, RayServeException) as error:
+            raise Lost(f"a replica was lost ({type(error).__name__})") from None
+        finally:
+            answer.cancel()
+
+    def learn(self) -> Facts:
+        """Ask one of them what it serves, from a thread that may wait."""
+        self.facts = self._describe.remote().result(timeout_s=DESCRIBE_SECONDS)
+        return self.facts
+
+
+# -- ingresses -----------------------------------------------------------------------------------------------------
+
+
+class Distant(Served):
+    """What is served elsewhere."""
+
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(cast(Any, dict(facts.llms)))
+        self.fingerprint, self.weights = facts.fingerprint, facts.weights
+
+    def warm(self) -> None:
+        """Replicas have done so themselves."""
+
+
+class Ingress:
+    """The application of `foretoken serve` as Ray Serve runs it."""
+
+    def __init__(self, config: ClusterConfig, handle: DeploymentHandle) -> None:
+        fleet = RayFleet()
+        fleet.connect(handle)
+        metrics = ClusterMetrics(config.name, pages)
+        bridge = ClusterBridge(fleet, metrics, config.limits)
+        self._application = Application(bridge, config.settings, metrics)
+        threading.Thread(target=self._learn, args=[fleet], name="foretoken-facts", daemon=True).start()
+
+    def _learn(self, fleet: RayFleet) -> None:
+        self._application.served = Distant(fleet.learn())
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Called(self._application.build())
+
+
+def build(app_config: Mapping[str, Any]) -> serve.Application:
+    """A Serve application: ``serve run foretoken.serve.ray:build model=...``, or a YAML file's ``import_path``.
+
+    Args:
+      app_config: see `ClusterConfig`.
+
+    Raises: ConfigError.
+    """
+    config = ClusterConfig.of(app_config)
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
+        num_replicas=config.num_ingresses,
+        max_ongoing_requests=MANY,
+        max_queued_requests=-1,
+        graceful_shutdown_timeout_s=config.settings.request_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(config, engines(config))

@@ -1,0 +1,246 @@
+"""The ingress's end of every request: what was delivered, and where it goes on when a replica is lost.
+
+A token depends on the seed, the position and the ids before it alone, so another replica that is given the seed and
+what was delivered goes on to the same text. Only whole steps are delivered, with their ids and their text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from threading import Thread
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, cast
+
+from foretoken.serve.errors import ApiError
+from foretoken.serve.ray.journal import Journal
+from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Refused, Work
+from foretoken.sessions.prompts import seeded
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.serve.bridge import Ticket
+    from foretoken.serve.ray.figures import ClusterMetrics
+
+logger = logging.getLogger("foretoken.serve")
+
+CALLER: ContextVar[tuple[str, str]] = ContextVar("foretoken_caller", default=("", ""))
+"""Id and session of the request that is being answered."""
+
+
+@dataclass(frozen=True)
+class FailoverSettings:
+    """When a replica counts as lost, and what follows.
+
+    Args:
+      max_failovers: replicas that one request may lose, before it ends with an error.
+      stall_timeout: seconds without a sign of life from a replica that has begun.
+      retry_seconds: to wait before the first new try, and twice as long before each further one.
+    """
+
+    max_failovers: int = 3
+    stall_timeout: float = 10.0
+    retry_seconds: float = 0.05
+
+
+class ClusterBridge:
+    """What `foretoken.serve.bridge.Bridge` is to one engine, to a fleet of them.
+
+    Args:
+      load: starts what the fleet needs; called in a thread.
+      metrics: told of failovers.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: ClusterMetrics,
+        settings: FailoverSettings | None = None,
+        load: Callable[[], Sequence[LLM]] = tuple,
+    ) -> None:
+        self.error: BaseException | None = None
+        self._fleet, self._metrics, self._load = fleet, metrics, load
+        self._settings = settings or FailoverSettings()
+        self._open: dict[Ticket, asyncio.Task[None]] = {}
+
+    def start(self, when_loaded: Callable[[], None]) -> None:
+        """Begin to load; ``when_loaded`` is called in the thread when that has come to an end, well or not."""
+
+        def run() -> None:
+            try:
+                self._load()
+            except BaseException as error:
+                self.error = error
+            when_loaded()
+
+        Thread(target=run, name="foretoken-cluster", daemon=True).start()
+
+    def check_room(self, num_prompt_tokens: int, max_requests: int | None, max_tokens: int | None) -> None:
+        """Raises: ApiError (429) where as many requests, or tokens of their prompts, wait for a replica as may."""
+        waiting = [ticket for ticket in self._open if ticket.is_queued]
+        if max_requests is not None and len(waiting) >= max(1, max_requests):
+            message = f"{len(waiting)} requests are waiting for a replica, and no more may; try again"
+            raise ApiError(429, message, None, "queue_full")
+        num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
+        if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
+            message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
+            raise ApiError(429, message, None, "queue_full")
+
+    def submit(self, ticket: Ticket) -> None:
+        """Send a request to a replica."""
+        task = asyncio.ensure_future(self._carry(ticket))
+        self._open[ticket] = task
+        task.add_done_callback(lambda _: self._open.pop(ticket, None))
+
+    def abandon(self, ticket: Ticket) -> None:
+        """End a request on its replica; one that has ended stays as it is."""
+        ticket.is_abandoned = True
+        if (task := self._open.get(ticket)) is not None:
+            task.cancel()
+
+    def abort_all(self, error: ApiError) -> None:
+        """End everything with an error."""
+        for ticket in list(self._open):
+            ticket.deliver(error)
+            self.abandon(ticket)
+
+    def stop(self, timeout: float) -> None:
+        """Nothing of a fleet is in this process."""
+
+    # -- one request -----------------------------------------------------------------------------------------------
+
+    async def _carry(self, ticket: Ticket) -> None:
+        """See a request through, from replica to replica."""
+        try:
+            await self._see_through(ticket)
+        except (ApiError, Lost) as error:
+            ticket.deliver(error if isinstance(error, ApiError) else _unavailable(str(error)))
+        except Exception as error:
+            logger.error("request %s ended in an error", CALLER.get()[0], exc_info=error)
+            ticket.deliver(error)
+        else:
+            ticket.deliver(None)
+
+    async def _see_through(self, ticket: Ticket) -> None:
+        facts = self._fleet.facts
+        assert facts is not None
+        params = tuple(seeded(one, None, 0) for one in ticket.params)
+        ticket.params = list(params)
+        journal = Journal(params)
+        ticket.stream = cast(Any, journal)
+        request_id, session = CALLER.get()
+        name = next(name for name, llm in facts.llms.items() if llm is cast(Any, ticket.llm))
+        work = Work(
+            request_id,
+            name,
+            tuple(ticket.prompts),
+            params,
+            facts.weights,
+            facts.fingerprint,
+            session=session,
+            wants_trees=ticket.wants_trees,
+        )
+        course = _Course(ticket, journal, work, self._metrics)
+        for attempt in range(self._settings.max_failovers + 1):
+            try:
+                await self._attempt(course)
+                return
+            except Lost as error:
+                course.lose()
+                logger.warning("request %s: %s after %d tokens", request_id, error, journal.num_tokens)
+                if attempt == self._settings.max_failovers:
+                    raise Lost(f"{attempt + 1} replicas were lost") from None
+                await asyncio.sleep(self._settings.retry_seconds * 2**attempt)
+
+    async def _attempt(self, course: _Course) -> None:
+        """One replica's part of a request.
+
+        Raises: Lost; ApiError where the request is to blame.
+        """
+        async with aclosing(self._fleet.generate(course.work)) as messages:
+            async for message in self._in_time(messages):
+                match message:
+                    case Begun():
+                        course.begin(message)
+                    case News():
+                        course.deliver(message)
+                    case Ended():
+                        course.journal.end(message)
+                        return
+                    case Refused() if message.may_work_elsewhere:
+                        raise Lost(f"a replica refused the request ({message.message})")
+                    case Refused():
+                        raise message.error
+        raise Lost("a replica ended the stream before its end")
+
+    async def _in_time(self, messages: AsyncGenerator[Message, None]) -> AsyncIterator[Message]:
+        """Messages of a replica that gives signs of life once it has begun.
+
+        Raises: Lost.
+        """
+        patience = None  # a request that waits for a replica has the time that its client gives it
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    message = await anext(messages)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise Lost(f"a replica was silent for {patience:g} seconds") from None
+            patience = self._settings.stall_timeout
+            yield message
+
+
+class _Course:
+    """A request on its way over replicas."""
+
+    def __init__(self, ticket: Ticket, journal: Journal, work: Work, metrics: ClusterMetrics) -> None:
+        self.ticket, self.journal, self.work = ticket, journal, work
+        self._metrics = metrics
+        self._replica = ""
+        self._has_begun = False
+        self._is_paused = False
+        self._last = perf_counter()
+
+    def begin(self, begun: Begun) -> None:
+        self._replica = begun.replica
+        if self._has_begun:
+            is_same = begun.fingerprint == self.work.fingerprint
+            self.ticket.notes["failover"]["is_same_fingerprint"] &= is_same
+            return
+        if begun.fingerprint != self.work.fingerprint:
+            self.ticket.notes["replica_fingerprint"] = begun.fingerprint
+            self.work = replace(self.work, fingerprint=begun.fingerprint)
+        self.ticket.is_queued = False
+        self._has_begun = True
+        self.ticket.deliver([])
+
+    def deliver(self, news: News) -> None:
+        deltas = self.journal.take(news)
+        if not deltas:
+            return
+        if self._is_paused:
+            self._metrics.pause.observe(perf_counter() - self._last)
+        self._is_paused, self._last = False, perf_counter()
+        self.journal.is_waiting = False
+        self.ticket.deliver(deltas)
+
+    def lose(self) -> None:
+        """From now on the request is another replica's."""
+        self.journal.turn()
+        avoided = self.work.avoided | ({self._replica} if self._replica else set())
+        self.work = replace(self.work, output_ids=self.journal.output_ids, avoided=avoided)
+        if self._has_begun:
+            told = self.ticket.notes.setdefault("failover", {"count": 0, "is_same_fingerprint": True, "at_tokens": []})
+            told["count"] += 1
+            told["at_tokens"].append(self.journal.num_tokens)
+            self._is_paused = True
+            self._metrics.failovers.inc()
+
+
+def _unavailable(reason: str) -> ApiError:
+    return ApiError(503, f"no replica could finish the request: {reason}; try again", code="replicas_lost")

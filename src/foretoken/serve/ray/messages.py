@@ -1,0 +1,202 @@
+"""What an ingress and its replicas say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from foretoken.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from foretoken.config.engine import EngineConfig
+    from foretoken.config.sampling import SamplingParams
+    from foretoken.config.speculative import SpeculativeConfig
+    from foretoken.engine.stats import SequenceStats
+    from foretoken.llm import LLM
+    from foretoken.loading.info import ModelInfo
+    from foretoken.model.promise import Promise
+    from foretoken.serve.served import Served
+    from foretoken.sessions.outputs import RequestOutput, StreamOutput
+
+ELSEWHERE = "elsewhere"
+"""Code of a refusal that another replica may not repeat."""
+
+OutputIds = tuple[tuple[int, ...], ...]
+"""What each sample of a prompt has said."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request for a replica, and how far it has come on others.
+
+    Args:
+      request_id: for logs.
+      name: of the way of drafting.
+      prompts: token ids, with their text where that was given.
+      params: of each prompt, with a seed.
+      output_ids: of each prompt, what has been delivered; empty where nothing has.
+      weights, fingerprint: see `Facts`. No replica with other weights takes it.
+      session: of the client; empty where it has named none.
+      avoided: replicas that have failed it.
+      wants_trees: whether drafts are to come with the news.
+    """
+
+    request_id: str
+    name: str
+    prompts: tuple[dict[str, Any], ...]
+    params: tuple[SamplingParams, ...]
+    weights: str
+    fingerprint: str
+    output_ids: tuple[OutputIds, ...] = ()
+    session: str = ""
+    avoided: frozenset[str] = frozenset()
+    wants_trees: bool = False
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids of the first prompt, for routing."""
+        return self.prompts[0]["prompt_token_ids"]  # type: ignore[no-any-return]
+
+    @property
+    def continued(self) -> list[dict[str, Any]]:
+        """Prompts as `LLM.stream` takes them."""
+        if not self.output_ids:
+            return list(self.prompts)
+        pairs = zip(self.prompts, self.output_ids, strict=True)
+        return [{**prompt, "output_ids": [list(ids) for ids in said]} for prompt, said in pairs]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A replica has taken a request in."""
+
+    replica: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class News:
+    """What steps have brought; nothing, to show that the replica is alive.
+
+    Args:
+      stats: of all that this replica has done for the request.
+    """
+
+    deltas: tuple[StreamOutput, ...] = ()
+    stats: SequenceStats | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The request has come to its end.
+
+    Args:
+      outputs: log-probabilities of tokens that were delivered before are not in them.
+    """
+
+    outputs: tuple[RequestOutput, ...]
+    stats: SequenceStats
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error that a client may be told, in parts, since exceptions do not travel well."""
+
+    status: int
+    message: str
+    param: str | None
+    code: str | int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refused:
+        told = ApiError.of(error)
+        return cls(told.status, told.message, told.param, told.code)
+
+    @property
+    def error(self) -> ApiError:
+        return ApiError(self.status, self.message, self.param, self.code)
+
+    @property
+    def may_work_elsewhere(self) -> bool:
+        """Whether the replica is to blame, and not the request."""
+        return self.status == 503 or self.code == ELSEWHERE
+
+
+Message = Begun | News | Ended | Refused
+
+
+class Lost(Exception):
+    """A replica has died, or is not there; what it was asked for may be asked for elsewhere."""
+
+
+class Fleet(Protocol):
+    """All replicas."""
+
+    def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        """One of them does it.
+
+        Raises: Lost.
+        """
+
+    @property
+    def facts(self) -> Facts | None:
+        """What they serve; None before the first has said so."""
+
+
+# -- what replicas are ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Stands for a target of which nothing else is asked."""
+
+    vocab_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class DistantLLM:
+    """What the application reads of an `LLM`, of one in another process."""
+
+    tokenizer: Any
+    target: Vocabulary
+    speculative_config: SpeculativeConfig
+    engine_config: EngineConfig
+    model_info: ModelInfo
+    promise: Promise
+
+    @classmethod
+    def of(cls, llm: LLM) -> DistantLLM:
+        vocabulary = Vocabulary(llm.target.vocab_size)
+        return cls(llm.tokenizer, vocabulary, llm.speculative_config, llm.engine_config, llm.model_info, llm.promise)
+
+    def prepare(self, sampling_params: SamplingParams) -> None:
+        """Grammars are compiled where they are used."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a replica serves.
+
+    Args:
+      llms: by name, the default first.
+      weights: changes with the weights, the dtype and the tokenizer's size.
+      fingerprint: changes with whatever may change bits, so with the weights too.
+    """
+
+    llms: Mapping[str, DistantLLM]
+    weights: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, served: Served) -> Facts:
+        distant = {id(llm): DistantLLM.of(llm) for llm in served.llms}
+        names = {name: distant[id(llm)] for name, llm in served.names.items()}
+        return cls(names, served.weights, served.fingerprint)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that run at once on one replica."""
+        return next(iter(self.llms.values())).engine_config.max_num_seqs

@@ -1,0 +1,51 @@
+"""The router of Ray Serve by beginnings of prompts, sessions and loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from foretoken.serve.ray.affinity import Affinity
+from foretoken.serve.ray.messages import Work
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Sends requests where `Affinity` says, and what a replica has begun to one of the same fingerprint."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """Take the options of `Affinity`; called by Ray Serve."""
+        self._affinity = Affinity(**options)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen replica, then the others, for when it is full."""
+        work = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if not candidate_replicas or not isinstance(work, Work):
+            return [list(candidate_replicas)]
+        fitting = suitable(work, candidate_replicas)
+        loads = {_name(each): self.replica_queue_len_cache.get(each.replica_id) or 0 for each in fitting}
+        chosen = self._affinity.choose(work.ids, work.session, loads)
+        first = [each for each in fitting if _name(each) == chosen]
+        rest = [each for each in fitting if _name(each) != chosen]
+        return [first, rest] if rest else [first]
+
+
+def suitable(work: Work, candidates: list[RunningReplica]) -> list[RunningReplica]:
+    """Replicas of the best kind that there is: with the right weights, not lost by the request before, alike."""
+
+    def rank(replica: RunningReplica) -> tuple[bool, bool, bool]:
+        told = replica.replica_metadata
+        return (
+            told.get("weights", work.weights) != work.weights,
+            _name(replica) in work.avoided,
+            told.get("fingerprint", work.fingerprint) != work.fingerprint,
+        )
+
+    best = min(map(rank, candidates))
+    return [replica for replica in candidates if rank(replica) == best]
+
+
+def _name(replica: RunningReplica) -> str:
+    return str(replica.replica_id.unique_id)

@@ -1,0 +1,267 @@
+"""A request that loses its replicas ends with the text that one replica would have written.
+
+Real engines behind a fleet that breaks where it is told to; Ray is in test_ray.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.llm import LLM
+from foretoken.serve.bridge import Ticket
+from foretoken.serve.errors import ApiError
+from foretoken.serve.ray.affinity import Affinity
+from foretoken.serve.ray.config import ClusterConfig
+from foretoken.serve.ray.failover import ClusterBridge, FailoverSettings
+from foretoken.serve.ray.figures import ClusterMetrics
+from foretoken.serve.ray.messages import Begun, Facts, Lost, Message, News, Work
+from foretoken.serve.ray.replica import Replica
+from foretoken.serve.served import Served
+
+PROMPT = "The capital of France is a city that"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "penalties": {"temperature": 0.8, "presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
+    "stop strings": {"temperature": 1.0, "stop": ["zq", " and", "ing"], "min_tokens": 20, "ignore_eos": False},
+    "grammar": {"structured_outputs": {"regex": "([a-z]{2,7} ){4,8}[a-z]+"}, "ignore_eos": False},
+    "samples": {"temperature": 0.9, "n": 3, "logprobs": 2},
+    "prompt": {"prompt_logprobs": 1, "logprobs": 0, "temperature": 0.0},
+}
+
+
+class Breaking:
+    """Replicas that are lost after so many messages that bring something, in turns; the last one stays.
+
+    Args:
+      lives: of each attempt; None for one that is not lost.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], lives: Sequence[int | None]) -> None:
+        self.facts: Facts | None = replicas[0].facts
+        self.works: list[Work] = []
+        self._replicas, self._lives = replicas, lives
+
+    async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+        life = self._lives[min(len(self.works), len(self._lives) - 1)]
+        replica = self._replicas[len(self.works) % len(self._replicas)]
+        self.works.append(work)
+        async with aclosing(replica.generate(work)) as messages:
+            async for message in messages:
+                if life == 0:
+                    raise Lost("the replica was lost")
+                yield message
+                if life is not None and not isinstance(message, Begun) and message != News():
+                    life -= 1
+
+
+@pytest.fixture(scope="module")
+def replicas() -> list[Replica]:
+    """Two engines with models of their own, that draft differently."""
+    methods = ("ngram", "draft_model")
+    return [
+        Replica(lambda method=method: Served({"tiny": LLM("zoo:tiny", method, max_num_seqs=8)}), "tiny", method)
+        for method in methods
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM("zoo:tiny")
+
+
+class Answered:
+    """What a client has got of one request."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.logprobs: dict[int, list[Any]] = {}
+        self.reasons: dict[int, Any] = {}
+        self.outputs: list[Any] = []
+        self.notes: dict[str, Any] = {}
+
+
+def ask(fleet: Any, params: SamplingParams, settings: FailoverSettings | None = None) -> Answered:
+    return asyncio.run(_ask(fleet, params, ClusterMetrics("tiny"), settings))
+
+
+async def _ask(fleet: Any, params: SamplingParams, metrics: ClusterMetrics, settings: Any) -> Answered:
+    bridge = ClusterBridge(fleet, metrics, settings or FailoverSettings(retry_seconds=0.0))
+    llm: Any = fleet.facts.llms["tiny"]
+    ids = llm.tokenizer(PROMPT)["input_ids"]
+    ticket = Ticket(llm, [{"prompt": PROMPT, "prompt_token_ids": ids}], [params])
+    bridge.submit(ticket)
+    answered = Answered()
+    async with asyncio.timeout(60):
+        while (news := await ticket.news()) is not None:
+            for delta in news:
+                answered.ids.setdefault(delta.index, []).extend(delta.token_ids)
+                answered.texts[delta.index] = answered.texts.get(delta.index, "") + delta.text
+                answered.logprobs.setdefault(delta.index, []).extend(delta.logprobs or ())
+                assert answered.reasons.setdefault(delta.index, None) is None, "nothing comes after the end"
+                answered.reasons[delta.index] = delta.finish_reason and (delta.finish_reason, delta.stop_reason)
+    answered.outputs, answered.notes = ticket.outputs(), ticket.notes
+    return answered
+
+
+@pytest.mark.parametrize("lives", [[0, None], [1, None], [7, None], [2, 1, 3, None]], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_texts_outlive_their_replicas(replicas: list[Replica], plain: LLM, name: str, lives: list[int | None]) -> None:
+    """No token twice, none lost, the same ends and the same log-probabilities, wherever the replicas are lost."""
+    given = {"max_tokens": 48, "seed": 11, "ignore_eos": True, **SETTINGS[name]}
+    (expected,) = plain.generate(PROMPT, SamplingParams(**given))
+    fleet = Breaking(replicas, lives)
+    answered = ask(fleet, SamplingParams(**given))
+    assert len(fleet.works) == len(lives)
+    for place, text in enumerate(expected.outputs):
+        assert answered.ids[place] == list(text.token_ids)
+        assert answered.texts[place] == text.text
+        assert answered.reasons[place] == (text.finish_reason, text.stop_reason)
+        found = answered.outputs[0].outputs[place]
+        assert (found.text, found.token_ids, found.seed) == (text.text, text.token_ids, text.seed)
+        if text.logprobs is not None:
+            assert found.logprobs == answered.logprobs[place]
+            assert _numbers(found.logprobs) == _numbers(text.logprobs)
+            assert found.cumulative_logprob == pytest.approx(text.cumulative_logprob, abs=1e-9)
+    assert answered.outputs[0].prompt_logprobs == expected.prompt_logprobs
+    num_lost = answered.notes.get("failover", {"count": 0})["count"]
+    assert num_lost == sum(life is not None for life in lives) - (lives[0] == 0)  # nothing had begun there
+
+
+def _numbers(tables: Any) -> list[dict[int, tuple[float, int]]]:
+    return [{token: (entry.logprob, entry.rank) for token, entry in table.items()} for table in tables]
+
+
+def test_an_end_that_was_not_heard_is_heard_again(replicas: list[Replica], plain: LLM) -> None:
+    """All tokens were delivered, and the replica was lost before it said that this is the end."""
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=6, ignore_eos=True, num_speculative_tokens=0)
+    (expected,) = plain.generate(PROMPT, params)
+    fleet = Breaking(replicas, [6, None])
+    answered = ask(fleet, params)
+    assert len(fleet.works[1].output_ids[0][0]) == 6
+    assert (answered.ids[0], answered.texts[0]) == (list(expected.outputs[0].token_ids), expected.outputs[0].text)
+
+
+def test_a_request_loses_so_many_replicas_and_no_more(replicas: list[Replica]) -> None:
+    fleet = Breaking(replicas, [1])
+    with pytest.raises(ApiError) as raised:
+        ask(fleet, SamplingParams(max_tokens=40, ignore_eos=True), FailoverSettings(max_failovers=2, retry_seconds=0))
+    assert len(fleet.works) == 3
+    assert (raised.value.status, raised.value.code) == (503, "replicas_lost")
+    assert raised.value.headers["Retry-After"]
+
+
+def test_refusals_are_told_and_not_tried_again(replicas: list[Replica]) -> None:
+    fleet = Breaking(replicas, [None])
+    with pytest.raises(ApiError) as raised:
+        ask(fleet, SamplingParams(structured_outputs={"regex": "(["}))
+    assert raised.value.status == 400
+    assert len(fleet.works) == 1
+
+
+def test_no_text_goes_on_with_other_weights(replicas: list[Replica]) -> None:
+    """A replica of another model is asked, and refuses; the tokens that were delivered stay all that there is."""
+    fleet = Breaking(replicas, [2, None])
+
+    class Others(Breaking):
+        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+            changed = replacing_weights(work) if work.output_ids else work
+            async with aclosing(fleet.generate(changed)) as messages:
+                async for message in messages:
+                    yield message
+
+    with pytest.raises(ApiError) as raised:
+        ask(Others(replicas, []), SamplingParams(max_tokens=30, ignore_eos=True))
+    assert raised.value.status == 503
+    assert len(fleet.works) == FailoverSettings().max_failovers + 1
+
+
+def replacing_weights(work: Work) -> Work:
+    from dataclasses import replace
+
+    return replace(work, weights="others")
+
+
+def test_a_replica_that_is_silent_is_left(replicas: list[Replica], plain: LLM) -> None:
+    """One that hangs neither dies nor answers."""
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=20, ignore_eos=True)
+    (expected,) = plain.generate(PROMPT, params)
+
+    class Hanging(Breaking):
+        async def generate(self, work: Work) -> AsyncGenerator[Message, None]:
+            is_first = not self.works
+            async with aclosing(super().generate(work)) as messages:
+                async for message in messages:
+                    yield message
+                    if is_first and isinstance(message, News) and message.deltas:
+                        await asyncio.sleep(30)
+
+    answered = ask(Hanging(replicas, [None]), params, FailoverSettings(stall_timeout=0.3, retry_seconds=0.0))
+    assert answered.ids[0] == list(expected.outputs[0].token_ids)
+    assert answered.notes["failover"]["count"] == 1
+
+
+def test_the_page_has_every_replica_under_its_name(replicas: list[Replica]) -> None:
+    page = ClusterMetrics("tiny", lambda: {one.name: one.page for one in replicas}).page().decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert {sample.labels["replica"] for sample in families["foretoken:replica_info"].samples} == {
+        "ngram",
+        "draft_model",
+    }
+    running = families["foretoken:num_requests_running"].samples
+    assert len(running) == len(replicas)
+
+
+# -- routing -------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_go_where_their_beginning_was_read() -> None:
+    affinity = Affinity(block=4)
+    begin = list(range(16))
+    first = affinity.choose(begin, "", {"a": 0, "b": 0})
+    other = affinity.choose([9] * 16, "", {"a": 0, "b": 0})
+    assert first != other
+    assert affinity.choose([*begin, 99, 98], "", {"a": 1, "b": 1}) == first
+    assert affinity.choose([9] * 12, "", {"a": 1, "b": 1}) == other
+    assert affinity.num_hits == 2
+
+
+def test_no_replica_is_far_ahead_of_the_others() -> None:
+    """All prompts alike: the limit, not the beginning, decides."""
+    affinity = Affinity(block=4, balance=1.25)
+    loads = dict.fromkeys("abcd", 0)
+    for _ in range(400):
+        loads[affinity.choose(list(range(8)), "", loads)] += 1
+    assert max(loads.values()) <= 1.3 * sum(loads.values()) / len(loads)
+
+
+def test_sessions_stay_together_and_lost_replicas_are_left() -> None:
+    affinity = Affinity(block=4)
+    first = affinity.choose([1, 2], "someone", {"a": 0, "b": 0})
+    assert affinity.choose([3, 4], "someone", {"a": 0, "b": 0}) == first
+    (left,) = {"a", "b"} - {first}
+    assert affinity.choose([3, 4], "someone", {left: 5}) == left
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "model"),
+        ({"model": "zoo:tiny", "replicas": 2}, "replicas"),
+        ({"model": "zoo:tiny", "failover": {"retries": 2}}, "retries"),
+        ({"model": "zoo:tiny", "server": {"max_n": 0}}, "max_n"),
+        ({"model": "zoo:tiny", "num_replicas": 0}, "num_replicas"),
+    ],
+)
+def test_options_that_are_not_known_are_named(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ClusterConfig.of(given)
