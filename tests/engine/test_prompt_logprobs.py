@@ -66,6 +66,9 @@ def test_they_are_those_of_a_plain_forward(method: Any, chunk_size: int) -> None
             assert output.prompt_logprobs is None
         else:
             check(output, plain, params.prompt_logprobs, 1e-4)
+    for output in llm.generate(prompts(), replace(PARAMS, max_tokens=0, n=2)):  # which are only read
+        check(output, plain, 3, 1e-4)
+        assert [(text.token_ids, text.text, text.finish_reason) for text in output.outputs] == [([], "", "length")] * 2
     without = llm.generate(prompts(), [replace(params, prompt_logprobs=None) for params in several])
     assert [[text.token_ids for text in output.outputs] for output in outputs] == [
         [text.token_ids for text in output.outputs] for output in without

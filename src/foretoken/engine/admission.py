@@ -58,7 +58,7 @@ class Admission:
         prompt = as_ids(prompt_ids)
         if output_ids and len(output_ids) != params.n:
             raise ConfigError(f"output_ids has {len(output_ids)} lists for n={params.n} samples; give one for each")
-        check_prompt(prompt, self.target.vocab_size, self.max_model_len)
+        check_prompt(prompt, self.target.vocab_size, self.max_model_len, num_new_tokens=params.max_tokens != 0)
         request_id = f"request-{next(self.ids)}" if request_id is None else request_id
         seed = fresh_seed() if params.seed is None else params.seed
         rows = [

@@ -63,7 +63,7 @@ class Scheduler:
         self._plan = plan
         self._prefixes = prefixes
         self.waiting: deque[Sequence] = deque()
-        self.ended: list[Sequence] = []  # before they began, which nobody was told yet
+        self.ended: list[Sequence] = []  # before they decoded, which nobody was told yet
         self.num_decoding = 0
         self._rows: list[Sequence] = []
         self._due: set[Sequence] = set()  # that have not had their chunk in this round
@@ -104,7 +104,7 @@ class Scheduler:
         self.waiting += [row for row in rows if not row.is_finished]
 
     def take_ended(self) -> list[Sequence]:
-        """Rows that had ended when they came; each once."""
+        """Rows that have ended without a step, when they came or when they were read; each once."""
         ended, self.ended = self.ended, []
         return ended
 
@@ -227,7 +227,12 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def start(self, rows: Seq[Sequence]) -> None:
-        """Let rows whose prompts are in the cache decode, with the other samples of their requests."""
+        """Let rows whose prompts are in the cache decode, with the other samples of their requests.
+
+        Those that are to generate nothing end here.
+        """
+        self._end_read([row for row in rows if row.params.max_tokens == 0])
+        rows = [row for row in rows if not row.is_finished]
         if not rows:
             return
         self._drafter.start(rows)
@@ -235,6 +240,15 @@ class Scheduler:
             forks = self._enter(row)
             if forks:
                 self._drafter.fork(row, forks)
+
+    def _end_read(self, rows: Seq[Sequence]) -> None:
+        """End rows that only had to be read, with the other samples of their requests."""
+        for row in rows:
+            for each in (row, *row.forks):
+                each.finish_reason = "length"
+                self.ended.append(each)
+            row.forks = []
+            self.retire(row)
 
     def _enter(self, row: Sequence) -> list[Sequence]:
         """Move a row to those that decode, with its forks, which are returned; those without a slot wait for one."""

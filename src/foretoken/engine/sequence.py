@@ -154,19 +154,19 @@ def as_ids(prompt: Iterable[Any]) -> list[int]:
         ) from None
 
 
-def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None) -> None:
-    """Refuse what cannot be continued.
+def check_prompt(prompt: Seq[int], vocab_size: int, max_length: int | None, num_new_tokens: int = 1) -> None:
+    """Refuse what cannot be read, or continued by so many tokens.
 
     Raises: PromptError for an empty prompt or ids outside the vocabulary; ContextLengthError when the prompt leaves
-    no room for a token within ``max_length``.
+    no room for the new tokens within ``max_length``.
     """
     if not prompt:
         raise PromptError("the prompt holds no tokens; give at least one (the BOS token, for instance)")
     worst = max(prompt, key=lambda token: (not 0 <= token < vocab_size, abs(token)))
     if not 0 <= worst < vocab_size:
         raise PromptError(f"token id {worst} lies outside the vocabulary, 0..{vocab_size - 1}")
-    if max_length is not None and len(prompt) >= max_length:
+    if max_length is not None and len(prompt) + num_new_tokens > max_length:
+        room = ": no room for a new token" if num_new_tokens else ""
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens and the context {max_length}: no room for a new token; "
-            "shorten the prompt"
+            f"the prompt has {len(prompt)} tokens and the context {max_length}{room}; shorten the prompt"
         )

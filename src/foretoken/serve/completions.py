@@ -14,6 +14,7 @@ from foretoken.serve.tokens import completion_logprobs, echoed_logprobs, encode,
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
     from foretoken.serve.settings import ServerSettings
+    from foretoken.serve.tokens import Table
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs"}
@@ -28,8 +29,6 @@ def read_completion(body: dict[str, Any], served: Served, settings: ServerSettin
     logprobs = given.whole("logprobs", None, 0, settings.max_logprobs)
     echo = given.flag("echo")
     of_prompt = {"prompt_logprobs": logprobs} if echo and logprobs is not None else {}
-    if of_prompt and given.flag("stream"):
-        raise ApiError(400, "echo with logprobs cannot be streamed; leave one of the three out", "echo")
     asking = read_asking(given, served, settings, logprobs=logprobs, **of_prompt)
     prompts = _prompts(given.get("prompt"), served, given.flag("add_special_tokens", True), settings.max_prompts)
     asking = with_prompts(asking, prompts, settings)
@@ -67,12 +66,12 @@ class CompletionForm(Form):
     def __init__(self, asking: Asking, served: Served, echo: bool) -> None:
         super().__init__(asking, served)
         self._echo = echo
-        self._returns_prompt_logprobs = not echo and asking.params.prompt_logprobs is not None
+        self._learns_prompt = asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
         self._length: dict[int, int] = {}  # of the text of each choice so far
 
     def opening(self) -> list[dict[str, Any]]:
-        if not self._echo:
+        if not self._echo or self._learns_prompt:  # which is told once it is read
             return []
         texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
         self._length = {index: len(text) for index, text in enumerate(texts)}
@@ -86,9 +85,21 @@ class CompletionForm(Form):
     def choices(self, delta: StreamOutput) -> list[dict[str, Any]]:
         index = delta.prompt_index * self._asking.params.n + delta.index
         length = len(delta.token_ids)
+        read = [] if delta.prompt_logprobs is None else [self._read_prompt(index, delta)]
         if not length:
-            return [self._choice(index, delta.text, delta.finish_reason, delta.stop_reason)]
-        return [self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta)]
+            return [*read, self._choice(index, delta.text, delta.finish_reason, delta.stop_reason)]
+        return [*read, *(self._part(index, delta, part, is_last=part.stop == length) for part in self._parts(delta))]
+
+    def _read_prompt(self, index: int, delta: StreamOutput) -> dict[str, Any]:
+        """The choice that tells log-probabilities of the prompt, before the first token of a text."""
+        prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
+        choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
+        self._length[index] = len(choice["text"])
+        if self._echo:
+            choice["logprobs"] = self._of_prompt(prompt["prompt_token_ids"], tables)
+        else:
+            choice["prompt_logprobs"] = prompt_tables(tables)
+        return choice
 
     def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
         pieces, ids = delta.texts[part], delta.token_ids[part]
@@ -104,13 +115,11 @@ class CompletionForm(Form):
         most = self._asking.params.logprobs or 0
         return completion_logprobs(self._names, ids, tables, pieces, start, most)
 
-    def _with_prompt(self, output: RequestOutput, logprobs: dict[str, Any]) -> dict[str, Any]:
-        """Log-probabilities of a prompt and of what follows it."""
-        ids, tables = output.prompt_token_ids, output.prompt_logprobs
+    def _of_prompt(self, ids: Sequence[int], tables: Sequence[Table | None] | None) -> dict[str, Any]:
+        """Log-probabilities of a prompt that is echoed."""
         assert tables is not None
         first = self._names.alone(ids[0])
-        before = echoed_logprobs(self._names, ids, first, tables, self._asking.params.logprobs or 0)
-        return {name: [*before[name], *logprobs[name]] for name in logprobs}
+        return echoed_logprobs(self._names, ids, first, tables, self._asking.params.logprobs or 0)
 
     @staticmethod
     def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
@@ -132,8 +141,11 @@ class CompletionForm(Form):
                     found = zip(text.token_ids, text.logprobs, strict=True)
                     pieces = [table[token].decoded_token or "" for token, table in found]
                     logprobs = self._logprobs(text.token_ids, text.logprobs, pieces, len(before))
-                    choice["logprobs"] = self._with_prompt(output, logprobs) if self._echo else logprobs
-                if self._returns_prompt_logprobs:
+                    if self._echo:
+                        read = self._of_prompt(output.prompt_token_ids, output.prompt_logprobs)
+                        logprobs = {name: [*read[name], *logprobs[name]] for name in logprobs}
+                    choice["logprobs"] = logprobs
+                if self._learns_prompt and not self._echo:
                     choice["prompt_logprobs"] = prompt_tables(output.prompt_logprobs)
                 if self._asking.returns_ids:
                     choice["token_ids"] = list(text.token_ids)

@@ -178,6 +178,7 @@ class StreamOutput:
       texts: ``text`` in pieces, one for each of the tokens: what it has made certain, possibly nothing.
       logprobs: for each of the tokens; None unless asked for.
       tree: the draft that the step verified.
+      prompt_logprobs: of the prompt, with the first delta of each sample; None with later ones and unless asked for.
     """
 
     request_id: str
@@ -192,6 +193,7 @@ class StreamOutput:
     texts: tuple[str, ...] = ()
     logprobs: list[dict[int, Logprob]] | None = None
     tree: DraftTree | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def _shortened(value: object) -> str:

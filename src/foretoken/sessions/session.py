@@ -106,6 +106,7 @@ class Session:
         place, request, text = self._place_of[output.row.id]
         num_known, num_released = len(text.token_ids), text.num_released
         num_logprobs = len(text.logprobs)  # of tokens that were said before there are none
+        is_first = text.started is None and not num_known
         is_read = text.take(output, self._drafter_name, started, ended)
         segments = text.release()
         tokens = text.token_ids[num_known:]
@@ -123,6 +124,7 @@ class Session:
                 texts=text.pieces(len(tokens), num_released),
                 logprobs=self._table(request, text.logprobs[num_logprobs:]),
                 tree=output.tree,
+                prompt_logprobs=self._prompt_logprobs(request) if is_first else None,
             )
         )
         return is_read

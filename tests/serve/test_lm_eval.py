@@ -1,0 +1,123 @@
+"""lm-eval's ``local-completions``: the requests that it sends, by hand, and by lm-eval itself beside its ``hf``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM
+from foretoken.serve.served import Served
+from serving import Running, running
+
+TEXTS = ["The capital of France is Paris, and", "two and two are", "Grüße 世界 ."]
+ASKED = {"model": "tiny", "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+"""What lm-eval 0.4.13 sends for log-likelihoods, beside prompts and ``max_tokens``."""
+
+
+def prompts_of(server: Running) -> list[list[int]]:
+    return [list(server.llm.tokenizer(text)["input_ids"]) for text in TEXTS] + [[5]]
+
+
+@torch.inference_mode()
+def of_model(server: Running, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of what follows each token, by transformers."""
+    logits = server.llm.target.shadow(torch.tensor([ids]).long()).logits[0]
+    return torch.as_tensor(logits).float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_log_likelihoods_are_those_of_the_model(running_server: Running, max_tokens: int) -> None:
+    prompts = prompts_of(running_server)
+    found = running_server.post("/v1/completions", prompt=prompts, max_tokens=max_tokens, **ASKED).json()
+    assert found["usage"]["completion_tokens"] == max_tokens * len(prompts)
+    for ids, choice in zip(prompts, found["choices"], strict=True):
+        told, log_probs = choice["logprobs"], of_model(running_server, ids)
+        assert {len(each) for each in told.values()} == {len(ids) + max_tokens}
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        own = [log_probs[place, token].item() for place, token in enumerate(ids[1:])]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(own, abs=1e-4)
+        is_greedy = [
+            logprob == max(top.values())
+            for logprob, top in zip(
+                told["token_logprobs"][1 : len(ids)], told["top_logprobs"][1 : len(ids)], strict=True
+            )
+        ]
+        assert is_greedy == [log_probs[place].argmax() == token for place, token in enumerate(ids[1:])]
+        text = running_server.llm.tokenizer.decode(ids)
+        assert choice["text"].startswith(text)
+        assert choice["finish_reason"] == "length"
+        assert max_tokens or choice["text"] == text
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": False, "prompt_logprobs": 2}])
+@pytest.mark.parametrize("max_tokens", [0, 6])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_tells_of_the_prompt_first(
+    running_server: Running, fields: dict[str, Any], max_tokens: int, n: int
+) -> None:
+    """Chunks of a choice, put together, are the choice of the whole answer, what they tell of the prompt included.
+
+    Offsets of a text that is generated are left out: pieces of chunks hold parts of characters back.
+    """
+    body = {**ASKED, "prompt": prompts_of(running_server), "max_tokens": max_tokens, "n": n, **fields}
+    whole = running_server.post("/v1/completions", **body).json()["choices"]
+    chunks = [chunk["choices"][0] for chunk in running_server.events("/v1/completions", body)]
+    assert len(whole) == n * len(body["prompt"])
+    for choice in whole:
+        first, *others = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        pieces = [chunk["logprobs"] for chunk in (first, *others) if chunk["logprobs"]]
+        joined = {key: [one for piece in pieces for one in piece[key]] for key in choice["logprobs"]}
+        compared = joined.keys() - ({"text_offset"} if max_tokens else set())
+        assert {key: joined[key] for key in compared} == {key: choice["logprobs"][key] for key in compared}
+        assert "".join(chunk["text"] for chunk in (first, *others)) == choice["text"]
+        assert first.get("prompt_logprobs") == choice.get("prompt_logprobs")
+        assert not any("prompt_logprobs" in chunk for chunk in others)
+        assert others[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_a_prompt_that_fills_the_context_is_read(running_server: Running) -> None:
+    limit = running_server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    read = running_server.post("/v1/completions", prompt=[7] * limit, max_tokens=0, **ASKED)
+    assert len(read.json()["choices"][0]["logprobs"]["tokens"]) == limit
+    for length, max_tokens in ((limit + 1, 0), (limit, 1)):
+        refused = running_server.post("/v1/completions", prompt=[7] * length, max_tokens=max_tokens, **ASKED)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert running_server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[Running]:
+    with running(Served({"smollm2": LLM("zoo:smollm2", "ngram", dtype="float32")})) as found:
+        yield found
+
+
+@pytest.mark.full
+@pytest.mark.smollm2
+def test_lm_eval_says_what_it_says_of_its_own_model(smollm2: Running) -> None:
+    """lm-eval asks the server, and runs the same weights itself."""
+    reason = "lm-eval is no dependency: uv pip install 'lm-eval[api]'"
+    pytest.importorskip("lm_eval", reason=reason)
+    completions = pytest.importorskip("lm_eval.models.openai_completions", reason=reason)
+    from lm_eval.api.instance import Instance  # type: ignore[import-not-found,unused-ignore]
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found,unused-ignore]
+
+    llm = smollm2.llm
+    api = completions.LocalCompletionsAPI(
+        base_url=f"{smollm2.server.address}/v1/completions", model="smollm2", batch_size=2, max_retries=1
+    )
+    own = HFLM(pretrained=llm.target.shadow, tokenizer=llm.tokenizer, batch_size=1)
+    continued = [(text, after) for text in TEXTS for after in (" Paris", " four and more", " Ünïcode 世界", " the")]
+    scored = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(continued)]
+    for (ours, our_flag), (theirs, their_flag) in zip(
+        api.loglikelihood(scored), own.loglikelihood(scored), strict=True
+    ):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+        assert our_flag == their_flag
+    asked = {"until": ["\n\n", "."], "max_gen_toks": 24, "do_sample": False, "temperature": 0}
+    wanted = [Instance("generate_until", {}, (text, dict(asked)), number) for number, text in enumerate(TEXTS)]
+    texts = api.generate_until(wanted)
+    assert texts == own.generate_until(wanted)
+    assert any(len(text) > 20 for text in texts)
