@@ -36,6 +36,12 @@ Dtype = Annotated[
 Execution = Annotated[
     str, typer.Option("--execution", help="auto (compiled or packed on x86, else eager), eager, packed or compiled.")
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization", metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
 
 
@@ -98,6 +104,7 @@ class LoadingOptions:
     dtype: Dtype = "auto"
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
     execution: Execution = "auto"
+    quantization: Quantization = None
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution
+from foretoken.cli.options import Dtype, Execution, Quantization
 from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
 
@@ -54,6 +54,7 @@ class ProfileOptions:
     ] = False
     dtype: Dtype = "auto"
     execution: Execution = "auto"
+    quantization: Quantization = None
 
 
 def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[Profile, dict[str, Any]]:
@@ -74,7 +75,13 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         whole_numbers(name, text, 1)
         for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
     )
-    llm = load_llm(model, _with_length(config, None), dtype=options.dtype, execution=options.execution)
+    llm = load_llm(
+        model,
+        _with_length(config, None),
+        dtype=options.dtype,
+        execution=options.execution,
+        quantization=options.quantization,
+    )
     prompts = prompts_of(model, options, llm.tokenizer)
     longest = max(1, min(config.num_speculative_tokens, _LONGEST))
 

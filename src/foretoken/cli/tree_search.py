@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution
+from foretoken.cli.options import Dtype, Execution, Quantization
 from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
 
@@ -53,6 +53,7 @@ class TreeOptions:
     repeats: Annotated[int, typer.Option(help="Timings of every size; the shortest counts.", min=1)] = 9
     dtype: Dtype = "auto"
     execution: Execution = "auto"
+    quantization: Quantization = None
     seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
 
 
@@ -116,7 +117,7 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
     config = SpeculativeConfig.parse(
         {"model": options.heads} if options.speculative_config is None else options.speculative_config
     )
-    return load_llm(model, config, dtype=options.dtype, execution=options.execution)
+    return load_llm(model, config, dtype=options.dtype, execution=options.execution, quantization=options.quantization)
 
 
 def _drafter(llm: LLM) -> Any:

@@ -102,6 +102,7 @@ def _questions(name: str) -> list[str]:
 
 def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
     """Somebody else's decoder."""
+    from foretoken.model.execution.rounding import round_weights
     from foretoken.verify import FunctionSubject, ServerSubject, TransformersSubject
 
     if against.startswith(("http://", "https://")):
@@ -109,8 +110,11 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
     if against in (PLAIN, LOOKUP, ASSISTED):
         if against == ASSISTED and drafting.draft_model is None:
             raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
+        model = _loaded(name, llm)
+        if llm.target.quantization is not None:
+            round_weights(model, llm.target.quantization)
         return TransformersSubject(
-            _loaded(name, llm),
+            model,
             against,
             eos_token_ids=llm.eos_token_ids,
             options={"prompt_lookup_num_tokens": 3} if against == LOOKUP else None,

@@ -42,12 +42,9 @@ LLM_ARGUMENTS = {
     "cpu_offload_gb": Foreign("weights stay on one device; choose it with device='cpu' or device='cuda'", (None, 0)),
     "block_size": Foreign("the cache is not paged; leave it out"),
     "kv_cache_dtype": Foreign("keys and values have the dtype of the model; choose that with dtype", (None, "auto")),
-    "quantization": Foreign(
-        f"{_OWN_WEIGHTS}; to draft with 4-bit copies of the weights, use speculative_config='quantized_self'"
-    ),
     "quantization_config": Foreign(_OWN_WEIGHTS),
-    "load_in_8bit": Foreign(_OWN_WEIGHTS, (None, False)),
-    "load_in_4bit": Foreign(_OWN_WEIGHTS, (None, False)),
+    "load_in_8bit": Foreign("use quantization='int8'", (None, False)),
+    "load_in_4bit": Foreign("use quantization='int4'", (None, False)),
     "load_format": Foreign(_OWN_WEIGHTS, (None, "auto", "safetensors")),
     "hf_overrides": Foreign(_OWN_WEIGHTS),
     "model_impl": Foreign(

@@ -13,6 +13,9 @@ from foretoken.config.keywords import whole_number
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 
+LARGEST_BITS = 12
+"""Of a weight, scales included, that is multiplied as it was rounded."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,6 +56,9 @@ class ModelInfo:
 
     Args:
       num_parameters, weight_bytes: tied weights once, packed copies not counted.
+      quantization: that linear layers were rounded by, if they were.
+      bits_per_weight: of linear layers, scales included; None where they do not run by packed weights.
+      step_bytes: of packed weights, which every step reads.
       supports_trees: verdict of the probe; chains always pass, or the model is refused.
     """
 
@@ -63,6 +69,9 @@ class ModelInfo:
     dtype: str
     device: str
     execution: str
+    quantization: str | None
+    bits_per_weight: float | None
+    step_bytes: int
     supports_trees: bool
     vocab_size: int
     context_length: int | None
@@ -78,6 +87,9 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         dtype=str(lm.dtype).removeprefix("torch."),
         device=str(lm.device),
         execution=lm.execution.describe(),
+        quantization=lm.quantization,
+        bits_per_weight=lm.execution.bits_per_weight,
+        step_bytes=lm.execution.packed_bytes,
         supports_trees=lm.supports_trees,
         vocab_size=lm.vocab_size,
         context_length=lm.context_length,
@@ -108,7 +120,9 @@ def load_line(
     """
     dtype = info.dtype
     note = dtype_note(dtype, name_of(stored_dtype), info.device, is_chosen=is_dtype_chosen)
-    parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype, info.execution]
+    parts = [f"{count(info.num_parameters)} parameters", f"{dtype} ({note})" if note else dtype]
+    parts += [weights] if (weights := weights_note(info)) else []
+    parts.append(info.execution)
     if info.device != "cpu":
         parts.append(f"on {info.device}")
     elif threads:
@@ -123,6 +137,17 @@ def load_line(
             given.append(f"{drafter.name}, {count(drafter.num_parameters)}")
         parts.append(f"method {method} with {' and '.join(given)}" if given else f"method {method}")
     return f"{info.name}: {', '.join(parts)}{'; ' if promise else ''}{promise}"
+
+
+def weights_note(info: ModelInfo) -> str:
+    """What linear layers were rounded to; empty where they were not."""
+    if info.quantization is None:
+        return ""
+    if info.bits_per_weight is None or info.bits_per_weight > LARGEST_BITS:
+        return f"{info.quantization} weights, which run dequantised for want of a kernel here"
+    return (
+        f"{info.quantization} weights ({info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB by a step)"
+    )
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:

@@ -22,8 +22,11 @@ from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
+from foretoken.model.execution.rounding import check_quantization, quantize_weights
 from foretoken.model.wrappers import check_unwrapped
 from foretoken.progress import no_progress_bars
+
+_SINGLE_AND_HALF = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_model(
@@ -35,6 +38,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    quantization: str | None = None,
     widest_dtype: torch.dtype | None = None,
     with_tokenizer: bool = True,
 ) -> Loaded:
@@ -46,12 +50,15 @@ def load_model(
       dtype: "auto" is the checkpoint's own where the device computes in it, else float32 (`choose_dtype`).
       device: "auto" is the GPU where there is one.
       gguf_file: in the directory or at the hub id, to be read instead of other weights.
+      quantization: "int8" or "int4": round linear layers to so many bits. A model that is loaded already is rounded by
+        its adapter.
       widest_dtype: what "auto" takes instead of anything wider.
       with_tokenizer: read the one beside the model too.
 
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
     keep_to_quota()
+    check_quantization(quantization)
     if isinstance(model, torch.nn.Module):
         model = check_unwrapped(model)
         _check_kept(model, dtype, device, gguf_file)
@@ -62,12 +69,19 @@ def load_model(
     if isinstance(front, Header):
         gguf_model.check_readable(front)
         stored: torch.dtype | None = gguf_model.stored_dtype(front)
-        loaded = _load_gguf(source, front, choose_dtype(dtype, place, stored, widest_dtype))
+        chosen = choose_dtype(dtype, place, stored, widest_dtype)
+        loaded = _load_gguf(source, front, chosen)
     else:
         stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-        loaded = _load_weights(source, front, choose_dtype(dtype, place, stored, widest_dtype))
+        chosen = choose_dtype(dtype, place, stored, widest_dtype)
+        # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
+        as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
+        loaded = _load_weights(source, front, as_stored)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
-    return Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored)
+    found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored)
+    if quantization is not None:
+        quantize_weights(found.model, quantization, dtype=chosen, release_originals=True)
+    return found
 
 
 def is_zoo(model: object) -> bool:

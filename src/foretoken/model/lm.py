@@ -20,6 +20,7 @@ from foretoken.model.execution.attention import NotPassedOnError
 from foretoken.model.execution.compiled_layers import detach
 from foretoken.model.execution.execution import Execution, apply_execution
 from foretoken.model.execution.kinds import choose_execution, compute_dtype
+from foretoken.model.execution.rounding import quantize_weights
 from foretoken.model.execution.shadows import shadow
 from foretoken.model.independence import check_rows_independent, other_products, unchanged_attributes
 from foretoken.model.layouts import Layouts
@@ -62,10 +63,12 @@ class CausalLM:
       release_originals: let packed weights replace the originals; only for models that nobody else holds.
       probe: compare a tree and ragged chains with plain forwards before anything else runs.
       earlier: of another adapter of the same model; see `apply_execution`.
+      quantization: "int8" or "int4": decode the model with its linear layers rounded to so many bits.
 
     Attributes:
       layer_types: kind of attention of every layer.
       window: width of the sliding windows, if there are any.
+      quantization: how linear layers were rounded, if they were.
 
     Raises:
       UnsupportedModelError, UnsupportedStateError: the model cannot be decoded exactly; the message says why.
@@ -80,10 +83,11 @@ class CausalLM:
         release_originals: bool = False,
         probe: bool = True,
         earlier: Execution | None = None,
+        quantization: str | None = None,
     ) -> None:
         model = check_unwrapped(model)
         check_supported(model)
-        self._wanted_execution = execution
+        self._wanted_execution, self.quantization = execution, quantization
         # weights that are released cannot be read again, and nobody else holds the model
         self._owner = _nobody if release_originals else weakref.ref(model)
         self._state = ModelState.of(model)
@@ -103,6 +107,9 @@ class CausalLM:
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
         self._of: CausalLM | None = None  # whose variant this is
         self._shadow = shadow(model).eval()
+        if quantization is not None:
+            known = () if earlier is None else earlier.products
+            quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=known)
         self._recorder = Recorder(self._shadow, self.num_layers)
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):
@@ -174,6 +181,7 @@ class CausalLM:
         fresh = CausalLM(
             model,
             execution=self._wanted_execution,
+            quantization=self.quantization,
             probe=bool(self._probes) and known is None,
             earlier=self.execution,
         )

@@ -15,7 +15,7 @@ from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
 from foretoken.native.library import library
-from foretoken.native.packed_matmul import NibbleMatrix
+from foretoken.native.packed_matmul import Codes, CodesMatrix
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 NUM_LEVELS = 16
@@ -66,9 +66,11 @@ class Int4Linear:
         self._group_size = group_size
         self._num_out = weight.shape[0]
         kernels = library()
-        self.matrix: NibbleMatrix | None = None
+        self.matrix: CodesMatrix | None = None
         if kernels is not None:
-            self.matrix = NibbleMatrix(quantized.codes, quantized.scales, quantized.zeros, bias, kernels)
+            numbers = quantized.codes.to(torch.uint8)
+            codes = Codes(numbers, 4, quantized.scales, quantized.zeros, group_size)
+            self.matrix = CodesMatrix(codes, bias, kernels)
             return
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized.codes, 1)
         pairs = torch.stack([quantized.scales, quantized.zeros], dim=-1)

@@ -12,11 +12,12 @@ struct Matrix {
   int64_t kind;        // one of the kinds below
   const void* weight;  // blocks of outputs, the last one filled up with zeros
   const float* bias;   // (N,), or null
-  int64_t group;       // of codes in 4 bits: inputs that share a scale and a zero point,
-  const float *scales, *zeros;  // by block of outputs, group, and output
+  int64_t group;       // of codes: inputs that share a scale and a zero point, 0 for all; scales and zero points are
+  const float *scales, *zeros;  // by block of outputs, group, and output; zeros: null for none
 };
 
-enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4 };
+enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5 };
+enum { CODES_BLOCK = 32, CODES_SPAN = 64 };  // of codes: outputs of a block, and inputs that are rounded together at most
 
 struct Attention {  // of lists of nodes over rows of a cache
   int64_t rows, heads, group;  // heads of keys, and heads of queries that share one
@@ -178,6 +179,7 @@ struct Growing {
 };
 
 extern "C" {
+void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads);
 void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,
                                 const void* mask, void* out, float* scratch, int threads);

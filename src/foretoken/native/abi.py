@@ -11,7 +11,7 @@ Float, Double, Threads = ctypes.c_float, ctypes.c_double, ctypes.c_int
 MOST_NODES = 64
 """Nodes of a row, its root included, up to which kernels keep the bits of a node of any tree."""
 
-PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES = range(5)
+PAIRS, FLOAT32, BFLOAT16, FLOAT16, NIBBLES, BYTES = range(6)
 """How the numbers of a matrix lie in memory."""
 SCRATCH, MEMORY, INPUT, GIVEN, OUTPUT = range(5)
 """Which memory an operand of a program lies in."""

@@ -8,6 +8,8 @@ sums every row in the same order whatever the number of rows.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,8 @@ PAIRS_BLOCK = 32
 """Inputs and outputs of a block of pairs."""
 BYTES_BLOCK = 32
 """Outputs of a block of bytes."""
+CODES_BLOCK, CODES_SPAN = 32, 64
+"""Outputs of a block of codes, and inputs whose activations are rounded together."""
 SPAN = 64
 """Inputs whose activations share a scale where weights are bytes."""
 LARGEST = 127.0
@@ -32,9 +36,12 @@ class PackedMatrix:
       packed: the numbers of the weight, in huge pages where the system has them.
       num_bytes: of all that a product reads.
       address: of what the kernels are told of it.
+      rounding: how far, relatively, what is multiplied is rounded.
 
     Exactness: a row has the same bits among any number of rows; sums are in float32.
     """
+
+    rounding = torch.finfo(torch.float32).eps
 
     def __init__(
         self,
@@ -45,15 +52,14 @@ class PackedMatrix:
         bias: torch.Tensor | None,
         scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
+        group: int = 0,
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
         self._kept = [None if each is None else each.float().contiguous() for each in (bias, scales, zeros)]
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
-        group = 0 if scales is None else inputs // scales.shape[1]
-        address = self.packed.data_ptr()
-        self._matrix = abi.Matrix(inputs, outputs, kind, address, of_bias, group, of_scales, of_zeros)
+        self._matrix = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, group, of_scales, of_zeros)
         self.address = ctypes.addressof(self._matrix)
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
         self.instruction_set = kernels.instruction_set
@@ -104,31 +110,110 @@ class NativeMatrix(PackedMatrix):
         return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()
 
 
-class NibbleMatrix(PackedMatrix):
-    """A weight in 4 bits.
+@dataclass(frozen=True)
+class Codes:
+    """A weight (out, in) in whole numbers: (code - 2^(bits - 1)) * scale + zero.
 
     Args:
-      codes: int32 (out, in), 0 to 15.
-      scales, zeros: float32 (out, in / group); the weight is (code - 8) * scale + zero.
-      bias: (out,), or None.
+      numbers: uint8 (out, in).
+      bits: of a code, 4 or 8.
+      scales: float32 (out, groups): inputs in that many groups of one size share a scale; the last may be cut off.
+      zeros: float32 as the scales, or None.
+      group: inputs of a group: all, or a multiple of 16.
     """
 
-    def __init__(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor,
-        bias: torch.Tensor | None,
-        kernels: Library,
-    ) -> None:
-        outputs, inputs = codes.shape
-        block, groups = 2 * kernels.lanes, scales.shape[1]
-        missing = (0, 0, 0, -outputs % block)
-        padded = F.pad(codes.to(torch.uint8), missing).view(-1, block, inputs // 2, 2)
-        both = (padded[..., 0] | padded[..., 1] << 4).transpose(1, 2)  # (blocks, pairs of inputs, outputs)
-        by_block = (F.pad(each.float(), missing).view(-1, block, groups).transpose(1, 2) for each in (scales, zeros))
-        packed, of_bias = memory.empty(both.shape, both.dtype).copy_(both), None if bias is None else bias.detach()
-        super().__init__(kernels, (outputs, inputs), abi.NIBBLES, packed, of_bias, *by_block)
+    numbers: torch.Tensor
+    bits: int
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    group: int = 0
+
+    @classmethod
+    def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0) -> Codes:
+        """Round to nearest, in steps on both sides of 0 by the largest weight of every group.
+
+        Args:
+          weight: (out, in) of any float dtype.
+          group: inputs; 0 for all.
+        """
+        outputs, inputs = weight.shape
+        size, half = group or inputs, 2 ** (bits - 1)
+        groups = F.pad(weight.detach().float(), (0, -inputs % size)).view(outputs, -1, size)
+        scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
+        numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
+        return cls(numbers.view(outputs, -1)[:, :inputs].contiguous(), bits, scales, None, group)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Codes]) -> Codes:
+        """Weights with the same inputs, one after another."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
+        numbers, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("numbers", "scales"))
+        return cls(numbers, first.bits, scales, zeros, first.group)
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What weights that are joined have in common."""
+        return self.bits, self.group, self.zeros is None
+
+    def dense(self) -> torch.Tensor:
+        """float32 (out, in): the weight that they stand for."""
+        inputs = self.numbers.shape[1]
+        scales, zeros = (
+            None if each is None else each.repeat_interleave(self.group or inputs, 1)[:, :inputs]
+            for each in (self.scales, self.zeros)
+        )
+        weight: torch.Tensor = (self.numbers.float() - 2 ** (self.bits - 1)) * scales
+        return weight if zeros is None else weight + zeros
+
+
+class CodesMatrix(PackedMatrix):
+    """A weight in whole numbers, multiplied with activations in 16 bits that share a scale by 64 inputs or fewer.
+
+    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations; it has the
+      same bits on every CPU.
+    """
+
+    rounding = 2**-15
+
+    def __init__(self, codes: Codes, bias: torch.Tensor | None, kernels: Library) -> None:
+        outputs, inputs = codes.numbers.shape
+        self._bits, self._group = codes.bits, codes.group
+        whole = -(-inputs // (codes.group or CODES_SPAN)) * (codes.group or CODES_SPAN)
+        missing, half = -outputs % CODES_BLOCK, 2 ** (codes.bits - 1)
+        numbers = F.pad(codes.numbers, (0, whole - inputs, 0, missing), value=half)
+        blocks = numbers.view(-1, CODES_BLOCK, whole // 4, 4).transpose(1, 2)  # (blocks, fours of inputs, outputs, 4)
+        if codes.bits == 4:
+            blocks = blocks[:, ::2] | blocks[:, 1::2] << 4
+        packed = memory.empty(blocks.shape, torch.uint8).copy_(blocks)
+        scales, zeros = (
+            None
+            if each is None
+            else F.pad(each, (0, 0, 0, missing)).view(-1, CODES_BLOCK, each.shape[1]).transpose(1, 2)
+            for each in (codes.scales, codes.zeros)
+        )
+        kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
+        super().__init__(kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group)
+
+    @property
+    def codes(self) -> Codes:
+        """The weight as it was given."""
+        outputs, inputs = self._size
+        blocks = self.packed
+        if self._bits == 4:
+            blocks = torch.stack([blocks & 15, blocks >> 4], 2).flatten(1, 2)
+        numbers = blocks.transpose(1, 2).reshape(len(blocks) * CODES_BLOCK, -1)[:outputs, :inputs].contiguous()
+        scales, zeros = (
+            None if each is None else each.transpose(1, 2).flatten(0, 1)[:outputs] for each in self._kept[1:]
+        )
+        assert scales is not None
+        return Codes(numbers, self._bits, scales, zeros, self._group)
+
+    def dense(self) -> torch.Tensor:
+        """float32 (out, in): the weight that the codes stand for."""
+        return self.codes.dense()
 
 
 class Int8Matrix:

@@ -6,7 +6,6 @@
 
 #include "abi.h"
 #include "floats.h"
-#include "nibbles.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -267,12 +266,8 @@ extern "C" void foretoken_product(const Matrix* matrix, const void* x, int64_t n
   if (matrix->kind == PAIRS && matrix->inputs % 32) return fill_up(matrix, (const uint16_t*)x, num_rows, out, threads);
 #endif
   if (threads < 1) threads = 1;
-  if (matrix->kind == NIBBLES) {
-    const std::vector<float> sums = sums_of_groups(matrix, (const float*)x, num_rows);
-    return share_out((matrix->outputs + NIBBLE_BLOCK - 1) / NIBBLE_BLOCK, threads, [&](int64_t first, int64_t last, int) {
-      nibbles(matrix, (const float*)x, sums.data(), num_rows, (float*)out, first, last);
-    });
-  }
+  if (matrix->kind == NIBBLES || matrix->kind == BYTES)
+    return multiply_codes(matrix, (const float*)x, num_rows, (float*)out, threads);
   const int64_t size = matrix->kind == PAIRS ? 32 : BLOCK, blocks = (matrix->outputs + size - 1) / size;
   const bool is_large = matrix->kind != PAIRS && num_rows >= MANY && matrix->outputs >= WIDE;
   if (is_large && many_floats(matrix, (const float*)x, num_rows, (float*)out, threads)) return;

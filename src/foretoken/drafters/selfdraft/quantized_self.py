@@ -11,6 +11,7 @@ from foretoken.config.options import flag, option, whole
 from foretoken.drafters.parts.layer_set import LayerSet, run_once
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
+from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
@@ -89,6 +90,10 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
 def build(options: QuantizedSelfOptions, context: DrafterContext) -> QuantizedSelfDrafter:
     """Refuses at once what cannot be quantised; the 4-bit weights are made when the engine binds the drafter."""
     target = context.target
+    if target.quantization == "int4":
+        raise ConfigError(
+            "the target has 4-bit weights already, so its 4-bit copy would cost as much; use ngram or auto"
+        )
     quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
     return QuantizedSelfDrafter(
         group_size=options.quantization_group_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -107,15 +108,25 @@ def same_code(layer: nn.Module, other: nn.Module) -> bool:
     return all(replacement(mine) is replacement(theirs) for mine, theirs in pairs)
 
 
-def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor) -> None:
+def rounding_in(modules: Iterable[nn.Module], dtype: torch.dtype) -> float:
+    """How far, relatively, numbers are rounded on their way through layers of a dtype."""
+    matrices = (
+        native_matrix(forward.product) for forward in map(replacement, modules) if isinstance(forward, PackedLinear)
+    )
+    of_products = (matrix.rounding for matrix in matrices if matrix is not None)
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps, *of_products)
+
+
+def check(want: torch.Tensor, given: torch.Tensor, got: torch.Tensor, modules: Iterable[nn.Module]) -> None:
     """See that a layer computes within rounding what its modules do.
 
     Args:
+      modules: that it consists of, whose products may round what they are given.
       want, given: hidden states that its modules returned, and were given.
       got: what it returns otherwise.
     Raises: NotTraceableError where it does not.
     """
-    epsilon = max(torch.finfo(want.dtype).eps, torch.finfo(torch.float32).eps)
+    epsilon = rounding_in(modules, want.dtype)
     size, change = float(want.double().norm()), float((want.double() - given.double()).norm())
     error = float((got.double() - want.double()).norm())
     if not error <= epsilon * (2 * size + TOLERANCE * change):  # the sum is rounded by its own size

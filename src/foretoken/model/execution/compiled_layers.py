@@ -217,7 +217,7 @@ class CompiledLayers:
                 args, kwargs = recording.seen.of_layers[index]
                 want, got = recording.seen.outputs[index], compiled(*args, **kwargs)
                 want, got = (output[0] if isinstance(output, tuple) else output for output in (want, got))
-                check(want, args[0] if args else kwargs["hidden_states"], got)
+                check(want, args[0] if args else kwargs["hidden_states"], got, layer.modules())
             except Exception as error:  # of inductor, a C++ compiler, a full disk, the code of a model
                 self.fall_back(name, error)
                 if not isinstance(error, NotTraceableError):

@@ -26,6 +26,7 @@ from foretoken.model.execution.packing import (
     PackedLinear,
     PackedProduct,
     packable,
+    packed_products,
     worth_packing,
 )
 from foretoken.model.execution.rowwise import Rowwise
@@ -35,7 +36,7 @@ from foretoken.model.independence import other_products, quantised_layers
 from foretoken.model.nodes import NodeLogits, logits_to_keep
 from foretoken.model.support import cache_argument
 from foretoken.native.library import KINDS, Library, library
-from foretoken.native.packed_matmul import NativeMatrix
+from foretoken.native.packed_matmul import PackedMatrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -231,7 +232,7 @@ class Execution:
             return f"{name} multiplies by matrices of its own"
         for layer in linears(self.model):
             packed = replacement(layer)
-            if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, NativeMatrix):
+            if not isinstance(packed, PackedLinear) or not isinstance(packed.product.matrix, PackedMatrix):
                 return f"a {type(layer).__name__} of it in {compute_dtype(self.model)} runs by other kernels"
         return ""
 
@@ -251,6 +252,11 @@ class Execution:
         return sum(product.refresh() for product in self._products) > 0
 
     @property
+    def products(self) -> Sequence[PackedProduct]:
+        """Packed matrices."""
+        return self._products
+
+    @property
     def num_packed_layers(self) -> int:
         return sum(len(product.layers) for product in self._products)
 
@@ -258,13 +264,19 @@ class Execution:
     def packed_bytes(self) -> int:
         return sum(product.num_bytes for product in self._products)
 
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of packed weights, scales included; None where there are none."""
+        weights = sum(product.num_weights for product in self._products)
+        return 8 * self.packed_bytes / weights if weights else None
+
     def describe(self) -> str:
         """One line for people."""
         notes = []
         if self._products:
             layers, products = _count(self.num_packed_layers, "layer"), _count(len(self._products), "product")
             notes.append(f"{layers} in {products}, {self.packed_bytes / 1e6:.0f} MB packed")
-            own = [each.matrix for each in self._products if isinstance(each.matrix, NativeMatrix)]
+            own = [each.matrix for each in self._products if isinstance(each.matrix, PackedMatrix)]
             notes += [f"{len(own)} for own {own[0].instruction_set} kernels"] if own else []
         if num_quantised := sum(1 for _ in quantised_layers(self.model)):
             notes.append(f"{num_quantised} quantised layers left as they are")
@@ -337,6 +349,7 @@ def apply_execution(
         elif worth_compiling(packable(shadow_model)):
             chosen = "compiled"
     execution = Execution(shadow_model, chosen)
+    execution._products += packed_products(shadow_model)
     if execution.kind == "eager":
         return execution
     execution.kernels = library() if compute_dtype(shadow_model) in KINDS else None

@@ -24,7 +24,7 @@ from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.storage import RaggedLayer
 from foretoken.model.capture import Activations
 from foretoken.model.execution.attention import is_seen
-from foretoken.model.execution.builds import TOLERANCE, check, native_matrix
+from foretoken.model.execution.builds import TOLERANCE, check, native_matrix, rounding_in
 from foretoken.model.execution.calls import Calls
 from foretoken.model.execution.ends import Ends, Table, modules_around
 from foretoken.model.execution.forwards import changed_forward, linears
@@ -260,7 +260,8 @@ class NativeProgram:
         self._context_length = context_length
         modules = [layer.module for layer in layers]
         self._watched = [*modules_around(model, modules), *modules]
-        of_linears = set(linears(model))  # they are products
+        self._linears = linears(model)  # they are products
+        of_linears = set(self._linears)
         self._forwards = [(each, changed_forward(each)) for each in self._watched if each not in of_linears]
         self._known = _Known()
         self._age = 0
@@ -463,9 +464,10 @@ class NativeProgram:
             if found is None:
                 raise NotTraceableError("what it is given is not looked up by tokens and positions")
             states, _, last = found
-            check(want[0] if isinstance(want, tuple) else want, given, states[1])
+            check(want[0] if isinstance(want, tuple) else want, given, states[1], layer.module.modules())
         error = float((last.double() - logits[0].double()).norm() / logits[0].double().norm())
-        if not error <= max(256 * torch.finfo(torch.float32).eps, TOLERANCE * torch.finfo(logits.dtype).eps):
+        around = [*self._watched, *self._linears]
+        if not error <= max(256 * torch.finfo(torch.float32).eps, TOLERANCE * rounding_in(around, logits.dtype)):
             raise NotTraceableError(f"its logits differ from those of its modules (relative error {error:.2g})")
 
     def _store(self, layout: _Layout, cache: KVCache, capacity: int, num_slots: int) -> _Store | None:

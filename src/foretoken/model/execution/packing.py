@@ -12,13 +12,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.state import version_of
 from foretoken.native.library import KINDS, library
-from foretoken.native.packed_matmul import NativeMatrix
+from foretoken.native.packed_matmul import Codes, CodesMatrix, NativeMatrix
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18
@@ -80,7 +81,23 @@ class OneDNNMatrix:
         return dense
 
 
-Matrix: TypeAlias = OneDNNMatrix | NativeMatrix
+class DenseMatrix:
+    """A weight (out, in) as torch multiplies it, on any device and in any dtype, and a bias (out,) or None."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.compute_dtype, self.num_bytes = weight.dtype, weight.nbytes
+        self.packed, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) of `compute_dtype` -> (..., out)."""
+        return F.linear(x, self.packed, self._bias)
+
+    def dense(self) -> torch.Tensor:
+        """The weight (out, in)."""
+        return self.packed
+
+
+Matrix: TypeAlias = OneDNNMatrix | NativeMatrix | CodesMatrix | DenseMatrix
 
 
 def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
@@ -89,12 +106,23 @@ def _matrix(weight: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
     return OneDNNMatrix(weight, bias) if kernels is None else NativeMatrix(weight, bias, kernels)
 
 
+def _codes_matrix(codes: Codes, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> Matrix:
+    """Packed for the library's own kernels; where there are none, the weight that the codes stand for."""
+    kernels = library() if dtype in KINDS and device.type == "cpu" else None
+    if kernels is not None:
+        return CodesMatrix(codes, bias, kernels)
+    weight = codes.dense().to(dtype)
+    return OneDNNMatrix(weight, bias) if device.type == "cpu" and packed_dtype(dtype) else DenseMatrix(weight, bias)
+
+
 class PackedProduct:
     """One matrix of linear layers that are given the same input: its product is split among them.
 
     Args:
       layers: each an `nn.Linear` or `Conv1D`, all with or all without a bias, of one dtype and number of inputs.
       earlier: of layers with the same tensors; what it packed is taken over where they still hold the same values.
+      codes: gives the weight of a layer in whole numbers, where it is rounded; otherwise it is packed as it is.
+      dtype: that it takes and gives; by default that of the weights.
 
     Exactness: equals ``F.linear`` within the rounding of the dtype; by the library's own kernels a row has the same
     bits among any number of rows.
@@ -103,21 +131,29 @@ class PackedProduct:
     matrix: Matrix
     sizes: list[int]
     _sums: list[torch.Tensor]
-    _dtype: torch.dtype
+    _weight_dtype: torch.dtype
 
     num_packed = 0
     """How often any product was packed in this process: as long as it stays the same, so do all matrices."""
 
-    def __init__(self, layers: Sequence[nn.Module], earlier: PackedProduct | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        earlier: PackedProduct | None = None,
+        codes: Callable[[nn.Module], Codes] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.layers = tuple(layers)
+        self._codes = codes
+        weight: torch.Tensor = layers[0].weight  # type: ignore[assignment]
+        self._dtype = dtype or weight.dtype
         self._is_released = False
         self._shared: tuple[torch.Tensor, tuple[torch.Tensor, ...], set[int]] | None = None
         if earlier is None or not earlier._holds(self._tensors()):
             self._pack()
             return
         self._versions = tuple(map(version_of, self._tensors()))
-        self.matrix, self.sizes = earlier.matrix, earlier.sizes
-        self._sums, self._dtype = earlier._sums, earlier._dtype
+        self.matrix, self.sizes, self._sums = earlier.matrix, earlier.sizes, earlier._sums
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out of all layers, one after another)."""
@@ -158,8 +194,12 @@ class PackedProduct:
         """
         for weight in self._weights():
             if weight.data_ptr() not in shared:
-                weight.data = torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape)
+                weight.data = torch.full((), torch.nan, dtype=self._dtype).expand(weight.shape)
                 self._is_released = True
+
+    def settle(self) -> None:
+        """Take tensors that the library itself has converted for those that were packed."""
+        self._versions = tuple(map(version_of, self._tensors()))
 
     def dense(self, index: int = 0) -> torch.Tensor:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
@@ -173,11 +213,17 @@ class PackedProduct:
         """
         mine = self._tensors()
         same = len(tensors) == len(mine) and all(map(operator.is_, tensors, mine)) and not self._is_released
-        return same and self._dtype == tensors[0].dtype and all(map(torch.equal, map(_sums, tensors), self._sums))
+        return (
+            same and self._weight_dtype == tensors[0].dtype and all(map(torch.equal, map(_sums, tensors), self._sums))
+        )
 
     @property
     def num_bytes(self) -> int:
         return self.matrix.num_bytes
+
+    @property
+    def num_weights(self) -> int:
+        return sum(weight.numel() for weight in self._weights())
 
     @property
     def out_features(self) -> int:
@@ -194,12 +240,17 @@ class PackedProduct:
         tensors = self._tensors()
         self._versions = tuple(map(version_of, tensors))
         self._sums = list(map(_sums, tensors))
-        self._dtype = tensors[0].dtype
-        weights = [dense_weight(layer) for layer in self.layers]
-        biases = [tensor.detach() for tensor in tensors[len(weights) :]]
-        self.sizes = [len(weight) for weight in weights]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.matrix = _matrix(weight, torch.cat(biases) if biases else None)
+        self._weight_dtype = tensors[0].dtype
+        biases = [tensor.detach() for tensor in tensors[len(self.layers) :]]
+        bias = torch.cat(biases) if biases else None
+        if self._codes is None:
+            weights = [dense_weight(layer) for layer in self.layers]
+            self.sizes = [len(weight) for weight in weights]
+            self.matrix = _matrix(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+        else:
+            parts = list(map(self._codes, self.layers))
+            self.sizes = [len(part.numbers) for part in parts]
+            self.matrix = _codes_matrix(Codes.joined(parts), bias, self._dtype, tensors[0].device)
         PackedProduct.num_packed += 1
 
 
@@ -222,6 +273,12 @@ class PackedLinear:
     def dense(self) -> torch.Tensor:
         """The weight (out, in) as it was packed, also where the original was released."""
         return self.product.dense(self.index)
+
+
+def packed_products(model: nn.Module) -> list[PackedProduct]:
+    """Those that layers of a model run by already."""
+    forwards = map(replacement, model.modules())
+    return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:

@@ -1,0 +1,140 @@
+"""A model whose linear layers multiply by weights in whole numbers: what is decoded *is* that model.
+
+Weights are rounded when a model is loaded, to 8 or to 4 bits; from then on nothing knows the ones that they came from.
+A step reads a half or a quarter of what it reads of bfloat16.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from foretoken.errors import ConfigError
+from foretoken.model.execution.forwards import replace_forward, replacement
+from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight
+from foretoken.model.execution.sharing import groups, shared_storages
+from foretoken.native.packed_matmul import Codes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How weights are rounded.
+
+    Args:
+      bits: of a weight.
+      group: inputs of an output that share a scale; 0 for all.
+    """
+
+    bits: int
+    group: int = 0
+
+    def __call__(self, layer: nn.Module) -> Codes:
+        """The weight of a linear layer."""
+        return Codes.rounded(dense_weight(layer), self.bits, self.group)
+
+
+ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 64)}
+"""By name; output embeddings are rounded to 8 bits by any."""
+
+
+def check_quantization(name: str | None) -> None:
+    """Raises: ConfigError for an unknown one."""
+    if name is not None and name not in ROUNDINGS:
+        nearest = difflib.get_close_matches(str(name), ROUNDINGS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"quantization is {name!r}{hint} Known are {', '.join(ROUNDINGS)}, and None for none.")
+
+
+@torch.inference_mode()
+def quantize_weights(
+    model: PreTrainedModel,
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    release_originals: bool = False,
+    earlier: Iterable[PackedProduct] = (),
+) -> list[PackedProduct]:
+    """Round the linear layers of a model, and let them multiply by what they are rounded to.
+
+    Input embeddings, norms and biases stay as they are, also where the output embedding is tied to the input's.
+
+    Args:
+      model: a shadow, or a model that nobody else holds; its layers are changed in place.
+      name: one of `ROUNDINGS`.
+      dtype: that everything else is converted to, and layers take and give; for models that nobody else holds.
+      release_originals: free weights once they are rounded, layer by layer.
+      earlier: products of the same model; what they hold is taken over where weights are still the same.
+
+    Returns: one product for layers that are given the same input.
+    Raises: ConfigError for an unknown name, or a model without a linear layer that can be rounded.
+    """
+    check_quantization(name)
+    layers = list(roundable(model))
+    if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
+        raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
+    known = {id(product.layers[0].weight): product for product in earlier}
+    shared = shared_storages(model)
+    made = []
+    for group in groups(model, layers) if layers else []:
+        product = PackedProduct(group, known.get(id(group[0].weight)), rounding_of(model, group[0], name), dtype)
+        for index, layer in enumerate(group):
+            replace_forward(layer, PackedLinear(product, index))
+        if release_originals:
+            product.release(shared)
+        made.append(product)
+    if dtype is not None:
+        _convert(model, dtype)
+        for product in made:
+            product.settle()
+    return made
+
+
+@torch.inference_mode()
+def round_weights(model: PreTrainedModel, name: str) -> None:
+    """Write into a model the weights that `quantize_weights` lets it multiply by: any code then computes with these.
+
+    Args:
+      model: that nobody else holds; an output embedding that is tied to the input's gets a weight of its own.
+    """
+    check_quantization(name)
+    shared = shared_storages(model)
+    for layer in list(roundable(model)):
+        weight: nn.Parameter = layer.weight  # type: ignore[assignment]
+        dense = rounding_of(model, layer, name)(layer).dense().to(weight.dtype)
+        dense = dense.t() if isinstance(layer, Conv1D) else dense
+        if weight.data_ptr() in shared:
+            layer.weight = nn.Parameter(dense.contiguous(), requires_grad=False)
+            model.config.tie_word_embeddings = False
+        else:
+            weight.data = dense.contiguous()
+
+
+def roundable(model: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers over floats whose forward is their class's own."""
+    for layer in model.modules():
+        is_own = type(layer) in (nn.Linear, Conv1D) and replacement(layer) is None
+        if is_own and type(layer.weight) is nn.Parameter and layer.weight.is_floating_point():
+            yield layer
+
+
+def rounding_of(model: PreTrainedModel, layer: nn.Module, name: str) -> Rounding:
+    """How a layer is rounded. The rounding of an output embedding falls on the logits unsmoothed."""
+    return ROUNDINGS["int8" if layer is model.get_output_embeddings() else name]
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Parameters that were not released, and stay the same objects, in another dtype; tied ones once."""
+    for weight in model.parameters():
+        is_released = weight.numel() > 1 and not any(weight.stride())
+        if weight.is_floating_point() and weight.dtype != dtype and not is_released:
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype

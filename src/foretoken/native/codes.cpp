@@ -1,0 +1,262 @@
+// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales, and zero points where there are
+// any, by output or by output and group of inputs.
+//
+// What a row holds is rounded to 16 bits with a scale by span of inputs, by itself. Sums over a span are then whole numbers:
+// exact in any order and by any instruction. They are added up span after span, so a row has the same bits among any number
+// of rows, few or many, and on every CPU.
+
+#include "abi.h"
+#include "functions.h"
+#include "threads.h"
+#include "vectors.h"
+
+#include <math.h>
+#include <string.h>
+#include <vector>
+
+enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
+enum { MOST_ROWS = LANES == 8 ? 2 : 6 };   // rows that are multiplied at a time, as registers allow
+
+// Of what a row is rounded to: two bytes, 256 of the first and one of the second, stay within -128 and 127.
+static const float LARGEST = 32639.0f;
+
+// ---- whole numbers --------------------------------------------------------------------------------------------------
+
+#if defined(FORETOKEN_AVX2)
+typedef __m256i Whole;
+static inline Whole all_whole(int32_t value) { return _mm256_set1_epi32(value); }
+static inline Whole read_bytes(const void* from) { return _mm256_loadu_si256((const Whole*)from); }
+static inline Vector as_floats(Whole values) { return _mm256_cvtepi32_ps(values); }
+static inline Whole even(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(255)); }
+static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
+static inline Whole low_half(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+static inline Whole high_half(Whole bytes) { return low_half(_mm256_srli_epi16(bytes, 4)); }
+static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+static const bool has_vnni = false;
+#define WITH_VNNI inline
+#else
+typedef __m512i Whole;
+static inline Whole all_whole(int32_t value) { return _mm512_set1_epi32(value); }
+static inline Whole read_bytes(const void* from) { return _mm512_loadu_si512(from); }
+static inline Vector as_floats(Whole values) { return _mm512_cvtepi32_ps(values); }
+static inline Whole even(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi16(255)); }
+static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
+static inline Whole low_half(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+static inline Whole high_half(Whole bytes) { return low_half(_mm512_srli_epi16(bytes, 4)); }
+static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
+#if defined(__AVX512VNNI__)
+static const bool has_vnni = true;
+#define WITH_VNNI inline
+#else
+static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
+#define WITH_VNNI __attribute__((target("avx512vnni")))
+#endif
+#endif
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+// Rows (n, K) in 16 bits. For every four inputs eight bytes: the upper bytes of all, then the lower ones; without VNNI
+// numbers 0 and 2, then 1 and 3.
+struct Rounded {
+  int64_t inputs, span, spans;  // inputs: with zeros behind the last one
+  std::vector<uint64_t> values;
+  std::vector<float> scales, sums;  // by row and span; of the rounded numbers
+  std::vector<int32_t> starts;      // what sums begin with, since codes are `offset` too large
+
+  void take(const float* x, int64_t rows, int64_t given, int64_t span, int64_t whole, int32_t offset, bool in_bytes, int threads) {
+    this->span = span, inputs = rounded_up(given, whole), spans = inputs / span;
+    values.resize(rows * inputs / 4), scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
+    share_out(rows, rows < 32 ? 1 : threads, [&](int64_t first, int64_t last, int) {
+      for (int64_t row = first; row < last; ++row)
+        for (int64_t number = 0; number < spans; ++number)
+          take_span(x + row * given + number * span, least(span, given - number * span), row * spans + number, offset,
+                    in_bytes);
+    });
+  }
+
+  void take_span(const float* from, int64_t count, int64_t place, int32_t offset, bool in_bytes) {
+    alignas(64) float numbers[CODES_SPAN];
+    alignas(64) int32_t whole[CODES_SPAN];
+    Vector most = zero(), check = zero();
+    for (int64_t i = 0; i < span; i += LANES) {
+      const Vector value = i < count ? read_first(from + i, count - i) : zero();
+      write(numbers + i, value);
+      most = larger(most, size_of(value)), check = add_product(value, zero(), check);
+    }
+    const bool is_finite = !differ(check, zero());
+    const float peak = is_finite ? largest(most) : 0.0f;
+    const bool is_usable = peak > 1e-30f && peak < 1e34f;
+    const float factor = is_usable ? LARGEST / peak : 0.0f;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < span; ++i) {
+      whole[i] = is_usable ? (int32_t)rintf(numbers[i] * factor) : 0;
+      sum += whole[i];
+    }
+    uint8_t* to = (uint8_t*)(values.data() + place * span / 4);
+    for (int64_t i = 0; i < span; i += 4, to += 8)
+      if (in_bytes) {
+        for (int j = 0; j < 4; ++j) to[j] = (uint8_t)((whole[i + j] + 128) >> 8), to[4 + j] = (uint8_t)whole[i + j];
+      } else {
+        const int16_t pairs[4] = {(int16_t)whole[i], (int16_t)whole[i + 2], (int16_t)whole[i + 1], (int16_t)whole[i + 3]};
+        memcpy(to, pairs, 8);
+      }
+    const float scale = is_usable ? peak / LARGEST : peak < 1e34f && is_finite ? 0.0f : NAN;
+    scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -offset * sum;
+  }
+};
+
+static inline Whole four_of(const uint8_t* values) {
+  int32_t four;
+  memcpy(&four, values, 4);
+  return all_whole(four);
+}
+
+// ---- blocks ---------------------------------------------------------------------------------------------------------
+
+// Adds the products of four inputs of every row and a block of outputs.
+template <int ROWS>
+static inline void add_wide(const Whole (&codes)[PARTS], const uint8_t* values, int64_t stride,
+                            Whole (&sums)[ROWS][PARTS]) {
+  for (int i = 0; i < ROWS; ++i) {
+    const Whole first = four_of(values + i * stride), second = four_of(values + i * stride + 4);
+    for (int j = 0; j < PARTS; ++j)
+      sums[i][j] = add_pairs(add_pairs(sums[i][j], even(codes[j]), first), odd(codes[j]), second);
+  }
+}
+
+#if !defined(FORETOKEN_AVX2)
+template <int ROWS>
+static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* values, int64_t stride,
+                                Whole (&upper)[ROWS][PARTS], Whole (&sums)[ROWS][PARTS]) {
+#pragma GCC unroll 6
+  for (int i = 0; i < ROWS; ++i) {
+    const Whole first = four_of(values + i * stride), second = four_of(values + i * stride + 4);
+    for (int j = 0; j < PARTS; ++j) {
+      upper[i][j] = _mm512_dpbusd_epi32(upper[i][j], codes[j], first);
+      sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], codes[j], second);
+    }
+  }
+}
+#endif
+
+// Adds the sums of a span, times their scales, to those of a block.
+template <int ROWS>
+static inline void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t number, const float* scales,
+                            const float* zeros, const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
+  for (int i = 0; i < ROWS; ++i) {
+    const Vector scale = all(x.scales[at + i * x.spans + number]);
+    for (int j = 0; j < PARTS; ++j) {
+      const Vector sum = as_floats(sums[i][j]);
+      totals[i][j] = scales ? add_product(sum * scale, read(scales + j * LANES), totals[i][j])
+                            : add_product(sum, scale, totals[i][j]);
+      if (zeros)
+        totals[i][j] = add_product(read(zeros + j * LANES), all(x.sums[at + i * x.spans + number]), totals[i][j]);
+    }
+  }
+}
+
+template <int ROWS>
+static inline void finish(const Matrix& matrix, int64_t row, int64_t first, const float* scales,
+                          const Vector (&totals)[ROWS][PARTS], float* out) {
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) {
+      const int64_t place = first + LANES * j, count = least(LANES, matrix.outputs - place);
+      if (count <= 0) continue;
+      const Vector bias = matrix.bias ? read_first(matrix.bias + place, count) : zero();
+      const Vector result = scales ? add_product(totals[i][j], read(scales + LANES * j), bias) : totals[i][j] + bias;
+      write_first(out + (row + i) * matrix.outputs + place, result, count);
+    }
+}
+
+// BITS of a code; VNNI: by instructions that multiply bytes.
+template <int BITS, int ROWS, bool VNNI>
+static inline __attribute__((always_inline)) void block_rows(const Matrix& matrix, const Rounded& x, int64_t row,
+                                                             int64_t block, float* out) {
+  enum { AT_ONCE = 32 / BITS };  // inputs whose codes lie together
+  const int64_t first = block * CODES_BLOCK, at = row * x.spans, stride = x.inputs * 2;
+  const int64_t groups = matrix.group ? x.inputs / matrix.group : 1;
+  const uint8_t* weight = (const uint8_t*)matrix.weight + first * x.inputs * BITS / 8;
+  const uint8_t* values = (const uint8_t*)x.values.data() + row * stride;
+  const float* scales = matrix.scales + first * groups;
+  const float* zeros = matrix.zeros ? matrix.zeros + first * groups : nullptr;
+  Vector totals[ROWS][PARTS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < PARTS; ++j) totals[i][j] = zero();
+  for (int64_t number = 0; number < x.spans; ++number) {
+    Whole sums[ROWS][PARTS], upper[ROWS][PARTS];
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < PARTS; ++j) {
+        sums[i][j] = all_whole(x.starts[at + i * x.spans + number]);
+        if (VNNI) upper[i][j] = all_whole(0);
+      }
+    for (int64_t input = 0; input < x.span; input += AT_ONCE, weight += 4 * CODES_BLOCK, values += AT_ONCE * 2) {
+      Whole codes[PARTS];
+      for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
+      if (row == 0)
+        for (int line = 0; line < 2; ++line) _mm_prefetch((const char*)(weight + 4096 + 64 * line), _MM_HINT_T0);
+      for (int part = 0; part < AT_ONCE / 4; ++part) {
+        Whole here[PARTS];
+        for (int j = 0; j < PARTS; ++j) here[j] = BITS == 8 ? codes[j] : part ? high_half(codes[j]) : low_half(codes[j]);
+#if !defined(FORETOKEN_AVX2)
+        if (VNNI)
+          add_bytes<ROWS>(here, values + part * 8, stride, upper, sums);
+        else
+#endif
+          add_wide<ROWS>(here, values + part * 8, stride, sums);
+      }
+    }
+#if !defined(FORETOKEN_AVX2)
+    if (VNNI)
+      for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_add_epi32(_mm512_slli_epi32(upper[i][j], 8), sums[i][j]);
+#endif
+    const int64_t group = matrix.group ? number * x.span / matrix.group * CODES_BLOCK : 0;
+    add_span<ROWS>(matrix, x, at, number, matrix.group ? scales + group : nullptr, zeros ? zeros + group : nullptr, sums,
+                   totals);
+  }
+  finish<ROWS>(matrix, row, first, matrix.group ? nullptr : scales, totals, out);
+}
+
+template <int BITS, int ROWS>
+static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
+  block_rows<BITS, ROWS, false>(matrix, x, row, block, out);
+}
+
+template <int BITS, int ROWS>
+static WITH_VNNI void byte_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
+  block_rows<BITS, ROWS, true>(matrix, x, row, block, out);
+}
+
+template <int BITS, int ROWS>
+static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, float* out) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return some_rows<BITS, ROWS - 1>(matrix, x, rows, row, block, out);
+  if (has_vnni)
+    byte_rows<BITS, ROWS>(matrix, x, row, block, out);
+  else
+    wide_rows<BITS, ROWS>(matrix, x, row, block, out);
+}
+
+template <int BITS>
+static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
+  share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
+    for (int64_t block = first; block < last; ++block)
+      for (int64_t row = 0, here; row < rows; row += here) {  // in groups of about the same size
+        const int64_t left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
+        here = (left + groups - 1) / groups;
+        some_rows<BITS, MOST_ROWS>(matrix, x, here, row, block, out);
+      }
+  });
+}
+
+// (rows, K) in float32 -> (rows, N) in float32.
+extern "C" void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
+  static thread_local Rounded rounded;
+  const int64_t span = matrix->group && matrix->group < CODES_SPAN ? matrix->group : CODES_SPAN;
+  const int64_t whole = matrix->group ? matrix->group : CODES_SPAN;
+  rounded.take(x, rows, matrix->inputs, span, whole, matrix->kind == BYTES ? 128 : 8, has_vnni, threads);
+  if (matrix->kind == BYTES)
+    multiply<8>(*matrix, rounded, rows, out, threads);
+  else
+    multiply<4>(*matrix, rounded, rows, out, threads);
+}

@@ -1,0 +1,181 @@
+"""Models whose weights are rounded are what transformers computes with these weights, whatever is drafted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from promise import Cell, Study
+
+from architectures import ARCHITECTURES
+from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError
+from foretoken.loading.models import load_model
+from foretoken.model.execution.rounding import ROUNDINGS, quantize_weights, round_weights
+from foretoken.model.lm import CausalLM
+from foretoken.native import library as native
+from foretoken.native.packed_matmul import Codes, CodesMatrix
+from foretoken.testing import hostile_kernels, toy_model
+from foretoken.testing.hostile import KINDS
+from foretoken.zoo import path
+
+SETS = list(native.OPTIONS)
+CODES = [
+    (8, 0, 100, 576),
+    (8, 32, 33, 96),
+    (8, 16, 70, 160),
+    (8, 0, 5, 70),
+    (4, 64, 100, 576),
+    (4, 32, 33, 90),
+    (4, 0, 1, 1),
+    (4, 128, 33, 150),
+]
+PROMPTS = [[5, 6, 7] * 25, [9, 10, 11, 12] * 3, [3], [8, 300, 40] * 30, [500, 400]]
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
+SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=24)
+NAMES = list(ROUNDINGS)
+
+needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels here")
+
+
+def codes(bits: int, group: int, outputs: int, inputs: int) -> tuple[Codes, torch.Tensor]:
+    """With zero points where there are groups."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    found = Codes.rounded(torch.randn(outputs, inputs, generator=generator), bits, group)
+    zeros = torch.randn(found.scales.shape, generator=generator) / 8 if group else None
+    rows = torch.randn(70, inputs, generator=generator) * torch.rand(70, 1, generator=generator)
+    return Codes(found.numbers, bits, found.scales, zeros, group), rows
+
+
+def kernels(instruction: str) -> native.Library:
+    widest = native.instruction_set()
+    if widest is None or SETS.index(instruction) < SETS.index(widest):
+        pytest.skip(f"this machine has {widest}")
+    library = native.library(instruction)
+    if library is None:
+        pytest.skip("no C++ compiler builds the kernels here")
+    return library
+
+
+@pytest.mark.parametrize("instruction", SETS)
+@pytest.mark.parametrize("shape", CODES, ids=str)
+def test_a_product_is_right_and_has_the_same_bits_among_any_rows_and_on_any_cpu(
+    instruction: str, shape: tuple[int, int, int, int]
+) -> None:
+    given, x = codes(*shape)
+    bias = torch.linspace(-1, 1, shape[2])
+    matrix = CodesMatrix(given, bias, kernels(instruction))
+    assert torch.equal(matrix.dense(), given.dense())
+    got = matrix(x)
+    exact = torch.nn.functional.linear(x.double(), given.dense().double(), bias.double())
+    bound = 2.0**-15 * (x.double().abs().amax(1, keepdim=True) * given.dense().double().abs().sum(1)) + 1e-5
+    assert ((got - exact).abs() <= bound).all()
+    for count in (1, 2, 5, 6, 7, 13, 64):
+        assert torch.equal(matrix(x[:count]), got[:count])
+    assert torch.equal(matrix(x[3:4]), got[3:4])
+    own = native.library()
+    assert own is not None
+    assert torch.equal(CodesMatrix(given, bias, own)(x), got)
+
+
+@needs_kernels
+def test_what_is_no_number_stays_in_its_row() -> None:
+    given, x = codes(8, 0, 40, 96)
+    library = native.library()
+    assert library is not None
+    matrix = CodesMatrix(given, None, library)
+    want = matrix(x)
+    x[1, 5], x[2, 70] = float("nan"), float("-inf")
+    got = matrix(x)
+    assert got[1:3].isnan().all()
+    assert torch.equal(got[[0, 3]], want[[0, 3]])
+
+
+@pytest.mark.parametrize("quantization", NAMES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logits_are_those_of_transformers_on_the_rounded_weights(name: str, quantization: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model, reference = (architecture.build(architecture.attention[0], torch.float32) for _ in range(2))
+    exact = {key: value.clone() for key, value in model.state_dict().items()}
+    round_weights(reference, quantization)
+    lm = CausalLM(model, quantization=quantization, probe=False)
+    tokens = torch.tensor([[3, 9, 4, 9, 7, 2, 9, 5]])
+    with torch.inference_mode():
+        want, got = reference(tokens).logits, lm.execution.model(tokens).logits
+        plain = model(tokens).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3  # activations have 16 bits
+    assert float((plain - want).norm() / want.norm()) > 2e-3  # the control: rounding shows
+    assert all(torch.equal(value, exact[key]) for key, value in model.state_dict().items())
+
+
+def cell(method: str, quantization: str, params: SamplingParams, *kinds: str) -> Cell:
+    with hostile_kernels(*kinds):
+        model = toy_model(512, dtype=torch.float32, hidden_size=64, intermediate_size=96)
+        quantize_weights(model, quantization)
+        study = Study(model, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
+        return study.cell(method, params, len(PROMPTS))
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", NAMES)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(params: SamplingParams, quantization: str) -> None:
+    """Trees for five rows of other lengths beside plain rows alone."""
+    found = cell("token_recycling", quantization, params, *KINDS)
+    assert found.promise == "native"
+    assert found.is_good, found.line()
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", NAMES)
+def test_a_step_runs_in_one_call(quantization: str) -> None:
+    lm = CausalLM(toy_model(dtype=torch.float32), quantization=quantization)
+    assert lm.execution.program is not None, lm.execution.why_no_program
+    assert lm.execution.why_not_native() == ""
+    bits = lm.execution.bits_per_weight
+    assert bits is not None
+    assert bits < 32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_model_that_is_loaded_lets_go_of_what_it_was_rounded_from(dtype: str) -> None:
+    """It computes as one that is rounded by its adapter, in any dtype, and weights are released."""
+    given = load_model(str(path("zoo:tiny")), dtype=dtype)
+    lm = CausalLM(given.model, quantization="int8")
+    owned = load_model(str(path("zoo:tiny")), dtype=dtype, quantization="int8")
+    assert owned.model.dtype == given.model.dtype
+    assert not any(layer.mlp.up_proj.weight.stride()[0] for layer in owned.model.model.layers)
+    tokens = torch.tensor([[3, 9, 4, 9, 7, 2, 9, 5]])
+    with torch.inference_mode():
+        got, want = owned.model(tokens).logits.double(), lm.execution.model(tokens).logits.double()
+    assert torch.isfinite(got).all()
+    assert float((got - want).norm() / want.norm()) < (0.05 if dtype == "bfloat16" else 1e-3)
+
+
+def test_weights_that_are_changed_are_rounded_again() -> None:
+    model = toy_model(dtype=torch.float32)
+    lm = CausalLM(model, quantization="int8")
+    tokens = torch.tensor([[3, 9, 4]])
+    with torch.inference_mode():
+        model.model.layers[0].mlp.down_proj.weight.mul_(3)
+    assert lm.refresh()
+    fresh = CausalLM(model, quantization="int8")
+    with torch.inference_mode():
+        assert torch.equal(lm.execution.model(tokens).logits, fresh.execution.model(tokens).logits)
+
+
+def test_what_cannot_be_done_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'int7'; did you mean 'int"):
+        LLM("zoo:tiny", quantization="int7")
+    with pytest.raises(ConfigError, match="4-bit weights already"):
+        LLM("zoo:tiny", "quantized_self", quantization="int4")
+
+
+@pytest.mark.parametrize("quantization", NAMES)
+def test_texts_with_drafts_are_those_without(quantization: str) -> None:
+    plain = LLM("zoo:tiny", quantization=quantization)
+    want = [output.outputs[0].token_ids for output in plain.generate(["My liege,", "Once"], GREEDY)]
+    methods = ["ngram", "jacobi", "token_recycling", "draft_model"]
+    for method in methods + ["quantized_self"] * (quantization == "int8"):
+        llm = plain.with_speculative_config({"method": method, "length_policy": "fixed"})
+        assert [output.outputs[0].token_ids for output in llm.generate(["My liege,", "Once"], GREEDY)] == want, method
+    assert plain.model_info.quantization == quantization
