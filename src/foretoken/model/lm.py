@@ -107,9 +107,7 @@ class CausalLM:
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
         self._of: CausalLM | None = None  # whose variant this is
         self._shadow = shadow(model).eval()
-        if quantization is not None:
-            known = () if earlier is None else earlier.products
-            quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=known)
+        quantize_weights(self._shadow, quantization, release_originals=release_originals, earlier=earlier)
         self._recorder = Recorder(self._shadow, self.num_layers)
         if probe:
             with nullcontext() if release_originals else unchanged_attributes(self._shadow, self.name):

@@ -7,7 +7,7 @@ A step reads a half or a quarter of what it reads of bfloat16.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from foretoken.native.packed_matmul import Codes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.model.execution.execution import Execution
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ def check_quantization(name: str | None) -> None:
 @torch.inference_mode()
 def quantize_weights(
     model: PreTrainedModel,
-    name: str,
+    name: str | None,
     *,
     dtype: torch.dtype | None = None,
     release_originals: bool = False,
-    earlier: Iterable[PackedProduct] = (),
+    earlier: Execution | None = None,
 ) -> list[PackedProduct]:
     """Round the linear layers of a model, and let them multiply by what they are rounded to.
 
@@ -69,19 +71,21 @@ def quantize_weights(
 
     Args:
       model: a shadow, or a model that nobody else holds; its layers are changed in place.
-      name: one of `ROUNDINGS`.
+      name: one of `ROUNDINGS`, or None to leave everything as it is.
       dtype: that everything else is converted to, and layers take and give; for models that nobody else holds.
       release_originals: free weights once they are rounded, layer by layer.
-      earlier: products of the same model; what they hold is taken over where weights are still the same.
+      earlier: of another shadow of the same model; its products are taken over where weights are still the same.
 
     Returns: one product for layers that are given the same input.
     Raises: ConfigError for an unknown name, or a model without a linear layer that can be rounded.
     """
     check_quantization(name)
+    if name is None:
+        return []
     layers = list(roundable(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
-    known = {id(product.layers[0].weight): product for product in earlier}
+    known = {id(product.layers[0].weight): product for product in ([] if earlier is None else earlier.products)}
     shared = shared_storages(model)
     made = []
     for group in groups(model, layers) if layers else []:
