@@ -89,10 +89,17 @@ def converted(manifest: Manifest) -> Path:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a conversion is there and whole: every file of its record is the one that was written."""
+    """Whether a conversion is there and whole: every file of its record is the one that was written.
+
+    A file that has the size and the time it was written with is not read again: that takes tenths of a second.
+    """
     try:
-        digests = json.loads((folder / RECORD).read_text(encoding="utf-8"))["sha256"]
-        return WEIGHTS in digests and all(known_sha256(folder / name) == digest for name, digest in digests.items())
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        digests, versions = record["sha256"], record.get("versions", {})
+        return WEIGHTS in digests and all(
+            _version(folder / name) == versions.get(name) or known_sha256(folder / name) == digest
+            for name, digest in digests.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -257,15 +264,24 @@ def _check_source(file: Path, package: Package) -> None:
 
 def _finish(folder: Path) -> None:
     """Record the files, let others read them, and see that they are on the disk before the folder gets its name."""
-    digests = {file.name: sha256_of(file) for file in sorted(folder.iterdir())}
+    files = sorted(folder.iterdir())
+    found = {
+        "sha256": {file.name: sha256_of(file) for file in files},
+        "versions": {file.name: _version(file) for file in files},
+    }
     record = folder / RECORD
-    record.write_text(json.dumps({"sha256": digests}, indent=1) + "\n", encoding="utf-8")
+    record.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     mode = record.stat().st_mode & 0o777  # what this user's new files get; scratch folders are stricter
     folder.chmod(mode | (mode & 0o444) >> 2)
     for file in folder.iterdir():
         file.chmod(mode)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
+
+
+def _version(file: Path) -> list[int]:
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
 
 
 @contextmanager
