@@ -415,7 +415,7 @@ def toy_world(rng: random.Random, folder: Path, methods: tuple[str, ...] = tuple
 def governor(drafter: Drafter) -> AnyGovernor:
     """One that finds more than a few nodes too dear, so that drafts are cut."""
     costs = CostModel({1: 0.001, 8: 0.0012, 64: 0.004, 512: 0.032})
-    return MethodBandit(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
+    return MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
 
 
 class Texts:

@@ -44,6 +44,7 @@ class DraftTree:
       source: name of the drafter.
       sources: N names, of the drafter that each node is from, where several had a part in the draft; else None.
       plan: of the length policy that the drafter has, if any.
+      is_whole: it is verified as it is or not at all, since the drafter learns nothing of a part.
 
     Raises: TreeError when the arrays do not describe such a tree.
     """
@@ -55,6 +56,7 @@ class DraftTree:
     source: str = ""
     sources: tuple[str, ...] | None = None
     plan: DraftPlan | None = None
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 1 and self.parents == (-1,) and self.scores is None and self.sources is None:
@@ -227,6 +229,7 @@ class DraftTree:
             probs=None if self.probs is None else self.probs[[n for n in nodes if n < len(self.probs)]],
             scores=None if self.scores is None else tuple([self.scores[node] for node in nodes]),
             sources=None if self.sources is None else tuple([self.sources[node] for node in nodes]),
+            is_whole=False,
         )
 
     def joined(self, other: DraftTree, max_nodes: int) -> DraftTree:
@@ -262,6 +265,7 @@ class DraftTree:
             source=other.source,
             sources=tuple(sources),
             plan=other.plan,
+            is_whole=self.is_whole or other.is_whole,
         )
 
     def main_chain(self) -> DraftTree:

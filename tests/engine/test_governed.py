@@ -51,7 +51,7 @@ def engine(method: str, curve: Mapping[int, float], num_rows: int, exactness: st
     config = SpeculativeConfig(method, **keys.get(method, {}))
     drafter = make_drafter(config, DrafterContext(target(), draft_model()))
     costs = CostModel(curve)
-    decides = MethodBandit(drafter, costs) if drafter.arms else Governor(costs, divisible=drafter.is_divisible)
+    decides = MethodBandit(drafter, costs) if drafter.arms else Governor(costs)
     return Engine(target(), drafter, EngineConfig(max_num_seqs=num_rows, exactness=exactness), governor=decides)
 
 

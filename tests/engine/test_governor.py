@@ -6,7 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,7 @@ class Guesser:
 
     rate: Callable[[int], float]
     depth: int = 8
+    is_whole: bool = False
 
     def draft(self, text: list[int], place: int, row: int, length: int) -> DraftTree:
         tokens = []
@@ -43,7 +44,7 @@ class Guesser:
         for position in range(place, place + min(length, self.depth)):
             is_right = is_right and random.Random(f"{row}/{place}/{position}").random() < self.rate(position)
             tokens.append(text[position] if is_right and position < len(text) else 10_000 + position)
-        return DraftTree.chain(text[place - 1], tokens, source="guesser")
+        return replace(DraftTree.chain(text[place - 1], tokens, source="guesser"), is_whole=self.is_whole)
 
 
 @dataclass
@@ -174,21 +175,21 @@ def test_costs_that_differ_from_the_curve_are_learned() -> None:
     assert verify == pytest.approx(3.0, rel=0.35)
 
 
-@pytest.mark.parametrize("divisible", [True, False])
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("level_cost", [0.0, 2.2])
-def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(divisible: bool, level_cost: float) -> None:
+def test_a_curve_that_makes_drafts_too_dear_is_not_believed_for_long(is_whole: bool, level_cost: float) -> None:
     """By it no draft would ever pay, so that none would be verified and nothing show that it is wrong."""
-    one = governor({1: 20.0, 2: 80.0, 64: 2000.0}, divisible=divisible)
-    guesser = Guesser(lambda place: 0.9)
+    one = governor({1: 20.0, 2: 80.0, 64: 2000.0})
+    guesser = Guesser(lambda place: 0.9, is_whole=is_whole)
     World(guesser, FLAT, level_cost, num_texts=16).run(one)
     later = World(guesser, FLAT, level_cost, num_texts=8).run(one)
-    assert later > 0.85 * World(guesser, FLAT, level_cost, num_texts=8).run(governor(FLAT, divisible=divisible))
+    assert later > 0.85 * World(guesser, FLAT, level_cost, num_texts=8).run(governor(FLAT))
     assert one.costs.verify(1, 8) / one.costs.verify(1, 1) < 1.6
 
 
 def test_drafts_that_cannot_be_cut_stay_whole_or_go() -> None:
-    world = World(Guesser(lambda place: 0.95), FLAT, 0.5)
-    world.run(governor(FLAT, divisible=False))
+    world = World(Guesser(lambda place: 0.95, is_whole=True), FLAT, 0.5)
+    world.run(governor(FLAT))
     later = world.sizes[30:]
     assert set(later) <= {1, 3, *range(1, 10)}
     assert sum(size >= 8 for size in later) > 0.7 * len(later)
@@ -424,11 +425,12 @@ def test_a_node_whose_score_is_above_its_parents_does_not_stay_alone() -> None:
 
 
 def test_what_cannot_be_cut_is_kept_whole_or_dropped() -> None:
-    habit = Habit(divisible=False)
-    adopt(habit, [WIDE], [WIDE])
-    assert kept(habit, DraftTree.chain(1, [2])).tokens == (1, 2)
-    adopt(habit, [WIDE], [DraftTree.root(1)])
-    assert kept(habit, DraftTree.chain(1, [2])).tokens == (1,)
+    habit = Habit()
+    whole = replace(DraftTree.chain(1, [2]), is_whole=True)
+    adopt(habit, [replace(WIDE, is_whole=True)], [WIDE])
+    assert kept(habit, whole).tokens == (1, 2)
+    adopt(habit, [replace(WIDE, is_whole=True)], [DraftTree.root(1)])
+    assert kept(habit, whole).tokens == (1,)
 
 
 def test_budgets_are_those_of_the_decision_and_keep_their_other_limits() -> None:

@@ -48,6 +48,7 @@ LONGER = {
     "bench/outcome.py": "one comparison: its rows, what is shown of them, and what follows",
     "bench/parts.py": "the suite is one class: arms over a pair of models, and the parts in which they meet",
     "cli/bench.py": "one verb with its three benchmarks and what they tell meanwhile",
+    "drafters/iterate/lookahead.py": "one method: its window, what the window is worth, and its pool",
     "drafters/lengths.py": "seven policies of a few lines each, with their contract and formulas",
     "engine/acceptance_model.py": "one model with the rates that it is made of",
     "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
@@ -65,6 +66,7 @@ LONGER = {
     "model/execution/native_program.py": "one program: its tables, its memory, and the calls that run it",
     "model/execution/tracing.py": "one layer as a graph and as a program, and what a trace is made with",
     "model/lm.py": "the adapter is one class: made from a model, following its changes, and the one way in",
+    "zoo/conversion.py": "one conversion: whether it is there and whole, and how it is made",
 }
 """Files that may have more lines, and why."""
 

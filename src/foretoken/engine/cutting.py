@@ -65,15 +65,11 @@ class Habit:
 
     Of drafts with scores those nodes are kept that are worth it, if the scores are as right as those of late. Of drafts
     without, chains are cut to one length, the mean of what was kept, and others to the nodes that stand where nodes
-    were kept, by the ranks among siblings from the root on.
-
-    Args:
-      divisible: whether parts of a draft may be left out; else it is kept whole or not at all.
+    were kept, by the ranks among siblings from the root on. Those that must not be cut are kept whole or not at all.
     """
 
-    def __init__(self, *, divisible: bool = True) -> None:
+    def __init__(self) -> None:
         self.depth = 0
-        self._is_divisible = divisible
         self._keeps_whole = True
         self._length = 0
         self.least = 0.0
@@ -88,7 +84,7 @@ class Habit:
           kept: what is verified of each.
           worth: by which that was decided.
         """
-        if any(tree.scores is not None for tree in trees):
+        if any(tree.scores is not None or tree.is_whole for tree in trees):
             sizes, are_chains = [len(part) for part in kept], all(tree.is_chain for tree in trees)
             one_more = worth([sizes[0] + 1, *sizes[1:]], are_chains) - worth(sizes, are_chains)
             self.least = max(one_more, 0.0) / 2
@@ -96,10 +92,11 @@ class Habit:
         for tree, part in zip(trees, kept, strict=True):
             if len(tree) == 1:
                 continue
-            self._keeps_whole = len(part) == len(tree)
-            if tree.scores is None and tree.is_chain:
+            if tree.is_whole:
+                self._keeps_whole = len(part) == len(tree)
+            elif tree.scores is None and tree.is_chain:
                 lengths.append(len(part) - 1)
-                is_cut = is_cut or not self._keeps_whole
+                is_cut = is_cut or len(part) < len(tree)
             elif tree.scores is None:
                 standings = _standings(tree)
                 self._standings.difference_update(standings)
@@ -123,7 +120,7 @@ class Habit:
         Args:
           trust: what scores are multiplied by, once per level.
         """
-        if self._is_divisible and any(tree.scores is not None and len(tree) > 1 for tree in trees):
+        if any(tree.scores is not None and len(tree) > 1 and not tree.is_whole for tree in trees):
             return self._worthy(trees, worth, trust)
         return [self._cut(tree) for tree in trees]
 
@@ -140,7 +137,7 @@ class Habit:
     def _cut(self, tree: DraftTree) -> DraftTree:
         if len(tree) == 1:
             return tree
-        if not self._is_divisible:
+        if tree.is_whole:
             return tree if self._keeps_whole else tree.restricted([0])
         if tree.is_chain:
             return tree if len(tree) <= self._length + 1 else tree.restricted(range(self._length + 1))

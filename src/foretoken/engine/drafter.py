@@ -157,9 +157,6 @@ class Drafter(ABC):
 
     name: str
     requires: Requirements = Requirements()
-    is_divisible: bool = True
-    """Whether parts of a draft may be left out before it is verified without harm to later ones."""
-
     usual_acceptance: float | None = None
     """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
 
@@ -250,7 +247,6 @@ class WrappingDrafter(Drafter):
     def __init__(self, parts: Seq[Drafter]) -> None:
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
-        self.is_divisible = all(part.is_divisible for part in parts)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         for part in self.parts:

@@ -202,7 +202,7 @@ def new_governor(target: CausalLM, drafter: Drafter, profile: Profile | None = N
     costs = CostModel(cost_curve(target), partial(forget_curve, facts)) if curve is None else CostModel(curve)
     if len(drafter.arms) > 1:
         return MethodBandit(drafter, costs)
-    governor = Governor(costs, divisible=drafter.is_divisible)
+    governor = Governor(costs)
     if drafter.usual_acceptance is not None:
         for depth in range(1, KINDS + 1):
             governor.acceptance.expect(drafter.name, depth, drafter.usual_acceptance, USUAL_TRIALS)

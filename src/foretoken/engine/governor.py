@@ -39,7 +39,6 @@ class Governor:
 
     Args:
       costs: of steps.
-      divisible: whether parts of a draft may be left out; else it is verified whole or not made.
       title: of what drafts, where there are several.
 
     Source: cost-aware draft lengths; for rates that fall with the rank, the n nodes with the largest products along
@@ -48,14 +47,13 @@ class Governor:
     Randomness: none; decisions depend on measured times.
     """
 
-    def __init__(self, costs: CostModel, *, divisible: bool = True, title: str = "") -> None:
+    def __init__(self, costs: CostModel, *, title: str = "") -> None:
         self.title = title
         self.costs = costs
         self.acceptance = AcceptanceModel()
         self.pace = Pace()
         self.totals = self.pace.totals
-        self.habit = Habit(divisible=divisible)
-        self._is_divisible = divisible
+        self.habit = Habit()
         self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
         self._is_probing = False
         self._since_plain = 0
@@ -178,7 +176,8 @@ class Governor:
         if all(len(tree) == 1 for tree in trees):
             return list(trees)
         worth = self._worth(len(rows), num_nodes)
-        kept = self._best(rows, trees, worth) if self._is_divisible else self._whole_or_none(rows, trees, worth)
+        is_whole = any(tree.is_whole for tree in trees)
+        kept = self._whole_or_none(rows, trees, worth) if is_whole else self._best(rows, trees, worth)
         self.habit.adopt(trees, kept, worth)
         return self._probed(trees, kept, num_nodes) if all(len(tree) == 1 for tree in kept) else kept
 
@@ -245,7 +244,7 @@ class Governor:
         if self.costs.knows_drafts(num_rows):
             return kept
         place = max(range(num_rows), key=lambda place: len(trees[place]))
-        draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if self._is_divisible else trees[place]
+        draft = trees[place].main_chain().cut(2 * PROBE_DEPTH) if not trees[place].is_whole else trees[place]
         probed = [*kept[:place], draft, *kept[place + 1 :]]
         seconds = self.costs.verify(num_rows, num_nodes([len(tree) for tree in probed], draft.is_chain))
         more = seconds / self._plain(num_rows, num_nodes) - 1.0

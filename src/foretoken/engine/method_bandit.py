@@ -39,7 +39,7 @@ class MethodBandit:
 
     def __init__(self, drafter: Drafter, costs: CostModel) -> None:
         self._drafter = drafter
-        self._arms = [Governor(costs.beside(), divisible=drafter.is_divisible, title=title) for title in drafter.arms]
+        self._arms = [Governor(costs.beside(), title=title) for title in drafter.arms]
         self._steps = [0] * len(self._arms)
         self._credits = [0.0] * len(self._arms)
         self._active = 0

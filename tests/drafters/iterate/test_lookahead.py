@@ -15,10 +15,19 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter, NgramPool, Window, most_cells
+from foretoken.drafters.iterate.lookahead import (
+    LONGEST_REST,
+    TRY_STEPS,
+    LookaheadDrafter,
+    NgramPool,
+    Window,
+    WindowWorth,
+    most_cells,
+)
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.guesses import PromptTokens
+from foretoken.engine.budget import Budget
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -304,3 +313,53 @@ def test_targets_that_verify_chains_only_are_refused(method: str) -> None:
     chains_only: Any = SimpleNamespace(supports_trees=False, name="some model", vocab_size=9)
     with pytest.raises(ConfigError, match="drafts trees, and some model verifies chains only"):
         drafter_factory(SpeculativeConfig(method=method), DrafterContext(chains_only))
+
+
+def test_a_window_rests_where_it_costs_more_than_it_brings_and_is_tried_again() -> None:
+    worth = WindowWorth(30)
+    assert worth.covers(0.0)
+    assert worth.covers(0.005)
+    assert not worth.covers(0.01)
+    for _ in range(64):
+        worth.learn(0, has_window=True)
+    assert not worth.covers(0.005)
+    assert worth.covers(0.0)
+    for _ in range(LONGEST_REST):
+        assert not worth.covers(0.005)
+        worth.learn(0, has_window=False)
+    num_tried = 0
+    while worth.covers(0.005):
+        num_tried += 1
+        worth.learn(0, has_window=True)
+    assert num_tried == TRY_STEPS
+    for _ in range(64):
+        worth.learn(2, has_window=True)
+    assert worth.covers(0.01)
+
+
+def test_a_window_is_worth_what_texts_do_not_hold() -> None:
+    pool = NgramPool(3, 4)
+    pool.add(1, (2, 3, 4), is_read=False)
+    assert pool.advance_by_windows(1, [2, 3, 9]) == 2
+    assert pool.advance_by_windows(1, [2]) == 1
+    assert pool.advance_by_windows(5, [2, 3]) == pool.advance_by_windows(1, []) == 0
+    pool.add(1, (2, 7, 8))
+    assert pool.advance_by_windows(1, [2, 3, 9]) == 1
+    pool.add(1, (2, 3, 4))
+    pool.add(1, (2, 3, 4), is_read=False)
+    assert pool.advance_by_windows(1, [2, 3, 4]) == 0
+
+
+def test_guesses_go_on_while_the_window_rests() -> None:
+    drafter = LookaheadDrafter(3, window_size=4)
+    (row,) = Engine(target(), drafter).add_request([5, 6, 7, 8, 9, 5], GREEDY)
+    drafter.start([row])
+    whole = drafter.propose_row(row, Budget(3))
+    assert whole.is_whole
+    assert len(whole) > 4
+    alone = drafter.propose_row(row, Budget(3, least=0.5))
+    assert not alone.is_whole
+    assert alone.tokens == (5, 6, 7, 8)
+    again = drafter.propose_row(row, Budget(3))
+    assert again.is_whole
+    assert len(again) > 4

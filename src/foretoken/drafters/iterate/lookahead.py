@@ -16,10 +16,20 @@ from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
+from foretoken.model.cache.prefixes import shared_length
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
+
+EXPECTED_TOKENS, FEW_STEPS = 0.5, 16.0
+"""Tokens per step that a window is trusted to bring (the paper's speeds are 1.5 to 2.3), and steps worth that."""
+
+MOST_STEPS = 256.0
+"""Of a window, that are remembered."""
+
+LONGEST_REST, TRY_STEPS = 1024, 12
+"""Steps after which a resting window is tried again, and for how many: 1 % of the time where it doubles a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,8 @@ class LookaheadDrafter(ContextDrafter):
     nodes before equal siblings are merged. Deviations: the window goes on with the choices that the row's noise makes
     at its positions, not with the argmax, so that sampled text is guessed too; guesses form a tree, in which what they
     share is verified once; a guess that is right to its end is followed by a bonus token; window cells may be accepted
-    like any other node; guesses are verified while the window fills, too; n-grams of prompt and output enter the pool.
+    like any other node; where steps are governed, the window rests while its n-grams bring less than it costs; guesses
+    are verified while the window fills, too; n-grams of prompt and output enter the pool.
 
     Args:
       num_speculative_tokens: tokens of a guess, N - 1; 1 or more.
@@ -60,7 +71,6 @@ class LookaheadDrafter(ContextDrafter):
     """
 
     name = "lookahead"
-    is_divisible = False  # a window that is not verified whole gives no n-grams
     requires = Requirements(choices=True)
 
     def __init__(
@@ -90,14 +100,13 @@ class LookaheadDrafter(ContextDrafter):
         self._guess_set_size = guess_set_size
         self._pool_from_prompt = pool_from_prompt
         self._max_guess_nodes = sys.maxsize if max_nodes is None else max_nodes - num_cells + 1
-        self._window_of: dict[int, Window] = {}
+        self._worth = WindowWorth(num_cells - 1)
+        self._window_of: dict[int, Window | None] = {}  # None while it rests
         self._pool_of: dict[int, NgramPool] = {}
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
-            ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
-            tokens = PromptTokens(row)
-            self._window_of[row.id] = Window(self._window_size, self._length, tokens.next, ends)
+            self._window_of[row.id] = self._new_window(row)
             self._pool_of[row.id] = NgramPool(self._length, self._guess_set_size)
             self._learn(row, len(row.token_ids))
 
@@ -105,19 +114,30 @@ class LookaheadDrafter(ContextDrafter):
         draft = GrowingDraft(row, budget.depth)
         for guess in self._pool_of[row.id].continuations(row.pending):
             draft.add_path(guess, self._max_guess_nodes)
-        self._window_of[row.id].add_to(draft)
-        return draft.tree(self.name)
+        if not self._worth.covers(budget.least):
+            self._window_of[row.id] = None
+            return draft.tree(self.name)
+        window = self._window_of[row.id] = self._window_of[row.id] or self._new_window(row)
+        window.add_to(draft)
+        return draft.tree(self.name, is_whole=True)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         for row, result in zip(rows, results, strict=True):
-            for ngram in self._window_of[row.id].advance(result.tree, result.features.choices):
-                self._pool_of[row.id].add(ngram[0], ngram[1:])
+            window, pool = self._window_of[row.id], self._pool_of[row.id]
+            self._worth.learn(pool.advance_by_windows(result.tree.tokens[0], result.emitted), result.tree.is_whole)
+            if window is not None:
+                for ngram in window.advance(result.tree, result.features.choices):
+                    pool.add(ngram[0], ngram[1:], is_read=False)
             self._learn(row, len(result.emitted))
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._window_of.pop(row.id, None)
             self._pool_of.pop(row.id, None)
+
+    def _new_window(self, row: Sequence) -> Window:
+        ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
+        return Window(self._window_size, self._length, PromptTokens(row).next, ends)
 
     def _learn(self, row: Sequence, num_new_tokens: int) -> None:
         if self._pool_from_prompt:
@@ -211,6 +231,42 @@ class Window:
         return self._initial() if token < 0 or token in self._ends else token
 
 
+class WindowWorth:
+    """What a window brings, in tokens per step with one, by what it costs.
+
+    It brings the tokens by which its n-grams are longer right than those of prompt and output. While it rests, it is
+    given another try now and then.
+
+    Args:
+      num_nodes: of a window.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._num_steps = FEW_STEPS
+        self._num_tokens = FEW_STEPS * EXPECTED_TOKENS
+        self._num_resting = 0
+
+    def covers(self, least: float) -> bool:
+        """Whether it brings what its nodes cost.
+
+        Args:
+          least: half of the tokens that the time of a node would make otherwise (`Budget.least`); 0 where nobody knows.
+        """
+        if 2.0 * least * self._num_nodes * self._num_steps <= self._num_tokens:
+            return True
+        return self._num_resting >= LONGEST_REST
+
+    def learn(self, num_tokens: int, has_window: bool) -> None:
+        """Count a step, and what windows have brought it."""
+        self._num_tokens += num_tokens
+        self._num_steps += has_window
+        if not has_window or self._num_resting >= LONGEST_REST:
+            self._num_resting = (self._num_resting + 1) % (LONGEST_REST + TRY_STEPS)
+        if self._num_steps > MOST_STEPS:
+            self._num_steps, self._num_tokens = self._num_steps / 2, self._num_tokens / 2
+
+
 class NgramPool:
     """Token -> the last ``limit`` different continuations of ``length`` tokens seen after it.
 
@@ -221,13 +277,16 @@ class NgramPool:
     def __init__(self, length: int, limit: int) -> None:
         self._length = length
         self._limit = limit
-        self._continuations_of: dict[int, dict[tuple[int, ...], None]] = {}  # the most recent last
+        self._continuations_of: dict[int, dict[tuple[int, ...], bool]] = {}  # the most recent last
 
-    def add(self, token: int, continuation: tuple[int, ...]) -> None:
-        """Record what was seen after a token."""
+    def add(self, token: int, continuation: tuple[int, ...], *, is_read: bool = True) -> None:
+        """Record what was seen after a token.
+
+        Args:
+          is_read: in prompt or output; else in a window.
+        """
         known = self._continuations_of.setdefault(token, {})
-        known.pop(continuation, None)
-        known[continuation] = None
+        known[continuation] = known.pop(continuation, False) or is_read
         if len(known) > self._limit:
             del known[next(iter(known))]
 
@@ -243,6 +302,14 @@ class NgramPool:
     def continuations(self, token: int) -> list[tuple[int, ...]]:
         """The continuations that were seen after a token, the most recent first."""
         return list(reversed(self._continuations_of.get(token, {})))
+
+    def advance_by_windows(self, token: int, text: Seq[int]) -> int:
+        """By how many tokens those of windows have said what came after a token further than those of texts."""
+        longest = {False: 0, True: 0}
+        for continuation, is_read in self._continuations_of.get(token, {}).items():
+            shared = shared_length(continuation, tuple(text[: len(continuation)]))
+            longest[is_read] = max(longest[is_read], shared)
+        return max(0, longest[False] - longest[True])
 
 
 def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:

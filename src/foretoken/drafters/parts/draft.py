@@ -139,15 +139,18 @@ class GrowingDraft:
         others = sorted(range(1, len(self.tokens)), key=lambda node: (-self.scores[node], node))
         return [0, *sorted(others[: max_nodes - 1])]
 
-    def tree(self, source: str, plan: DraftPlan | None = None, *, has_chances: bool = False) -> DraftTree:
+    def tree(
+        self, source: str, plan: DraftPlan | None = None, *, has_chances: bool = False, is_whole: bool = False
+    ) -> DraftTree:
         """All of it, as the engine takes it.
 
         Args:
           has_chances: scores are logarithms of how likely paths are to be accepted.
+          is_whole: it must not be cut.
         """
         probs = None
         scores = tuple(map(exp, self.scores)) if has_chances else None
         if self.laws:
             blank = torch.zeros_like(next(iter(self.laws.values())))
             probs = torch.stack([self.laws.get(node, blank) for node in range(max(self.laws) + 1)])
-        return DraftTree(tuple(self.tokens), tuple(self.parents), probs=probs, scores=scores, source=source, plan=plan)
+        return DraftTree(tuple(self.tokens), tuple(self.parents), probs, scores, source, plan=plan, is_whole=is_whole)
