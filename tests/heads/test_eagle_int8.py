@@ -13,7 +13,7 @@ import torch
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts import eagle_int8, eagle_rows
+from foretoken.drafters.parts import eagle_rows
 from foretoken.drafters.parts.head_loading import pack
 from foretoken.engine.engine import Engine
 from foretoken.heads import int8
@@ -116,7 +116,7 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
     made, reference = head(name, dtype=dtype), head(name, is_packed=False).float()
     rows = drafter(made).states
     assert rows.native is not None
-    own = rows.native.head
+    own = rows.native
     table = target(dtype).shadow.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(1)
     streams = torch.randn(7, len(made.shape.streams) * 64, generator=generator).to(dtype)
@@ -270,5 +270,5 @@ def test_other_heads_run_as_modules(change: dict[str, Any], reason: str) -> None
 def test_heads_whose_weights_may_change_run_as_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafter(head(is_packed=False)).states.native is None
     assert drafter(copy.deepcopy(head(is_packed=False))).states.native is None
-    monkeypatch.setattr(eagle_int8.kernels_of, "library", lambda: None)
+    monkeypatch.setattr(eagle_rows.kernels_of, "library", lambda: None)
     assert drafter(head()).states.native is None

@@ -54,6 +54,7 @@ LONGER = {
     "engine/cost_model.py": "one model with the curve that it begins with and what it learns of it",
     "engine/costs.py": "forwards that are timed, and what is kept of that",
     "engine/governor.py": "one decision per step: how deep, how wide, what of it, and what is learned of that",
+    "drafters/parts/eagle_rows.py": "one owner of a head's rows: entries of the text, and nodes, by kernels or modules",
     "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
     "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
     "heads/medusa_hydra.py": "one family of modules, whose structures and blocks are shared",

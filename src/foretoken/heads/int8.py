@@ -46,7 +46,6 @@ class Int8Head:
         attention, mlp = layer.self_attn, layer.mlp
         sizes = shape.layer
         self.size, self.num_logits = sizes.hidden_size, len(output)
-        self.num_kv_heads, self.head_dim = sizes.num_kv_heads, sizes.head_dim
         self._kernels = kernels
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None

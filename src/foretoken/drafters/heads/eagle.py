@@ -16,7 +16,6 @@ from foretoken.config.drafting import ModelOptions, branches, draft_length, node
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option
 from foretoken.drafters.heads.options import HeadOptions
-from foretoken.drafters.parts.eagle_int8 import MOST_GROWN
 from foretoken.drafters.parts.eagle_rows import EagleRows
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.growth_options import GrowthOptions
@@ -53,6 +52,9 @@ MAX_DEPTH = 64
 
 MOST_CAP = 60
 """Levels of a draft that is grown in one call."""
+
+MOST_GROWN = 2
+"""Rows that are grown one after the other: more are fed together, level by level."""
 
 PUBLISHED: dict[tuple[int, int, int], dict[int, tuple[str, ...]]] = {
     (4096, 32, 32000): {1: ("yuhuili/EAGLE-Vicuna-7B-v1.3", "yuhuili/EAGLE-llama2-chat-7B")},

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.parts.eagle_int8 import Int8Rows, int8_head
 from foretoken.drafters.parts.head_states import CachedStates
 from foretoken.drafters.parts.rows import CachedRow, frontier_nodes, spans, unpadded
 from foretoken.engine.drafter import Features, Requirements, StepResult
@@ -17,15 +16,19 @@ from foretoken.lazy import Lazy
 if TYPE_CHECKING:
     import torch
 
+    import foretoken.heads.int8 as int8
     import foretoken.heads.layers as layers
     import foretoken.model.masks as masks
     import foretoken.model.nodes as nodes_of
+    import foretoken.native.library as kernels_of
     from foretoken.drafters.parts.draft import GrowingDraft
     from foretoken.heads.eagle import EagleHead
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.model.lm import CausalLM
 else:
     torch = Lazy("torch")
+    int8 = Lazy("foretoken.heads.int8")
+    kernels_of = Lazy("foretoken.native.library")
     layers = Lazy("foretoken.heads.layers")
     masks = Lazy("foretoken.model.masks")
     nodes_of = Lazy("foretoken.model.nodes")
@@ -40,6 +43,9 @@ class EagleRows(CachedStates):
     Entry t is made of what the target computed after token t, and of token t + 1: what a head itself has predicted
     never stays. Drafted nodes are fed behind the entries while a draft grows, and forgotten. Where the head runs in the
     library's own kernels, entries of steps are made as late as they are needed: with the next draft.
+
+    The kernels take calls of few nodes, and modules the others, but for heads in float32: their modules would keep keys
+    in another dtype than the kernels.
 
     Args:
       head: on the device of the target, in its dtype.
@@ -60,12 +66,13 @@ class EagleRows(CachedStates):
         super().__init__(lambda *nodes: self._streams(*nodes), head, head.shape.num_layers, target.device)
         self.head = head
         self._own_output = head.lm_head if head.lm_head is not None else output
+        is_full = vocabulary is None or vocabulary.is_full
+        self._names = None if vocabulary is None or is_full else vocabulary.target_ids.contiguous()
         self._target = target
         self._masks = masks.Masks((masks.FULL,), None, head.dtype, target.device, is_additive=True)
         self._owed: dict[int, tuple[Sequence, int, list[torch.Tensor]]] = {}  # rows, first tokens, streams
-        own = int8_head(head, target, self._output_layer)
-        is_alone = head.dtype == torch.float32  # its modules would keep keys in another dtype than the kernels
-        self.native = None if own is None else Int8Rows(own, self.cache, vocabulary, is_alone=is_alone)
+        self.native = int8_head(head, target, self._output_layer)
+        self._is_alone = head.dtype == torch.float32
         dtype = head.dtype if self.native is None else torch.bfloat16
         self.column_bytes = head.shape.num_layers * head.shape.layer.kv_numbers * dtype.itemsize
         self._places: list[CachedRow] = []  # of rows whose drafts grow
@@ -137,41 +144,84 @@ class EagleRows(CachedStates):
             )
         for slots in spans(given):
             chains = [given[slot][1] if slot in given else [] for slot in slots]
-            if self.native is not None and self.native.takes(sum(map(len, chains))):
-                outputs = self.native.take_in(slots, chains, [given[slot][2] for slot in slots if slot in given])
-                for slot, output in zip(slots, outputs, strict=True):
-                    if output is not None:
-                        self._last[given[slot][0].id] = output
+            streams = [given[slot][2] if slot in given else None for slot in slots]
+            if (native := self._kernels_for(sum(map(len, chains)))) is not None:
+                for slot, output in self._made(native, slots, chains, streams):
+                    self._last[given[slot][0].id] = output
                 continue
             nodes = nodes_of.Nodes.from_chains(chains)
             width = len(self.head.shape.streams) * self.head.shape.target_size
             wide = torch.zeros(len(slots), nodes.width, width, dtype=self.head.dtype, device=self._target.device)
-            for i, slot in enumerate(slots):
-                if slot in given:
-                    wide[i, : nodes.counts[i]] = given[slot][2]
+            for i, states_of_row in enumerate(streams):
+                if states_of_row is not None:
+                    wide[i, : nodes.counts[i]] = states_of_row
             wide_outputs = self._run(nodes, wide, slots.start, is_true=True)
             self.cache.commit([range(count) for count in nodes.counts], slots.start)
             for i, slot in enumerate(slots):
                 if slot in given:
                     self._last[given[slot][0].id] = wide_outputs[i, nodes.counts[i] - 1].clone()
 
+    def _made(
+        self, native: int8.Int8Head, slots: range, chains: Seq[Seq[int]], streams: Seq[torch.Tensor | None]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Make and commit entries of neighbouring rows by the kernels, as many at a time as one call is to take.
+
+        Args:
+          chains: by row, the next tokens; none of rows that lie between.
+          streams: by row (n, streams * H of the target), of those that have tokens.
+
+        Yields: slots, and outputs (H,) of the newest entries.
+        """
+        longest = max(map(len, chains))
+        width = max(1, int8.MOST_NODES // len(slots)) if self._is_alone else longest
+        for start in range(0, longest, width):
+            parts = [chain[start : start + width] for chain in chains]
+            wide = [stream[start : start + width] for stream in streams if stream is not None]
+            buffers = self._buffers(slots.start, len(slots), max(map(len, parts)))
+            nodes, lengths = nodes_of.Nodes.from_chains(parts), self.cache.row_lengths(slots.start, len(slots))
+            outputs = native.feed(
+                nodes, lengths, *buffers, wide[0] if len(wide) == 1 else torch.cat(wide), is_true=True
+            )
+            self.cache.commit([range(len(part)) for part in parts], slots.start)
+            for slot, part, end in zip(slots, parts, accumulate(map(len, parts)), strict=True):
+                if part:
+                    yield slot, outputs[end - 1]
+
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def grow(self, draft: GrowingDraft, least_mass: float, sharpness: float) -> None:
-        """Grow the draft of a greedy row in one call of the library's own kernels: see `Int8Head.grow`."""
+        """Grow the draft of a greedy row in one call of the library's own kernels, which makes entries that are owed.
+
+        Args:
+          least_mass, sharpness: see `Growth`.
+        """
         assert self.native is not None
-        row = draft.row
+        row, count = draft.row, 0
         place, owed = self.rows.get(row.id), None
         if row.id in self._owed and place is not None and place.trunk == self._owed[row.id][1]:
             _, start, parts = self._owed.pop(row.id)
             streams = parts[0] if len(parts) == 1 else torch.cat(parts)
             self._last[row.id] = torch.empty(self.head.shape.layer.hidden_size)
-            owed = row.token_ids[start + 1 : start + 1 + len(streams)], streams
+            owed, count = (row.token_ids[start + 1 : start + 1 + len(streams)], streams), len(streams)
         self.settle([row])
-        last = self._last[row.id] if owed is not None else self._last[row.id].float()
+        place = self.rows[row.id]
         draft.tokens, draft.parents, draft.scores = self.native.grow(
-            self.rows[row.id], draft, last, owed, least_mass, sharpness
+            place.trunk + count,
+            row.pending,
+            self._last[row.id] if owed is not None else self._last[row.id].float(),
+            *self._buffers(place.slot, 1, count + (draft.cap - 1) * draft.beam_width),
+            self._names,
+            owed=owed,
+            depth=draft.cap,
+            branches=draft.num_branches,
+            beam=draft.beam_width,
+            most=draft.max_nodes,
+            power=sharpness,
+            least_mass=least_mass,
+            least=draft.least,
         )
+        self.cache.commit([range(count)], place.slot)
+        place.trunk += count
 
     def open(self, rows: Seq[Sequence]) -> torch.Tensor:
         """Begin drafts: the outputs (B, H) of the entries that hold the pending tokens, which were made before."""
@@ -189,9 +239,12 @@ class EagleRows(CachedStates):
             [number_of[draft.parents[node]] for node in draft.frontier]
             for draft, number_of in zip(drafts, self._number_of, strict=True)
         ]
-        if self.native is not None and self.native.takes(len(drafts) * width):
+        if (native := self._kernels_for(len(drafts) * width)) is not None:
+            buffers = self._buffers(0, len(drafts), width)
+            nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=False)
             features = self._fed[[number for row in above for number in row]]
-            self._fed = self.native.feed(drafts, self._places, features, width)
+            lengths = self.cache.row_lengths(0, len(drafts))
+            self._fed = native.feed(nodes, lengths, *buffers, features, is_true=False)
         else:
             nodes = frontier_nodes(self.cache, drafts, self._places, are_chains=are_chains)
             padded = torch.tensor([row + [0] * (width - len(row)) for row in above], device=self._fed.device)
@@ -214,8 +267,8 @@ class EagleRows(CachedStates):
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V_d)."""
-        if self.native is not None and self.native.takes(outputs.shape[:-1].numel()):
-            return self.native.head.logits(outputs)
+        if (native := self._kernels_for(outputs.shape[:-1].numel())) is not None:
+            return native.logits(outputs)
         with torch.inference_mode():
             found: torch.Tensor = self._output_layer(self.head.before_output(outputs.to(self.head.dtype)))
         return found
@@ -225,6 +278,21 @@ class EagleRows(CachedStates):
         own = self._own_output
         layer: torch.nn.Module = self._target.shadow.get_output_embeddings() if own is None else own
         return layer
+
+    def _kernels_for(self, num_nodes: int) -> int8.Int8Head | None:
+        """The kernels, where a call of so many nodes is for them."""
+        return self.native if num_nodes > 0 and (self._is_alone or num_nodes <= int8.MOST_NODES) else None
+
+    def _buffers(self, first_row: int, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of neighbouring rows for the kernels, with room for so many more columns."""
+        self.cache.open(first_row, num_rows, max(width, 1))
+        (layer,) = self.cache.layers
+        if not layer.is_initialized:
+            sizes = self.head.shape.layer
+            blank = torch.zeros(1, sizes.num_kv_heads, 1, sizes.head_dim, dtype=torch.bfloat16)
+            layer.lazy_initialization(blank, blank)
+        rows = slice(first_row, first_row + num_rows)
+        return layer.keys[rows], layer.values[rows]
 
     def _run(self, nodes: nodes_of.Nodes, given: torch.Tensor, first_row: int, *, is_true: bool) -> torch.Tensor:
         """Run nodes behind the committed columns of neighbouring rows.
@@ -260,3 +328,18 @@ class EagleRows(CachedStates):
         own = self.head.embed_tokens
         table = self._target.shadow.get_input_embeddings() if own is None else own
         return torch.nn.functional.embedding(tokens, table.weight)
+
+
+def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:
+    """The head as the kernels run it; None where it runs as a module.
+
+    Heads that were made in memory run as modules, since their weights may still change; so do those of eager targets.
+    """
+    if target.execution.kind == "eager" or not int8.is_frozen(head) or target.device.type != "cpu":
+        return None
+    own = head.embed_tokens
+    table = (target.shadow.get_input_embeddings() if own is None else own).weight.detach()
+    kernels = kernels_of.library()
+    if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
+        return None
+    return int8.Int8Head(head, table, int8.dense(output), kernels)
