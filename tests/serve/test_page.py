@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foretoken.views.page import page as assembled
 from serving import Running
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SHOTS = Path(__file__).parents[2] / ".cache" / "page"
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if BROWSER is None:
-        pytest.skip("there is no chromium on this machine; apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.mark.slow
@@ -89,6 +74,8 @@ def test_a_reload_ends_the_stream_and_escape_stops_it(browser: Any, running_serv
 
 def test_the_page_asks_nobody_else() -> None:
     """One file without addresses of others, that carries no style or script from elsewhere."""
-    text = files("foretoken.serve").joinpath("page.html").read_text(encoding="utf-8")
+    text = assembled("foretoken.serve", "page.html")
+    assert "function marked(" in text
+    assert ".branches {" in text
     assert re.findall(r"https?://|//cdn|@import|<link|src=", text) == []
     assert "innerHTML" not in text

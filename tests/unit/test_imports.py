@@ -29,7 +29,7 @@ LAYERS = (
     ("llm", "hf", "classic"),
     ("testing", "views"),
     ("bench",),
-    ("tune", "train", "serve", "verify"),
+    ("tune", "train", "serve", "verify", "report"),
     ("cli",),
     ("__main__",),
 )

@@ -1,4 +1,4 @@
-"""Traces: in JSON on request, as a picture, and refused by name where no picture can be made."""
+"""Traces: in a file on request, as a picture, and refused by name where no picture can be made."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ EGAG = ["--speculative-config", '{"method": "draft_model", "length_policy": "ega
 STEPS = [StepTrace(0, 4, 0.1, 5, 5, 2), StepTrace(0, 7, None, None, 0, 0)]
 
 
-def test_json_carries_the_trace_on_request() -> None:
-    result = CliRunner().invoke(app, [*SHORT, *EGAG, "--json", "--trace"])
-    record = json.loads(result.stdout)
-    steps = record["trace"]
+def test_a_file_carries_the_trace_on_request(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    result = CliRunner().invoke(app, [*SHORT, *EGAG, "--json", "--trace", str(file)])
+    record, traced = json.loads(result.stdout), json.loads(file.read_text())
+    steps = traced["steps"]
     assert len(steps) == record["metrics"]["speculative_decoding"]["num_steps"]
-    assert set(steps[0]) == {"sample", "position", "entropy", "gamma", "drafted", "accepted"}
+    assert {"sample", "position", "entropy", "gamma", "drafted", "accepted"} < set(steps[0])
     assert steps[0]["position"] == record["num_prompt_tokens"]
     assert sum(step["accepted"] + 1 for step in steps) >= record["num_generated_tokens"]
-    assert "trace" not in json.loads(CliRunner().invoke(app, [*SHORT, *EGAG, "--json"]).stdout)
+    assert traced["text"] == record["text"]
 
 
 def test_results_carry_it_sample_by_sample() -> None:

@@ -21,10 +21,15 @@ from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm
 from foretoken.cli.writers import JsonWriter, TextWriter
 from foretoken.config.engine import EngineConfig
+from foretoken.folders import check_place
 from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foretoken.cli.tracing import TraceFile
     from foretoken.engine.stats import StepTrace
+    from foretoken.llm import LLM
     from foretoken.sessions.outputs import RequestOutput
 
 
@@ -55,7 +60,13 @@ def generate(
             help=f"Prompt tokens that running rows wait for at once; {EngineConfig.prefill_chunk_size} by default."
         ),
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="With --json: what every step planned and drafted.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Write what every step planned, drafted, kept and rejected, for foretoken report.",
+        ),
+    ] = None,
     trace_plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
     ] = None,
@@ -72,6 +83,7 @@ def generate(
         read = read_prompts(prompts or (), prompts_file, raw=raw)
         if trace_plot is not None:
             check_picture(trace_plot)
+        trace_place = None if trace is None else check_place(trace)
         name = model.chosen()
         asked_for = {
             "max_num_seqs": max_num_seqs,
@@ -81,16 +93,23 @@ def generate(
         rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
         llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading), **rows)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
-        writer = JsonWriter(asked, with_trace=trace) if as_json else TextWriter(params)
+        writer = JsonWriter(asked) if as_json else TextWriter(params)
+        traced = None if trace_place is None else _traced(trace_place, llm)
         with llm.stream([one.prompt for one in asked], params) as stream:
             try:
                 for delta in stream:
                     writer.write(delta, stream)
+                    if traced is not None:
+                        traced.note(delta)
             except KeyboardInterrupt:
                 stream.close()
                 writer.interrupt(stream)
+                if traced is not None:
+                    traced.write(stream)
                 raise typer.Exit(EXIT_INTERRUPTED) from None
         writer.finish(stream)
+        if traced is not None:
+            traced.write(stream)
         if trace_plot is not None:
             plot_traces(titled_traces(stream.outputs()), trace_plot)
 
@@ -105,3 +124,10 @@ def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[Step
         for place, output in enumerate(outputs)
         for sample in output.outputs
     ]
+
+
+def _traced(file: Path, llm: LLM) -> TraceFile:
+    """What notes the steps for that file; imported now, since it loads torch."""
+    from foretoken.cli.tracing import TraceFile
+
+    return TraceFile(file, llm)

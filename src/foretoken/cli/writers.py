@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -27,9 +26,8 @@ DRAFTED_STYLE = "green"
 class JsonWriter:
     """One object per prompt, in the order of the prompts, as soon as it and those before it have finished."""
 
-    def __init__(self, asked: Sequence[Asked], with_trace: bool = False) -> None:
+    def __init__(self, asked: Sequence[Asked]) -> None:
         self._asked = asked
-        self._with_trace = with_trace
         self._num_written = 0
         self._num_running: dict[int, int] = {}
 
@@ -54,10 +52,7 @@ class JsonWriter:
 
     def _put(self, output: RequestOutput) -> None:
         one = self._asked[self._num_written]
-        record = as_record(output, one.given if one.is_templated else None)
-        if self._with_trace:
-            record["trace"] = [asdict(step) for step in output.metrics.trace]
-        put_json(record)
+        put_json(as_record(output, one.given if one.is_templated else None))
         self._num_written += 1
 
 

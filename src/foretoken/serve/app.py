@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -31,6 +30,7 @@ from foretoken.serve.fields import Fields
 from foretoken.serve.form import Form
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.sessions.prompts import chat_prompt
+from foretoken.views.page import page
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -178,10 +178,9 @@ class Application:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def page(self) -> Response:
-        text = files("foretoken.serve").joinpath("page.html").read_text(encoding="utf-8")
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(page("foretoken.serve", "page.html"), headers=headers)
 
     async def models(self) -> dict[str, Any]:
         served = self._ready()

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from foretoken.serve.drafts import Drafts
 from foretoken.serve.tokens import TokenNames
+from foretoken.views.drafts import Drafts
 
 if TYPE_CHECKING:
     from foretoken.serve.asking import Asking

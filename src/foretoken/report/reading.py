@@ -1,0 +1,57 @@
+"""Reads files of results: JSON or JSONL, of bench, verify, info, tune profile, or a trace of generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ConfigError
+
+REMEDY = "give a file of bench --output, generate --trace, or verify, info or tune with --json"
+
+MARKS = {"steps": "trace", "findings": "verdict", "step_cost": "info", "costs": "profile"}
+"""Keys that only one kind of record has."""
+
+PARTS = frozenset({"methods", "speed", "accepted", "batch", "profile", "efficiency", "drafting", "race"})
+"""Of a benchmark's results."""
+
+
+def read(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """The records of a file in their order, each with its kind: one of `MARKS`, `PARTS`, or "conditions".
+
+    Raises: ConfigError for a file that cannot be read or holds something else.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; {REMEDY}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not text; {REMEDY}") from None
+    try:
+        objects = [json.loads(text)]
+    except ValueError:
+        try:
+            objects = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ConfigError(f"{file} is not JSON or JSONL: {error}; {REMEDY}") from None
+    found = [one for each in objects if isinstance(each, dict) for one in _kinds(each)]
+    if not any(kind != "conditions" for kind, _ in found):
+        raise ConfigError(f"{file} holds no result that a report is made of; {REMEDY}")
+    return found
+
+
+def _kinds(record: dict[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    if kind := next((kind for key, kind in MARKS.items() if key in record), None):
+        return [(kind, record)]
+    name = record.get("result")
+    if name in PARTS or name == "conditions":
+        return [(name, record)]
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    if "provenance" in record:
+        found.append(("conditions", record))
+    for part in PARTS & record.keys():
+        several = record[part] if isinstance(record[part], list) else [record[part]]
+        found += [(part, one) for one in several if isinstance(one, dict)]
+    return found

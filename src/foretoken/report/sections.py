@@ -1,0 +1,260 @@
+"""The sections of a report, one function for every kind of record."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from foretoken.bench.trial import bootstrap
+from foretoken.report.charts import Bar, bars, lines, paragraph, section, table
+
+Record = Mapping[str, Any]
+Steps = Counter[tuple[int, int]]
+"""How many steps drafted so many tokens, and kept so many of them."""
+
+NORMAL = 1.96
+"""Standard deviations of a 95 % interval."""
+
+
+def conditions(record: Record) -> str:
+    """Machine, versions and what was run."""
+    facts = record.get("provenance", {})
+    versions = ", ".join(f"{name} {number}" for name, number in (facts.get("versions") or {}).items() if number)
+    rows = [
+        ("models", record.get("models")),
+        ("arithmetic", ", ".join(str(record[key]) for key in ("dtype", "execution") if record.get(key))),
+        ("machine", facts.get("gpu") or facts.get("cpu")),
+        ("threads", facts.get("num_threads")),
+        ("versions", versions),
+        ("commit", facts.get("commit")),
+        ("command", facts.get("command")),
+        ("time", facts.get("time")),
+    ]
+    return section("Conditions", table(("fact", "value"), [row for row in rows if row[1]]))
+
+
+def methods(record: Record) -> str:
+    """A comparison: speed with intervals, over all prompts and by kind; memory; what does not apply."""
+    timed = [row for row in record["rows"] if row["comparison"] and row["comparison"]["num_prompts"]]
+    timed.sort(key=lambda row: -row["comparison"]["ratio"])
+    parts = [
+        bars("Speed by plain decoding's, all prompts", [_speed(row["method"], row["comparison"]) for row in timed], 1.0)
+    ]
+    for kind in dict.fromkeys(record["kinds"]):
+        found = []
+        for row in timed:
+            pairs = zip(record["kinds"], row["prompt_ratios"], strict=False)
+            ratios = [ratio for other, ratio in pairs if other == kind and ratio is not None]
+            if ratios:
+                found.append(_median(row["method"], ratios))
+        parts.append(bars(f"Speed by plain decoding's, {kind}", found, 1.0))
+    accepted = [Bar(row["method"], row["tokens_per_step"]) for row in timed]
+    parts.append(bars("Tokens per step", accepted, 1.0))
+    held = [row for row in [record["plain"], *record["rows"]] if row["memory_bytes"] is not None]
+    memory = [Bar(row["method"], row["memory_bytes"] / 1e6, said=f"{row['memory_bytes'] / 1e6:.0f} MB") for row in held]
+    parts.append(bars("Memory that loading and a first run added", memory))
+    parts.append(table(("does not apply", "reason"), [(one["method"], one["reason"]) for one in record["refused"]]))
+    for one in record["different"]:
+        parts.append(paragraph(f"{one['arm']} differs from plain decoding where equality is promised."))
+    return section("Methods", *parts)
+
+
+def speed(record: Record) -> str:
+    """A table of arms: tokens per second, and how many times faster than each base."""
+    rows = record["rows"]
+    parts = [
+        bars(
+            "Tokens per second",
+            [Bar(row["arm"], row["tokens_per_second"]) for row in rows if row["tokens_per_second"] is not None],
+        )
+    ]
+    for base in dict.fromkeys(each["base"] for row in rows for each in row["comparisons"]):
+        found = [
+            _speed(row["arm"], each)
+            for row in rows
+            for each in row["comparisons"]
+            if each["base"] == base and each["num_prompts"]
+        ]
+        parts.append(bars(f"Speed by that of {base}", found, 1.0))
+    rates = [Bar(row["arm"], row["acceptance_rate"]) for row in rows if row["acceptance_rate"] is not None]
+    parts.append(bars("Share of drafted tokens that were accepted", rates))
+    return section(f"{record['title']}: {record['sampling']}", *parts)
+
+
+def efficiency(record: Record) -> str:
+    """The speeds that were reached beside those that the forwards allow, and what the forwards of a step take."""
+    speeds, seconds = [], []
+    for row in record["rows"]:
+        allowed = [Bar(f"{row['arm']}, allowed", row["allowed"])] if row["allowed"] else []
+        speeds += [Bar(row["arm"], row["speedup"]), *allowed]
+        for name, key in (("verifying", "target_seconds"), ("drafting", "drafter_seconds")):
+            seconds.append(Bar(f"{row['arm']}, {name}", row[key] * 1e3, said=f"{row[key] * 1e3:.2f} ms"))
+    return section(
+        f"Efficiency, {record['drafter']}",
+        bars("Speed by plain decoding's, and what the forwards allow", speeds, 1.0),
+        bars("Forwards of a step", seconds),
+    )
+
+
+def accepted(record: Record) -> str:
+    """Accepted lengths of an arm, and acceptance by position."""
+    steps = Counter({(drafted, kept): count for drafted, kept, count in record["steps"]})
+    return section(f"Accepted: {record['arm']}, {record['sampling']}", *acceptance(steps))
+
+
+def batch(record: Record) -> str:
+    """Ragged rows together and one by one."""
+    found = [Bar("together", record["together_per_second"]), Bar("one by one", record["alone_per_second"])]
+    return section(f"{record['batch_size']} rows at once: {record['arm']}", bars("Tokens per second", found))
+
+
+def profile_cell(record: Record) -> str:
+    """Where the time of a step went."""
+    profile = record["profile"]
+    seconds = {"target": profile["target_seconds"], "drafter": profile["drafter_seconds"], **profile["verb_seconds"]}
+    found = [Bar(name, taken * 1e3, said=f"{taken * 1e3:.2f} ms") for name, taken in seconds.items()]
+    title = f"Time of a step: {profile['arm']}, {record['sampling']}, context {record['context']}"
+    return section(title, bars("Inside of the models, and outside of them by verb", found))
+
+
+def plain_table(record: Record) -> str:
+    """Whatever else a benchmark measured."""
+    rows = [
+        (name, value) for name, value in record.items() if isinstance(value, (str, int, float)) and name != "result"
+    ]
+    return section("Measured", table(("name", "value"), rows))
+
+
+def verdict(record: Record) -> str:
+    """The sentence of verify, and its findings."""
+    rows = [(one["feature"], one["check"], one["status"], one["found"]) for one in record["findings"]]
+    said = [paragraph(record["sentence"]), paragraph(f"Promise: {record['promise']}") if record.get("promise") else ""]
+    return section(f"Verdict: {record['status']}", *said, table(("setting", "check", "status", "what was found"), rows))
+
+
+def info(record: Record) -> str:
+    """The cost curve of a model here."""
+    points = {"here": [(float(width), cost) for width, cost in record["step_cost"].items()]}
+    memory = record.get("peak_memory_bytes")
+    return section(
+        f"Cost curve: {record['model']['name']}",
+        lines("Cost of a step over k tokens, by that over one", points, "tokens of a step"),
+        paragraph(f"{memory / 1e6:.0f} MB of memory at most.") if memory else "",
+    )
+
+
+def profile(record: Record) -> str:
+    """Costs, acceptance and best lengths of tune profile."""
+    curves = {
+        f"{one['num_rows']} rows, {one['context']}": [(float(at), taken * 1e3) for at, taken in one["seconds"].items()]
+        for one in record["costs"]
+    }
+    rates = [Bar(f"position {place}", rate) for place, rate in enumerate(record["acceptance"], 1)]
+    found = [
+        Bar(
+            f"{one['num_rows']} rows, {one['context']}, K = {one['num_speculative_tokens']}",
+            one["speedup"],
+            one["low"],
+            one["high"],
+            f"{one['speedup']:.2f} ({one['low']:.2f}-{one['high']:.2f})",
+        )
+        for one in record["settings"]
+    ]
+    return section(
+        f"Profile of {record['method']}",
+        bars("Expected speed by plain decoding's, at the best length", found, 1.0),
+        lines("Cost curve: milliseconds of a step", curves, "tokens of a step and row"),
+        bars("Acceptance by position", rates),
+    )
+
+
+def trace(records: Seq[Record]) -> str:
+    """What all texts of a trace say together; the token view follows in the page."""
+    steps = [step for record in records for step in record["steps"]]
+    pooled = Counter((step["drafted"], step["accepted"]) for step in steps if step.get("drafted"))
+    sources = Counter(source for step in steps for source in step["sources"])
+    who = [
+        Bar("the model itself" if name == "target" else name, count, said=f"{count} tokens")
+        for name, count in sources.most_common()
+    ]
+    rates = [
+        Bar(
+            f"text {place}",
+            record["timings"]["tokens_per_second"],
+            said=f"{record['timings']['tokens_per_second']:.1f} per s",
+        )
+        for place, record in enumerate(records)
+    ]
+    memory = max((record.get("peak_memory_bytes") or 0 for record in records), default=0)
+    governor = next((g for record in records if (g := record["metrics"].get("governor"))), None)
+    said = f"{sum(sources.values())} tokens in {len(steps)} steps"
+    parts = [paragraph(said + (f"; {memory / 1e6:.0f} MB of memory at most." if memory else "."))]
+    if governor and governor.get("decision"):
+        parts.append(paragraph(f"Governor: {governor['decision']}"))
+    return section(
+        "What was generated",
+        *parts,
+        bars("Who proposed the tokens", who),
+        bars("Tokens per second", rates),
+        *acceptance(pooled),
+    )
+
+
+def acceptance(steps: Steps) -> Iterable[str]:
+    """Accepted lengths, and for each position the chance of a token that came to be tested, with its interval."""
+    lengths: Counter[int] = Counter()
+    for (_, kept), count in steps.items():
+        lengths[kept] += count
+    total = sum(lengths.values())
+    if not total:
+        return
+    found = [Bar(str(kept), count, said=f"{count} ({count / total:.0%})") for kept, count in sorted(lengths.items())]
+    yield bars("Accepted lengths: steps by how many drafted tokens they kept", found)
+    rates = []
+    for depth in range(1, max(drafted for drafted, _ in steps) + 1):
+        tested = sum(count for (drafted, kept), count in steps.items() if drafted >= depth and kept >= depth - 1)
+        kept_here = sum(count for (drafted, kept), count in steps.items() if drafted >= depth and kept >= depth)
+        if tested:
+            low, high = wilson(kept_here, tested)
+            rates.append(Bar(f"position {depth}", kept_here / tested, low, high, f"{kept_here} of {tested}"))
+    yield bars("Acceptance by position, of the tokens that came to be tested", rates)
+
+
+def wilson(found: int, total: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927)."""
+    share, square = found / total, NORMAL**2
+    middle = (share + square / (2 * total)) / (1 + square / total)
+    half = NORMAL * (share * (1 - share) / total + square / (4 * total**2)) ** 0.5 / (1 + square / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _speed(label: str, one: Record) -> Bar:
+    if one["num_prompts"] < 2:
+        return Bar(label, one["ratio"], said=f"{one['ratio']:.2f}, one prompt")
+    return Bar(label, one["ratio"], one["low"], one["high"], f"{one['ratio']:.2f} ({one['low']:.2f}-{one['high']:.2f})")
+
+
+def _median(label: str, ratios: Seq[float]) -> Bar:
+    middle = statistics.median(ratios)
+    if len(ratios) < 2:
+        return Bar(label, middle, said=f"{middle:.2f}, one prompt")
+    low, high = bootstrap(ratios, statistics.median)
+    return Bar(label, middle, low, high, f"{middle:.2f} ({low:.2f}-{high:.2f})")
+
+
+SECTIONS: Mapping[str, Callable[[Record], str]] = {
+    "conditions": conditions,
+    "methods": methods,
+    "speed": speed,
+    "efficiency": efficiency,
+    "accepted": accepted,
+    "batch": batch,
+    "profile_cell": profile_cell,
+    "verdict": verdict,
+    "info": info,
+    "profile": profile,
+}
+"""By kind of record; what has none is shown as a table."""

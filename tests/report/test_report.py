@@ -1,0 +1,168 @@
+"""foretoken report: what it shows of every kind of result, the token view in a browser, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken.cli import app
+from foretoken.report import read, report
+from foretoken.report.sections import wilson
+
+SHOTS = Path(__file__).parents[2] / ".cache" / "report"
+ROW = {"method": "ngram", "tokens_per_step": 1.5, "memory_bytes": 2_000_000}
+SPEED = {"arm": "ngram", "base": "plain", "ratio": 1.4, "low": 1.2, "high": 1.7, "num_prompts": 4}
+PLAIN = {
+    "method": "plain",
+    "tokens_per_step": 1.0,
+    "memory_bytes": 1_000_000,
+    "comparison": None,
+    "prompt_ratios": [1] * 4,
+}
+METHODS = {
+    "kinds": ["chat", "maths", "chat", "chat"],
+    "plain": PLAIN,
+    "rows": [{**ROW, "comparison": SPEED, "prompt_ratios": [1.1, 1.7, 1.3, None]}],
+    "refused": [{"method": "medusa", "reason": "<no heads>"}],
+    "different": [],
+}
+EFFICIENCY = {"arm": "tree", "speedup": 1.2, "allowed": 1.5, "target_seconds": 0.002, "drafter_seconds": 0.001}
+VERDICT = {
+    "status": "lossless",
+    "sentence": "it is lossless",
+    "findings": [{"feature": "greedy", "check": "tokens", "status": "holds", "found": "4 of 4 texts equal"}],
+}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trace") / "t.jsonl"
+    arguments = ["generate", "A lion and a </script> mouse", "Once", "-m", "zoo:tiny", "--dtype", "float32", "--json"]
+    result = CliRunner().invoke(
+        app, [*arguments, "-n", "2", "--seed", "1", "--max-new-tokens", "24", "--trace", str(file)]
+    )
+    assert result.exit_code == 0, result.stderr
+    return file
+
+
+def test_a_trace_holds_every_token_of_every_text(traced: Path) -> None:
+    records = [record for _, record in read(traced)]
+    assert [(record["prompt_index"], record["sample"]) for record in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for record in records:
+        assert "".join(text for step in record["steps"] for text in step["texts"]) == record["text"]
+        position = record["num_prompt_tokens"]
+        for step in record["steps"]:
+            assert step["position"] == position
+            assert len(step["sources"]) == len(step["token_ids"]) == len(step["texts"])
+            assert step["num_accepted"] == step["accepted"] <= step["drafted"] <= step["num_drafted"]
+            position += len(step["token_ids"])
+
+
+def test_every_kind_of_result_has_its_section() -> None:
+    found = report(
+        [
+            ("methods", METHODS),
+            ("verdict", VERDICT),
+            ("accepted", {"arm": "ngram", "sampling": "greedy", "steps": [[4, 4, 3], [4, 1, 1]]}),
+            ("info", {"model": {"name": "tiny"}, "step_cost": {"1": 1.0, "4": 1.6}, "peak_memory_bytes": 5e8}),
+            ("efficiency", {"drafter": "small", "rows": [EFFICIENCY]}),
+            ("race", {"title": "<b>"}),
+        ],
+        "a & b",
+    )
+    assert "<title>a &amp; b</title>" in found
+    assert "Speed by plain decoding&#x27;s, chat: ngram 1.20 (1.10-1.30)" in found
+    assert "Speed by plain decoding&#x27;s, maths: ngram 1.70, one prompt" in found
+    assert "&lt;no heads&gt;" in found
+    assert "position 1 4 of 4; position 2 3 of 4; position 3 3 of 3; position 4 3 of 3" in found
+    assert "tree 1.20; tree, allowed 1.50" in found
+    assert "500 MB of memory at most" in found
+    assert "{{" not in found
+    assert re.findall(r"https?://|//cdn|@import|<link|src=", found) == []
+
+
+def test_an_interval_holds_the_share_and_stays_a_share() -> None:
+    assert wilson(0, 5)[0] == 0.0
+    assert wilson(5, 5)[1] == 1.0
+    low, high = wilson(50, 100)
+    assert (low, high) == (pytest.approx(0.404, abs=1e-3), pytest.approx(0.596, abs=1e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 1100), ("light", 390), ("dark", 390)])
+def test_the_page_goes_step_by_step(browser: Any, traced: Path, tmp_path: Path, theme: str, width: int) -> None:
+    out = tmp_path / "page.html"
+    whole = tmp_path / "all.jsonl"
+    whole.write_text(
+        traced.read_text() + json.dumps({"result": "methods", **METHODS}) + "\n" + json.dumps(VERDICT) + "\n"
+    )
+    result = CliRunner().invoke(app, ["report", str(whole), "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    page = browser.new_page(color_scheme=theme, viewport={"width": width, "height": 800})
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda line: faults.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("request", lambda request: faults.append(request.url) if not request.url.startswith("file:") else None)
+    page.goto(out.as_uri())
+    record = read(traced)[0][1]
+    turn, told = page.locator(".replay").first, page.locator(".replay + .told").first
+    tokens = "all => all.map(one => one.firstChild?.nodeValue ?? '').join('')"
+    assert turn.locator("> .token").evaluate_all(tokens) == record["text"]
+    assert page.locator(".replay > .drafted").count() > 0
+    num_steps = len(record["steps"])
+    turn.focus()
+    page.keyboard.press("Home")
+    assert told.inner_text() == f"step 0 of {num_steps}"
+    assert turn.locator("> .later").count() == len([t for step in record["steps"] for t in step["texts"]])
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert told.inner_text().startswith(f"step 1 of {num_steps}: ")
+    assert turn.locator("> .now").count() == len(record["steps"][0]["texts"])
+    page.get_by_text("Forward").first.click()
+    assert told.inner_text().startswith(f"step 2 of {num_steps}: ")
+    page.keyboard.press("End")
+    turn.focus()
+    page.keyboard.press("End")
+    assert turn.locator("> .later").count() == 0
+    refused = page.locator(".refused").first
+    refused.focus()
+    assert refused.locator(".branches").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{theme}_{width}.png", full_page=True)
+    assert faults == []
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON or JSONL"),
+        ("[]", "holds no result"),
+        ('{"a": 1}\n', "holds no result"),
+        ('{"result": "conditions", "provenance": {}}\n', "holds no result"),
+        ('{"findings": [{}]}', "kind verdict lacks what it should hold (KeyError"),
+        ('{"steps": 3}', "kind trace lacks"),
+    ],
+)
+def test_files_that_are_no_results_are_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "r.json"
+    if content is not None:
+        file.write_text(content)
+    result = CliRunner().invoke(app, ["report", str(file)])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_place_that_cannot_be_written_is_said(traced: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(traced), "-o", str(tmp_path / "none" / "r.html")])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
