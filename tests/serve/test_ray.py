@@ -9,12 +9,16 @@ import os
 import random
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 
 import cluster
 import httpx
 import pytest
+import yaml
 
 from foretoken.llm import LLM
+from foretoken.serve.ray import build
+from foretoken.serve.ray.config import ClusterConfig
 
 MODEL = "zoo:tiny"
 METHOD = "ngram"
@@ -40,3 +44,14 @@ def test_texts_outlive_a_killed_replica() -> None:
         answer = httpx.post(f"{running.address}/v1/completions", json={"prompt": 5}, headers={"x-request-id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
         assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_the_shipped_file_is_an_application() -> None:
+    """Its options are known, and it is two deployments, of which only the ingress speaks HTTP."""
+    file = Path(__file__).parents[2] / "examples" / "serve" / "cluster.yaml"
+    (application,) = yaml.safe_load(file.read_text(encoding="utf-8"))["applications"]
+    assert application["import_path"] == "foretoken.serve.ray:build"
+    config = ClusterConfig.of(application["args"])
+    assert (config.name, config.max_ongoing_requests, config.settings.request_timeout) == ("smollm2", 16, 300)
+    ingress = build(application["args"])._bound_deployment
+    assert (ingress.name, ingress.max_ongoing_requests) == ("ingress", 10_000)

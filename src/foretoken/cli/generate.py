@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.jobs import Job, run
 from foretoken.cli.options import (
     DEFAULTS,
     AsJson,
@@ -71,6 +72,14 @@ def generate(
         str | None, typer.Option(metavar="FILE.png", help="Draw what every step planned, drafted and accepted.")
     ] = None,
     as_json: AsJson = False,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.jsonl", help="Write results there, in batches; started again, it goes on."),
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="With --out: workers, by Ray.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Their cluster; by default one begins on this machine.")
+    ] = None,
 ) -> None:
     """Generate text for one prompt or many; tokens appear as they come, coloured by who proposed them.
 
@@ -91,7 +100,14 @@ def generate(
             "prefill_chunk_size": prefill_chunk_size,
         }
         rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
-        llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading), **rows)
+        options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
+        if out is not None:
+            job = Job(name, drafting.config(name), options, params, read, chat, raw)
+            run(job, out, replicas=replicas, address=ray_address)
+            return
+        if replicas is not None or ray_address is not None:
+            raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
+        llm = load_llm(name, drafting.config(name), **options)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         writer = JsonWriter(asked) if as_json else TextWriter(params)
         traced = None if trace_place is None else _traced(trace_place, llm)

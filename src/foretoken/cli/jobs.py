@@ -1,0 +1,164 @@
+"""``foretoken generate --out``: many prompts into a file, from where it ends, on one machine or many."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretoken.cli.prompts import ask
+from foretoken.cli.running import load_llm, say
+from foretoken.cli.writers import as_record
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.config.sampling import SamplingParams
+
+BATCH = 32
+"""Prompts that are lost, and generated anew, where a machine fails or the command is broken off."""
+RETRIES = 3
+"""Machines that one batch may lose."""
+WEIGHTS = ("dtype", "quantization", "gguf_file")
+"""Options of `LLM` that change what a model says; drafting does not."""
+WITHOUT = ("metrics", "timings")
+"""Of a result: what differs from run to run."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be generated, and by what.
+
+    Args:
+      options: of `LLM`.
+      chat, raw: see `foretoken.cli.prompts.ask`.
+    """
+
+    model: str
+    config: Any
+    options: Mapping[str, Any]
+    params: SamplingParams
+    prompts: Sequence[Any]
+    chat: bool
+    raw: bool
+
+    @property
+    def digest(self) -> str:
+        """Changes with whatever results follow from."""
+        weights = {name: self.options.get(name) for name in WEIGHTS}
+        facts = [self.model, weights, repr(self.params), list(self.prompts), self.chat, self.raw]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def batches(self, start: int) -> list[list[Any]]:
+        """Those that are left from this prompt on. They begin where they do in every run."""
+        first = start // BATCH * BATCH
+        places = range(first, len(self.prompts), BATCH)
+        return [list(self.prompts[max(place, start) : place + BATCH]) for place in places]
+
+
+class Worker:
+    """A model in memory that does batches of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._llm = load_llm(job.model, job.config, **job.options)
+
+    def generate(self, prompts: list[Any]) -> list[dict[str, Any]]:
+        job = self._job
+        asked = ask(self._llm.tokenizer, job.model, prompts, chat=job.chat, raw=job.raw)
+        outputs = self._llm.generate([one.prompt for one in asked], job.params, use_tqdm=False)
+        records = []
+        for one, output in zip(asked, outputs, strict=True):
+            record = as_record(output, one.given if one.is_templated else None)
+            records.append({name: value for name, value in record.items() if name not in WITHOUT})
+        return records
+
+
+def run(job: Job, out: str, *, replicas: int | None, address: str | None) -> None:
+    """Generate what the file does not hold yet; a line for each prompt, in order, each exactly once.
+
+    Raises: ConfigError where the file holds results of something else, or cannot be written.
+    """
+    path = Path(out).expanduser()
+    start = _resume(path, job)
+    if start:
+        say(f"{out} holds {start} of {len(job.prompts)} results; going on from there")
+    batches = job.batches(start)
+    done = _by_ray(job, batches, replicas or 1, address) if replicas or address else _here(job, batches)
+    with open(path, "ab") as file:
+        for records in done:
+            lines = [
+                json.dumps({"number": start + place, "job": job.digest} | one) for place, one in enumerate(records)
+            ]
+            file.write("".join(line + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            start += len(records)
+            typer.echo(f"foretoken: {start} of {len(job.prompts)}", err=True)
+
+
+def _resume(path: Path, job: Job) -> int:
+    """How many results there are; a line that was broken off is cut away."""
+    try:
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        for number, line in enumerate(lines):
+            if not _is_result(line, job, number):
+                raise ConfigError(
+                    f"{path}, line {number + 1}, is a result of something else; name another file, or remove this one"
+                )
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    return len(lines)
+
+
+def _is_result(line: bytes, job: Job, number: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and (record.get("job"), record.get("number")) == (job.digest, number)
+
+
+def _here(job: Job, batches: list[list[Any]]) -> Iterator[list[dict[str, Any]]]:
+    worker = Worker(job) if batches else None
+    for batch in batches:
+        assert worker is not None
+        yield worker.generate(batch)
+
+
+def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | None) -> Iterator[list[dict[str, Any]]]:
+    """Results in order. A worker that dies is replaced, by Ray, and its batches are done anew."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("--replicas needs Ray; install it with pip install 'foretoken[ray]'") from None
+    from ray.exceptions import RayError
+
+    from foretoken.serve.ray.launch import start_ray
+
+    start_ray(address, replicas)
+    try:
+        kind = ray.remote(Worker).options(num_cpus=1, max_restarts=-1, max_task_retries=RETRIES)
+        workers = [kind.remote(job) for _ in range(min(replicas, len(batches)))]
+        waiting: deque[Any] = deque()
+        for place, batch in enumerate(batches):
+            if len(waiting) >= 2 * len(workers):
+                yield ray.get(waiting.popleft())
+            waiting.append(workers[place % len(workers)].generate.remote(batch))
+        while waiting:
+            yield ray.get(waiting.popleft())
+    except RayError as error:
+        raise ConfigError(f"a batch was given up: {str(error)[-300:]}; start again to go on from there") from None
+    finally:
+        ray.shutdown()

@@ -1,0 +1,66 @@
+"""``foretoken generate --out``: each prompt exactly once, in order, from where a run was broken off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken.cli import app, jobs
+
+OPTIONS = ["--model", "zoo:tiny", "--raw", "--max-new-tokens", "6", "--temperature", "1", "--seed", "5"]
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "BATCH", 3)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"Story {place} is about"}) + "\n" for place in range(8)))
+    return file
+
+
+def run(prompts: Path, out: Path, *more: str) -> Any:
+    return CliRunner().invoke(app, ["generate", "--prompts-file", str(prompts), "--out", str(out), *OPTIONS, *more])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 0.5, 0.9])
+def test_a_job_goes_on_where_it_was_broken_off(prompts: Path, tmp_path: Path, num_bytes: float) -> None:
+    """Also within a line; the file is the one of a run that was not."""
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert run(prompts, whole).exit_code == 0
+    data = whole.read_bytes()
+    records = [json.loads(line) for line in data.splitlines()]
+    assert [record["prompt"] for record in records] == [f"Story {place} is about" for place in range(8)]
+    assert [record["number"] for record in records] == list(range(8))
+    broken.write_bytes(data[: int(num_bytes * len(data))] if num_bytes < 1 else b"")
+    assert run(prompts, broken).exit_code == 0
+    assert broken.read_bytes() == data
+    assert run(prompts, broken).exit_code == 0, "nothing is left to do"
+    assert broken.read_bytes() == data
+
+
+@pytest.mark.parametrize("content", ["{}\n", "hello\n", "[3]\n"])
+def test_a_file_of_something_else_is_not_touched(prompts: Path, tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    refused = run(prompts, out)
+    assert refused.exit_code == 2
+    assert "line 1, is a result of something else" in refused.output
+    assert out.read_text() == content
+
+
+def test_results_of_other_weights_or_settings_are_not_gone_on_with(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(prompts, out).exit_code == 0
+    data = out.read_bytes()
+    for more in (["--dtype", "float64"], ["--seed", "6"], ["--max-new-tokens", "7"]):
+        assert run(prompts, out, *more).exit_code == 2
+    assert run(prompts, out, "--method", "ngram").exit_code == 0, "drafting changes no result"
+    assert out.read_bytes() == data
