@@ -178,7 +178,7 @@ def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "x", "--speculative-config", "@/no/file"], "cannot be read"),
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--num-speculative-tokens", "-1"], "-1"),
-        (["generate", "x", *TINY, "--max-new-tokens", "0"], "max_tokens is 0"),
+        (["generate", "x", *TINY, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         (["generate", "x", *TINY, "--dtype", "int3"], "dtype is 'int3'"),
         (["generate", "x", "--no-such-option"], "--no-such-option"),
         (["generate", "x", "--prompts-file", "/no/file.jsonl"], "/no/file.jsonl"),

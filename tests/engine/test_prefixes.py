@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foretoken.beginnings import shared_length
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
@@ -22,7 +23,7 @@ from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.model.cache.prefixes import PrefixStore, shared_length
+from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes, Wanted
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, perturbed, toy_model

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from foretoken.beginnings import shared_length
 from foretoken.classic.adapters import ready
 from foretoken.classic.modules import PlainModule
 from foretoken.config.engine import EngineConfig
 from foretoken.loading.adapters import Adapter
-from foretoken.model.cache.prefixes import shared_length
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes
 

@@ -36,7 +36,7 @@ def chat(
     model: ModelOptions,
     drafting: DraftingOptions,
     system: Annotated[str | None, typer.Option(help="First message, for templates that know one.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Budget of every answer.")] = ANSWER_TOKENS,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Budget of every answer.")] = ANSWER_TOKENS,
     sampling: Annotated[SamplingOptions, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"],
     max_model_len: Annotated[int | None, typer.Option(help="Limit of the conversation in tokens.")] = None,
     loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization"],

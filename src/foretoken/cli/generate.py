@@ -44,7 +44,7 @@ def generate(
     ] = None,
     model: ModelOptions,
     drafting: DraftingOptions,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Budget of every sample.")] = DEFAULTS.max_tokens,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Budget of every sample.")] = DEFAULTS.max_tokens,
     sampling: SamplingOptions,
     structure: StructureOptions,
     chat: Chat = False,

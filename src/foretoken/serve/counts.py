@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foretoken.model.cache.prefixes import shared_length
+from foretoken.beginnings import shared_length
 from foretoken.sessions.outputs import speculative_metrics
 
 if TYPE_CHECKING:

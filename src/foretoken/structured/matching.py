@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.beginnings import shared_length
 from foretoken.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -123,13 +124,12 @@ class Matching:
 
     def _go(self, path: Seq[int]) -> bool:
         """Move the matcher behind a path; False where that does not match, and it is left within it."""
-        common = 0
-        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
-            common += 1
+        path = list(path)
+        common = shared_length(path, self._path)
         if len(self._path) > common:
             self._matcher.rollback(len(self._path) - common)
             del self._path[common:]
-        rest = list(path[common:])
+        rest = path[common:]
         taken = self._matcher.try_consume_tokens(rest) if rest else 0
         self._path += rest[:taken]
         return self._check() and taken == len(rest)

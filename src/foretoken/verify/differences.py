@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.beginnings import shared_length
 from foretoken.config.sampling import SamplingParams
-from foretoken.model.cache.prefixes import shared_length
 from foretoken.model.lm import CausalLM
 from foretoken.testing.divergence import token_gap
 from foretoken.verify.subjects import Sample

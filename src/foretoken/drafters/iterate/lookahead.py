@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from foretoken.beginnings import shared_length
 from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
@@ -16,7 +17,6 @@ from foretoken.drafters.parts.guesses import PromptTokens
 from foretoken.engine.drafter import Budget, ContextDrafter, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
-from foretoken.model.cache.prefixes import shared_length
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:

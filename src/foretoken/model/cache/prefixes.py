@@ -6,8 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+from foretoken.beginnings import shared_length
 from foretoken.errors import ConfigError
 from foretoken.model.cache.ragged import KVCache, RowStates
 
@@ -131,18 +131,3 @@ def _recalled(recall: Callable[[int], int], wanted: int, shared: int, grain: int
         wanted = min(wanted - grain, known // grain * grain)
         known = recall(wanted)
     return known
-
-
-def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
-    """Length of the longest common beginning, by bisection over slices: (1, 2, 3) and (1, 2, 4, 5) share 2.
-
-    Both are of one type: tuples, lists or texts.
-    """
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -153,7 +153,8 @@ class PackedProduct:
             self._pack()
             return
         self._versions = tuple(map(version_of, self._tensors()))
-        self.matrix, self.sizes, self._sums = earlier.matrix, earlier.sizes, earlier._sums
+        self.matrix, self.sizes = earlier.matrix, earlier.sizes
+        self._sums, self._weight_dtype = earlier._sums, earlier._weight_dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out of all layers, one after another)."""
