@@ -546,7 +546,7 @@ def test_a_drafter_is_needed_for_draft_model() -> None:
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: the model runs in one process on one device"),
         ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9: .*max_num_seqs and max_model_len limit"),
-        ({"quantization": "awq"}, "quantization='awq': .*pass the model"),
+        ({"quantization": "awq"}, "quantization is 'awq'.*pass the model"),
         ({"enforce_eager": True}, "enforce_eager=True: .*execution='eager'"),
         ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens=8192: .*prefill_chunk_size"),
         ({"swap_space": 4}, "swap_space=4: .*max_num_seqs"),

@@ -52,8 +52,11 @@ def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
     if name is not None and name not in ROUNDINGS:
         nearest = difflib.get_close_matches(str(name), ROUNDINGS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"quantization is {name!r}{hint} Known are {', '.join(ROUNDINGS)}, and None for none.")
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+        raise ConfigError(
+            f"quantization is {name!r}{hint} Known are {', '.join(ROUNDINGS)}, and None for none. Weights that were "
+            "quantised elsewhere are loaded with transformers; pass the model."
+        )
 
 
 @torch.inference_mode()
