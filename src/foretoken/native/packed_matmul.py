@@ -129,19 +129,27 @@ class Codes:
     group: int = 0
 
     @classmethod
-    def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0) -> Codes:
+    def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Codes:
         """Round to nearest, in steps on both sides of 0 by the largest weight of every group.
 
         Args:
           weight: (out, in) of any float dtype.
           group: inputs; 0 for all.
+          has_zeros: round in steps between the smallest and the largest weight instead.
         """
         outputs, inputs = weight.shape
         size, half = group or inputs, 2 ** (bits - 1)
         groups = F.pad(weight.detach().float(), (0, -inputs % size)).view(outputs, -1, size)
-        scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
-        numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
-        return cls(numbers.view(outputs, -1)[:, :inputs].contiguous(), bits, scales, None, group)
+        zeros = None
+        if has_zeros:
+            low = groups.amin(-1)
+            scales = (groups.amax(-1) - low).clamp(min=1e-8) / (2 * half - 1)
+            numbers, zeros = (groups - low[..., None]) / scales[..., None], low + scales * half
+            numbers = numbers.round_().clamp_(0, 2 * half - 1).to(torch.uint8)
+        else:
+            scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
+            numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
+        return cls(numbers.view(outputs, -1)[:, :inputs].contiguous(), bits, scales, zeros, group)
 
     @classmethod
     def joined(cls, parts: Sequence[Codes]) -> Codes:

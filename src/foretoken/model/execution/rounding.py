@@ -1,7 +1,7 @@
 """A model whose linear layers multiply by weights in whole numbers: what is decoded *is* that model.
 
 Weights are rounded when a model is loaded, to 8 or to 4 bits; from then on nothing knows the ones that they came from.
-A step reads a half or a quarter of what it reads of bfloat16.
+A step reads a half of what it reads of bfloat16, or less.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class Rounding:
     Args:
       bits: of a weight.
       group: inputs of an output that share a scale; 0 for all.
+      has_zeros: groups have a zero point, too.
     """
 
     bits: int
     group: int = 0
+    has_zeros: bool = False
 
     def __call__(self, layer: nn.Module) -> Codes:
         """The weight of a linear layer."""
-        return Codes.rounded(dense_weight(layer), self.bits, self.group)
+        return Codes.rounded(dense_weight(layer), self.bits, self.group, has_zeros=self.has_zeros)
 
 
-ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 64)}
+ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 32, has_zeros=True)}
 """By name; output embeddings are rounded to 8 bits by any."""
 
 
