@@ -24,7 +24,7 @@ MODEL = "zoo:tiny"
 METHOD = "ngram"
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'foretoken[ray]'")
-pytestmark = [needs_ray, pytest.mark.slow]
+pytestmark = [needs_ray, pytest.mark.full]  # it did not end within 100 s on two busy cores
 
 
 def test_texts_outlive_a_killed_replica() -> None:
