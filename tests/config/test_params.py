@@ -69,7 +69,7 @@ class TestSamplingParams:
             ("stop_token_ids", 7),
             ("stop_token_ids", True),
             ("min_tokens", -1),
-            ("max_tokens", -1),
+            ("max_tokens", 0),
             ("logprobs", -1),
             ("logit_bias", {-1: 1.0}),
             ("logit_bias", {True: 1.0}),

@@ -52,8 +52,8 @@ class SamplingParams:
       stop_token_ids: tokens that end the output, beside EOS.
       include_stop_str_in_output: keep the stop string in the text.
       min_tokens: EOS and stop tokens are impossible before that many output tokens.
-      max_tokens: output budget, None for up to the context; 0 only reads the prompt, for ``prompt_logprobs``. Alias:
-        ``max_new_tokens``.
+      max_tokens: output budget, None for up to the context; 0 only reads the prompt, and takes
+        ``prompt_logprobs``. Alias: ``max_new_tokens``.
       logit_bias: token id -> number added to its logit, -inf to ban it.
       bad_words: strings that may not occur; the front door resolves them with the tokenizer.
       bad_words_ids: token sequences that may not occur.
@@ -176,7 +176,9 @@ class SamplingParams:
         self._set("no_repeat_ngram_size", whole("no_repeat_ngram_size", self.no_repeat_ngram_size, 0))
         self._set("min_tokens", whole("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None:
-            self._set("max_tokens", whole("max_tokens", self.max_tokens, 0, remedy="None means up to the context"))
+            least = 1 if self.prompt_logprobs is None else 0
+            remedy = "None means up to the context, and prompt_logprobs alone need none"
+            self._set("max_tokens", whole("max_tokens", self.max_tokens, least, remedy=remedy))
             if self.min_tokens > self.max_tokens:
                 raise ConfigError(
                     f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
