@@ -58,7 +58,7 @@ def test_counts_add_up_and_have_vllms_shape(running_server: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_verdict_compares_with_plain_decoding(running_server: Running, stream: bool) -> None:
-    body = {**BODY, "verify": True, "n": 2, "seed": None, "logprobs": 1}
+    body = {**BODY, "verify": True, "n": 2, "seed": None, "logprobs": 1, "ignore_eos": True}
     if stream:
         found = running_server.events("/v1/completions", body)[-1]
         assert found["choices"] == []
