@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from foretoken.bench.accepted import wilson
 from foretoken.cli import app
 from foretoken.report import read, report
-from foretoken.report.sections import wilson
 
 SHOTS = Path(__file__).parents[2] / ".cache" / "report"
 ROW = {"method": "ngram", "tokens_per_step": 1.5, "memory_bytes": 2_000_000}

@@ -32,6 +32,14 @@ def expected_length(rate: float, num_drafted: int) -> float:
     return sum(rate**accepted for accepted in range(num_drafted + 1))
 
 
+def wilson(found: float, total: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927)."""
+    share, z = found / total, 1.96
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 @dataclass(frozen=True)
 class Position:
     """The outcome of the drafted tokens in one place of their drafts, where all before them were accepted.
@@ -48,10 +56,7 @@ class Position:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % for the rate (Wilson's), as if steps were independent of each other. For 1 of 2: 0.095 to 0.905."""
-        n, z = self.num_tested, 1.96
-        middle = (self.rate + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(self.rate * (1 - self.rate) / n + z * z / (4 * n * n))
-        return middle - half, middle + half
+        return wilson(self.rate * self.num_tested, self.num_tested)
 
 
 @dataclass(frozen=True)

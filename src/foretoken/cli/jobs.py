@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from foretoken.cli.prompts import ask
 from foretoken.cli.running import load_llm, say
 from foretoken.cli.writers import as_record
 from foretoken.errors import ConfigError
+from foretoken.serve.ray import check_ray
 
 if TYPE_CHECKING:
     from foretoken.config.sampling import SamplingParams
@@ -100,7 +99,7 @@ def run(job: Job, out: str, *, replicas: int | None, address: str | None) -> Non
             file.flush()
             os.fsync(file.fileno())
             start += len(records)
-            typer.echo(f"foretoken: {start} of {len(job.prompts)}", err=True)
+            say(f"{start} of {len(job.prompts)}")
 
 
 def _resume(path: Path, job: Job) -> int:
@@ -139,10 +138,8 @@ def _here(job: Job, batches: list[list[Any]]) -> Iterator[list[dict[str, Any]]]:
 
 def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | None) -> Iterator[list[dict[str, Any]]]:
     """Results in order. A worker that dies is replaced, by Ray, and its batches are done anew."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise ConfigError("--replicas needs Ray; install it with pip install 'foretoken[ray]'") from None
+    check_ray()
+    import ray
     from ray.exceptions import RayError
 
     from foretoken.serve.ray.launch import start_ray

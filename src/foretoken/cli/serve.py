@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from foretoken.serve.served import Served
 
 EXTRA = "foretoken serve needs fastapi, uvicorn and prometheus-client; install them with pip install 'foretoken[serve]'"
-RAY_EXTRA = "install it with pip install 'foretoken[ray]'"
 KEY_VARIABLE = "FORETOKEN_API_KEY"
 DEFAULTS = ServerSettings()
 
@@ -110,7 +109,7 @@ def serve(
     """
     with exit_codes():
         try:
-            from foretoken.serve.served import Served, draftings
+            from foretoken.serve.served import Served
             from foretoken.serve.server import Server
         except ModuleNotFoundError as error:
             raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None
@@ -143,9 +142,8 @@ def serve(
             "prefill_chunk_size": prefill_chunk_size,
             "num_cached_prefixes": num_cached_prefixes,
         }
-
+        options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
         if replicas is not None or ray_address is not None:
-            options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
             _serve_cluster(
                 ray_address,
                 host,
@@ -163,23 +161,18 @@ def serve(
             return
 
         def load() -> Served:
-            llm = load_llm(chosen, config, gguf_file=model.gguf_file, **vars(loading), **rows)
-            if template is not None and llm.tokenizer is not None:
-                llm.tokenizer.chat_template = template
-            return Served(draftings(llm, names[0], drafting_setting or []), tuple(names[1:]))
+            return Served.of(load_llm(chosen, config, **options), names, drafting_setting or (), template)
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         server.run_until_end()
 
 
 def _serve_cluster(address: str | None, host: str, port: int, **options: Any) -> None:
+    from foretoken.serve.ray import check_ray
     from foretoken.serve.ray.config import ClusterConfig
     from foretoken.serve.ray.launch import serve_cluster
 
-    try:
-        import ray  # noqa: F401
-    except ModuleNotFoundError:
-        raise ConfigError(f"--replicas needs Ray; {RAY_EXTRA}") from None
+    check_ray()
     serve_cluster(ClusterConfig(**options), address, host=host, port=port, say=say)
 
 

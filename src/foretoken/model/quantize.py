@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,38 +17,7 @@ from foretoken.native.library import library
 from foretoken.native.packed_matmul import Codes, CodesMatrix
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
-NUM_LEVELS = 16
 ROWS_PER_BLOCK = 16  # the kernel takes output features in blocks of this size
-
-
-@dataclass(frozen=True)
-class GroupedInt4:
-    """A weight (out, in) in 4 bits: asymmetric, one scale and one zero point per group of inputs.
-
-    Args:
-      codes: int32 (out, in), 0..15.
-      scales, zeros: (out, in / group_size); the weight is (code - 8) * scale + zero.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, group_size: int) -> GroupedInt4:
-        """Round to nearest between the smallest and the largest of every group."""
-        num_out, num_in = weight.shape
-        groups = weight.float().view(num_out, num_in // group_size, group_size)
-        low, high = groups.amin(-1), groups.amax(-1)
-        scales = (high - low).clamp(min=1e-8) / (NUM_LEVELS - 1)
-        codes = ((groups - low[..., None]) / scales[..., None]).round_().clamp_(0, NUM_LEVELS - 1)
-        return cls(codes.to(torch.int32).view(num_out, num_in), scales, low + scales * (NUM_LEVELS // 2))
-
-    def dense(self) -> torch.Tensor:
-        """float32 (out, in): the weight that the codes stand for."""
-        num_out, num_in = self.codes.shape
-        groups = self.codes.view(num_out, self.scales.shape[1], -1).float() - NUM_LEVELS // 2
-        return (groups * self.scales[..., None] + self.zeros[..., None]).view(num_out, num_in)
 
 
 class Int4Linear:
@@ -62,18 +30,17 @@ class Int4Linear:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, group_size: int) -> None:
-        quantized = GroupedInt4.of(weight, group_size)
+        codes = Codes.rounded(weight, 4, group_size, has_zeros=True)
         self._group_size = group_size
         self._num_out = weight.shape[0]
         kernels = library()
         self.matrix: CodesMatrix | None = None
         if kernels is not None:
-            numbers = quantized.codes.to(torch.uint8)
-            codes = Codes(numbers, 4, quantized.scales, quantized.zeros, group_size)
             self.matrix = CodesMatrix(codes, bias, kernels)
             return
-        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(quantized.codes, 1)
-        pairs = torch.stack([quantized.scales, quantized.zeros], dim=-1)
+        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.numbers.int(), 1)
+        assert codes.zeros is not None
+        pairs = torch.stack([codes.scales, codes.zeros], dim=-1)
         self._scales_and_zeros = pairs.transpose(0, 1).contiguous().to(torch.bfloat16)  # (in / group, out, 2)
         self._bias = bias
 

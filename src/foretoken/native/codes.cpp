@@ -9,6 +9,7 @@
 #include "functions.h"
 #include "threads.h"
 #include "vectors.h"
+#include "whole_numbers.h"
 
 #include <math.h>
 #include <string.h>
@@ -23,40 +24,18 @@ static const float LARGEST = 32639.0f;
 // ---- whole numbers --------------------------------------------------------------------------------------------------
 
 #if defined(FORETOKEN_AVX2)
-typedef __m256i Whole;
-static inline Whole all_whole(int32_t value) { return _mm256_set1_epi32(value); }
-static inline Whole read_bytes(const void* from) { return _mm256_loadu_si256((const Whole*)from); }
-static inline Vector as_floats(Whole values) { return _mm256_cvtepi32_ps(values); }
-static inline Whole even(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(255)); }
-static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
 static inline Whole low_half(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 static inline Whole high_half(Whole bytes) { return low_half(_mm256_srli_epi16(bytes, 4)); }
-static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-static const bool has_vnni = false;
-#define WITH_VNNI inline
 #else
-typedef __m512i Whole;
-static inline Whole all_whole(int32_t value) { return _mm512_set1_epi32(value); }
-static inline Whole read_bytes(const void* from) { return _mm512_loadu_si512(from); }
-static inline Vector as_floats(Whole values) { return _mm512_cvtepi32_ps(values); }
-static inline Whole even(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi16(255)); }
-static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
 static inline Whole low_half(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 static inline Whole high_half(Whole bytes) { return low_half(_mm512_srli_epi16(bytes, 4)); }
-static inline Whole add_pairs(Whole sums, Whole a, Whole b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
-#if defined(__AVX512VNNI__)
-static const bool has_vnni = true;
-#define WITH_VNNI inline
-#else
-static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
-#define WITH_VNNI __attribute__((target("avx512vnni")))
-#endif
 #endif
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 // Rows (n, K) in 16 bits. For every four inputs eight bytes: the upper bytes of all, then the lower ones; without VNNI
 // numbers 0 and 2, then 1 and 3.
+namespace {  // others have rounded rows, too
 struct Rounded {
   int64_t inputs, span, spans;  // inputs: with zeros behind the last one
   std::vector<uint64_t> values;
@@ -104,11 +83,6 @@ struct Rounded {
     scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -offset * sum;
   }
 };
-
-static inline Whole four_of(const uint8_t* values) {
-  int32_t four;
-  memcpy(&four, values, 4);
-  return all_whole(four);
 }
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
@@ -141,7 +115,7 @@ static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* valu
 
 // Adds the sums of a span, times their scales, to those of a block.
 template <int ROWS>
-static inline void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t number, const float* scales,
+static inline void add_span(const Rounded& x, int64_t at, int64_t number, const float* scales,
                             const float* zeros, const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
   for (int i = 0; i < ROWS; ++i) {
     const Vector scale = all(x.scales[at + i * x.spans + number]);
@@ -211,7 +185,7 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
         for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_add_epi32(_mm512_slli_epi32(upper[i][j], 8), sums[i][j]);
 #endif
     const int64_t group = matrix.group ? number * x.span / matrix.group * CODES_BLOCK : 0;
-    add_span<ROWS>(matrix, x, at, number, matrix.group ? scales + group : nullptr, zeros ? zeros + group : nullptr, sums,
+    add_span<ROWS>(x, at, number, matrix.group ? scales + group : nullptr, zeros ? zeros + group : nullptr, sums,
                    totals);
   }
   finish<ROWS>(matrix, row, first, matrix.group ? nullptr : scales, totals, out);

@@ -8,6 +8,7 @@
 #include "functions.h"
 #include "nodes.h"
 #include "threads.h"
+#include "whole_numbers.h"
 
 #include <algorithm>
 #include <math.h>
@@ -47,36 +48,12 @@ struct Rounded {  // rows (n, K) as bytes, with a scale by SPAN and what a sum b
 };
 
 #if defined(FORETOKEN_AVX2)
-typedef __m256i Whole;
-static inline Whole all_whole(int32_t value) { return _mm256_set1_epi32(value); }
-static inline Whole read_bytes(const void* from) { return _mm256_loadu_si256((const Whole*)from); }
-static inline Vector as_floats(Whole values) { return _mm256_cvtepi32_ps(values); }
-static inline Whole even(Whole bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi16(255)); }
-static inline Whole odd(Whole bytes) { return _mm256_srli_epi16(bytes, 8); }
 static inline Whole signed_even(Whole bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
 static inline Whole signed_odd(Whole bytes) { return _mm256_srai_epi16(bytes, 8); }
-static inline Whole add_pairs(Whole sums, Whole a, Whole b) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
-}
 #else
-typedef __m512i Whole;
-static inline Whole all_whole(int32_t value) { return _mm512_set1_epi32(value); }
-static inline Whole read_bytes(const void* from) { return _mm512_loadu_si512(from); }
-static inline Vector as_floats(Whole values) { return _mm512_cvtepi32_ps(values); }
-static inline Whole even(Whole bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi16(255)); }
-static inline Whole odd(Whole bytes) { return _mm512_srli_epi16(bytes, 8); }
 static inline Whole signed_even(Whole bytes) { return _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8); }
 static inline Whole signed_odd(Whole bytes) { return _mm512_srai_epi16(bytes, 8); }
-static inline Whole add_pairs(Whole sums, Whole a, Whole b) {
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
-}
 #endif
-
-static inline Whole four_of(const int8_t* values) {
-  int32_t four;
-  memcpy(&four, values, 4);
-  return all_whole(four);
-}
 
 // Adds a span of a block to sums, by bytes that are widened: for any CPU, with the very sums of the other way.
 template <int ROWS>
@@ -95,17 +72,9 @@ static inline void add_wide(const uint8_t* weight, const int8_t* values, int64_t
 }
 
 #if defined(FORETOKEN_AVX2)
-static const bool multiplies_bytes = false;
 template <int ROWS>
 static inline void add_bytes(const uint8_t*, const int8_t*, int64_t, Whole (&)[ROWS][PARTS]) {}
 #else
-#if defined(__AVX512VNNI__)
-#define WITH_VNNI inline
-static const bool multiplies_bytes = true;
-#else
-#define WITH_VNNI __attribute__((target("avx512vnni")))
-static const bool multiplies_bytes = __builtin_cpu_supports("avx512vnni");
-#endif
 template <int ROWS>
 static WITH_VNNI void add_bytes(const uint8_t* weight, const int8_t* values, int64_t inputs,
                                 Whole (&sums)[ROWS][PARTS]) {
@@ -117,10 +86,9 @@ static WITH_VNNI void add_bytes(const uint8_t* weight, const int8_t* values, int
     _mm_prefetch((const char*)(weight + 4160), _MM_HINT_T0);
 #pragma GCC unroll 6
     for (int i = 0; i < ROWS; ++i) {
-      int32_t four;
-      memcpy(&four, values + i * inputs + input, 4);
-      kept[i][0] = _mm512_dpbusd_epi32(kept[i][0], low, _mm512_set1_epi32(four));
-      kept[i][1] = _mm512_dpbusd_epi32(kept[i][1], high, _mm512_set1_epi32(four));
+      const Whole four = four_of(values + i * inputs + input);
+      kept[i][0] = _mm512_dpbusd_epi32(kept[i][0], low, four);
+      kept[i][1] = _mm512_dpbusd_epi32(kept[i][1], high, four);
     }
   }
   memcpy(sums, kept, sizeof kept);
@@ -140,7 +108,7 @@ static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64
     Whole whole[ROWS][PARTS];
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < PARTS; ++j) whole[i][j] = all_whole(x.starts[at + i * spans + span]);
-    if (multiplies_bytes)
+    if (has_vnni)
       add_bytes<ROWS>(weight, values + span * SPAN, inputs, whole);
     else
       add_wide<ROWS>(weight, values + span * SPAN, inputs, whole);

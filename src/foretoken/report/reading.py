@@ -19,7 +19,8 @@ PARTS = frozenset({"methods", "speed", "accepted", "batch", "profile", "efficien
 
 
 def read(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """The records of a file in their order, each with its kind: one of `MARKS`, `PARTS`, or "conditions".
+    """The records of a file in their order, each with its kind: one of `MARKS`, a part
+    of a benchmark, or "conditions".
 
     Raises: ConfigError for a file that cannot be read or holds something else.
     """
@@ -47,11 +48,16 @@ def _kinds(record: dict[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
         return [(kind, record)]
     name = record.get("result")
     if name in PARTS or name == "conditions":
-        return [(name, record)]
+        return [(_kind_of(name), record)]
     found: list[tuple[str, Mapping[str, Any]]] = []
     if "provenance" in record:
         found.append(("conditions", record))
     for part in PARTS & record.keys():
         several = record[part] if isinstance(record[part], list) else [record[part]]
-        found += [(part, one) for one in several if isinstance(one, dict)]
+        found += [(_kind_of(part), one) for one in several if isinstance(one, dict)]
     return found
+
+
+def _kind_of(part: str) -> str:
+    """A profile of bench is where a step goes; that of tune profile is another kind."""
+    return "profile_cell" if part == "profile" else part

@@ -8,15 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from foretoken.bench.accepted import AcceptedLengths
 from foretoken.bench.trial import bootstrap
 from foretoken.report.charts import Bar, bars, lines, paragraph, section, table
 
 Record = Mapping[str, Any]
-Steps = Counter[tuple[int, int]]
-"""How many steps drafted so many tokens, and kept so many of them."""
-
-NORMAL = 1.96
-"""Standard deviations of a 95 % interval."""
 
 
 def conditions(record: Record) -> str:
@@ -101,8 +97,7 @@ def efficiency(record: Record) -> str:
 
 def accepted(record: Record) -> str:
     """Accepted lengths of an arm, and acceptance by position."""
-    steps = Counter({(drafted, kept): count for drafted, kept, count in record["steps"]})
-    return section(f"Accepted: {record['arm']}, {record['sampling']}", *acceptance(steps))
+    return section(f"Accepted: {record['arm']}, {record['sampling']}", *acceptance(record["steps"]))
 
 
 def batch(record: Record) -> str:
@@ -199,36 +194,35 @@ def trace(records: Seq[Record]) -> str:
         *parts,
         bars("Who proposed the tokens", who),
         bars("Tokens per second", rates),
-        *acceptance(pooled),
+        *acceptance([(*step, count) for step, count in pooled.items()]),
     )
 
 
-def acceptance(steps: Steps) -> Iterable[str]:
-    """Accepted lengths, and for each position the chance of a token that came to be tested, with its interval."""
-    lengths: Counter[int] = Counter()
-    for (_, kept), count in steps.items():
-        lengths[kept] += count
-    total = sum(lengths.values())
-    if not total:
+def acceptance(steps: Seq[Seq[int]]) -> Iterable[str]:
+    """Accepted lengths, and for each position the chance of a token that came to be tested, with its interval.
+
+    Args:
+      steps: as of `AcceptedLengths`.
+    """
+    if not steps:
         return
-    found = [Bar(str(kept), count, said=f"{count} ({count / total:.0%})") for kept, count in sorted(lengths.items())]
-    yield bars("Accepted lengths: steps by how many drafted tokens they kept", found)
-    rates = []
-    for depth in range(1, max(drafted for drafted, _ in steps) + 1):
-        tested = sum(count for (drafted, kept), count in steps.items() if drafted >= depth and kept >= depth - 1)
-        kept_here = sum(count for (drafted, kept), count in steps.items() if drafted >= depth and kept >= depth)
-        if tested:
-            low, high = wilson(kept_here, tested)
-            rates.append(Bar(f"position {depth}", kept_here / tested, low, high, f"{kept_here} of {tested}"))
+    found = AcceptedLengths("", "", 0, tuple((drafted, kept, count) for drafted, kept, count in steps))
+    lengths: Counter[int] = Counter()
+    for _, kept, count in found.steps:
+        lengths[kept] += count
+    by_length = sorted(lengths.items())
+    told = [Bar(str(kept), count, said=f"{count} ({count / found.num_steps:.0%})") for kept, count in by_length]
+    yield bars("Accepted lengths: steps by how many drafted tokens they kept", told)
+    rates = [
+        Bar(
+            f"position {one.position}",
+            one.rate,
+            *one.interval,
+            f"{round(one.rate * one.num_tested)} of {one.num_tested}",
+        )
+        for one in found.positions
+    ]
     yield bars("Acceptance by position, of the tokens that came to be tested", rates)
-
-
-def wilson(found: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927)."""
-    share, square = found / total, NORMAL**2
-    middle = (share + square / (2 * total)) / (1 + square / total)
-    half = NORMAL * (share * (1 - share) / total + square / (4 * total**2)) ** 0.5 / (1 + square / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _speed(label: str, one: Record) -> Bar:

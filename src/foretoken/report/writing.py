@@ -26,8 +26,6 @@ def report(records: Seq[tuple[str, Mapping[str, Any]]], title: str) -> str:
     kind = "trace"
     try:
         for kind, record in records:
-            if kind == "profile" and "profile" in record:  # of bench, where a step goes; tune profile's has costs
-                kind = "profile_cell"
             if kind != "trace":
                 parts.append(SECTIONS.get(kind, plain_table)(record))
         traced = [record for kind, record in records if kind == "trace"]

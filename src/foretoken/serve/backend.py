@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from foretoken.serve.errors import ApiError
 
 if TYPE_CHECKING:
     from foretoken.serve.bridge import Ticket
-    from foretoken.serve.errors import ApiError
 
 
 class Backend(Protocol):
@@ -42,3 +43,11 @@ class Figures(Protocol):
 
     def page(self) -> bytes:
         """What Prometheus reads."""
+
+
+def check_tokens(waiting: Sequence[Ticket], num_prompt_tokens: int, max_tokens: int | None) -> None:
+    """Raises: ApiError (429) where prompts of as many tokens wait as may."""
+    num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
+    if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
+        message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
+        raise ApiError(429, message, None, "queue_full")

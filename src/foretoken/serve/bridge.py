@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ForetokenError
+from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -113,10 +114,7 @@ class Bridge:
             raise ApiError(
                 429, f"{max(0, num_waiting)} requests are waiting, and no more may; try again", None, "queue_full"
             )
-        num_tokens = sum(ticket.num_prompt_tokens for ticket in self._queued)
-        if max_tokens is not None and self._queued and num_tokens + num_prompt_tokens > max_tokens:
-            message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
-            raise ApiError(429, message, None, "queue_full")
+        check_tokens(self._queued, num_prompt_tokens, max_tokens)
 
     def submit(self, ticket: Ticket) -> None:
         """Send a request to the engine."""

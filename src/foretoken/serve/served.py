@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,19 @@ class Served:
         """Limit of prompt and output together; None where the model knows none."""
         limits = [self.llm.engine_config.max_model_len, self.llm.model_info.context_length]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @classmethod
+    def of(cls, llm: LLM, names: Sequence[str], given: Sequence[str], chat_template: str | None) -> Served:
+        """What a model is served as.
+
+        Args:
+          names: of the model in requests, the first for answers too.
+          given: further ways of drafting, as `draftings` takes them.
+          chat_template: in place of the model's own.
+        """
+        if chat_template is not None and llm.tokenizer is not None:
+            llm.tokenizer.chat_template = chat_template
+        return cls(draftings(llm, names[0], given), tuple(names[1:]))
 
     def choose(self, model: str, speculative: Any) -> tuple[LLM, int | None]:
         """The LLM that a request asks for, and its limit for drafts, None for the LLM's own.
@@ -143,7 +156,7 @@ class Served:
             llm.generate([{"prompt_token_ids": prompt[: max(1, room // 2)]}], params, use_tqdm=False)
 
 
-def draftings(llm: LLM, name: str, given: list[str]) -> dict[str, LLM]:
+def draftings(llm: LLM, name: str, given: Sequence[str]) -> dict[str, LLM]:
     """LLMs over one model by name: the first, and one for each ``NAME=CONFIG``.
 
     Raises: ConfigError for what is not of that form, a name given twice, or a config that does not fit.

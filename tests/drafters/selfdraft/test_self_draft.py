@@ -24,7 +24,8 @@ from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.quantize import GroupedInt4, Int4Linear
+from foretoken.model.quantize import Int4Linear
+from foretoken.native.packed_matmul import Codes
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter, drafted
 
@@ -179,7 +180,7 @@ def test_the_users_model_and_its_other_users_see_nothing() -> None:
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_four_bit_weights_are_the_nearest_of_sixteen_levels(group_size: int) -> None:
     weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
-    dense = GroupedInt4.of(weight, group_size).dense()
+    dense = Codes.rounded(weight, 4, group_size, has_zeros=True).dense()
     groups = weight.view(32, -1, group_size)
     step = (groups.amax(-1) - groups.amin(-1)) / 15
     error = (dense - weight).view(32, -1, group_size).abs()
@@ -191,7 +192,7 @@ def test_the_kernel_computes_with_the_dense_weights_that_the_codes_stand_for() -
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator)
     x = torch.randn(2, 3, 64, generator=generator)
-    expected = torch.nn.functional.linear(x, GroupedInt4.of(weight, 32).dense(), bias)
+    expected = torch.nn.functional.linear(x, Codes.rounded(weight, 4, 32, has_zeros=True).dense(), bias)
     got = Int4Linear(weight, bias, 32)(x)
     assert got.dtype == x.dtype
     assert float((got - expected).abs().max()) < 0.03 * float(expected.abs().max())

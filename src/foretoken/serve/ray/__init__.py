@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from ray.serve import Application
+
+
+def check_ray() -> None:
+    """Raises: ConfigError where Ray is not installed."""
+    if find_spec("ray") is None:
+        raise ConfigError("--replicas needs Ray; install it with pip install 'foretoken[ray]'")
 
 
 def build(app_config: Mapping[str, Any]) -> Application:

@@ -24,7 +24,7 @@ from foretoken.serve.ray.figures import ClusterMetrics
 from foretoken.serve.ray.messages import Facts, Lost, Message, Work
 from foretoken.serve.ray.replica import Replica
 from foretoken.serve.ray.router import PrefixRouter
-from foretoken.serve.served import Served, draftings
+from foretoken.serve.served import Served
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -45,9 +45,7 @@ def load_served(config: ClusterConfig) -> Served:
     from foretoken.llm import LLM
 
     llm = LLM(config.model, config.speculative_config, **config.llm)
-    if config.chat_template is not None and llm.tokenizer is not None:
-        llm.tokenizer.chat_template = config.chat_template
-    return Served(draftings(llm, config.name, list(config.drafting)), tuple(config.served_model_name[1:]))
+    return Served.of(llm, config.served_model_name or [config.model], config.drafting, config.chat_template)
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
+from foretoken.serve.backend import check_tokens
 from foretoken.serve.errors import ApiError
 from foretoken.serve.ray.journal import Journal
 from foretoken.serve.ray.messages import Begun, Ended, Fleet, Lost, Message, News, Refused, Work
@@ -85,10 +86,7 @@ class ClusterBridge:
         if max_requests is not None and len(waiting) >= max(1, max_requests):
             message = f"{len(waiting)} requests are waiting for a replica, and no more may; try again"
             raise ApiError(429, message, None, "queue_full")
-        num_tokens = sum(ticket.num_prompt_tokens for ticket in waiting)
-        if max_tokens is not None and waiting and num_tokens + num_prompt_tokens > max_tokens:
-            message = f"prompts of {num_tokens} tokens are waiting, and {max_tokens} may; try again"
-            raise ApiError(429, message, None, "queue_full")
+        check_tokens(waiting, num_prompt_tokens, max_tokens)
 
     def submit(self, ticket: Ticket) -> None:
         """Send a request to a replica."""
