@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from foretoken import zoo
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
@@ -265,3 +268,19 @@ def test_sessions_stay_together_and_lost_replicas_are_left() -> None:
 def test_options_that_are_not_known_are_named(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ClusterConfig.of(given)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_models_that_differ_in_one_packed_layer_have_other_digests(tmp_path: Path, quantization: str | None) -> None:
+    """Where packing has released the weights, too: a rolling update must not continue another model's text."""
+    model, _, tokenizer = zoo.load("tiny")
+    model.save_pretrained(tmp_path / "one")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.25
+    model.save_pretrained(tmp_path / "two")
+    llms = [LLM(str(tmp_path / name), tokenizer=tokenizer, quantization=quantization) for name in ("one", "two", "one")]
+    one, two, again = (Served({"tiny": llm}) for llm in llms)
+    assert one.weights == again.weights != two.weights
+    assert one.fingerprint == again.fingerprint != two.fingerprint
+    if quantization is not None:
+        assert Served({"tiny": LLM(str(tmp_path / "one"), tokenizer=tokenizer)}).weights != one.weights

@@ -187,12 +187,12 @@ def _middles_of_the_left(ngrams: list[tuple[int, ...]], _: Call) -> list[tuple[i
 def _never_forgets_the_oldest(add: Any) -> Any:
     """Where the pool is full, what is new is what leaves it."""
 
-    def wrong(pool: NgramPool, token: int, continuation: tuple[int, ...]) -> None:
+    def wrong(pool: NgramPool, token: int, continuation: tuple[int, ...], *, is_read: bool = True) -> None:
         before = pool.continuations(token)
-        add(pool, token, continuation)
+        add(pool, token, continuation, is_read=is_read)
         if set(before) - set(pool.continuations(token)):
             for one in reversed(before):
-                add(pool, token, one)
+                add(pool, token, one, is_read=is_read)
 
     return wrong
 

@@ -15,6 +15,7 @@ from foretoken import __version__
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.machine import cpu_digest
+from foretoken.model.execution.packing import weight_sums
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import shown, wrong_field
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 WARM_TOKENS = 24
 """Tokens of the text that is generated before the server says it is ready, in two rows, so that all is compiled."""
-
-SAMPLED_WEIGHTS = 1 << 16
 
 
 class Served:
@@ -113,8 +112,7 @@ class Served:
     def fingerprint(self) -> str:
         """Changes with whatever may change bits of a text.
 
-        Covers shapes and dtypes of all weights, the embeddings and a sample of the others, the config, exactness, the
-        way of running, the kind of processor, and versions.
+        Covers all weights, the config, exactness, the way of running, the kind of processor, and versions.
         """
         llm, target = self.llm, self.llm.target
         facts = [
@@ -137,13 +135,13 @@ class Served:
 
     @cached_property
     def weights(self) -> str:
-        """Changes with the weights, their shapes and their dtypes: a text that one began, another must not continue."""
-        digest = hashlib.sha256()
-        for name, weight in self.llm.target.shadow.named_parameters():
+        """Changes with the weights, their shapes, dtypes and rounding: what one began, another must not continue."""
+        target = self.llm.target
+        digest = hashlib.sha256(f"{target.quantization}".encode())
+        for name, weight in target.shadow.named_parameters():
             digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
-            if weight.layout == torch.strided and not weight.is_mkldnn:
-                flat = weight.detach().reshape(-1)
-                digest.update(flat[:: max(1, len(flat) // SAMPLED_WEIGHTS)].float().cpu().numpy().tobytes())
+        for name, sums in weight_sums(target.shadow):
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
         return digest.hexdigest()[:12]
 
     def warm(self) -> None:

@@ -206,6 +206,10 @@ class PackedProduct:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
         return torch.split(self.matrix.dense(), self.sizes)[index]
 
+    def sums(self, index: int) -> torch.Tensor:
+        """Over the bits of one layer's weight as it was given."""
+        return self._sums[index]
+
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these are the tensors that were packed, with the same values.
 
@@ -275,11 +279,27 @@ class PackedLinear:
         """The weight (out, in) as it was packed, also where the original was released."""
         return self.product.dense(self.index)
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """Over the bits of the weight as it was given, a row at a time."""
+        return self.product.sums(self.index)
+
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:
     """Those that layers of a model run by already."""
     forwards = map(replacement, model.modules())
     return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
+
+
+def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name of every dense parameter, sums over its bits as it was given, also where packing has released it."""
+    for name, module in model.named_modules():
+        forward = replacement(module)
+        for key, weight in module.named_parameters(name, recurse=False):
+            if weight is getattr(module, "weight", None) and isinstance(forward, PackedLinear):
+                yield key, forward.sums
+            elif weight.layout == torch.strided and not weight.is_mkldnn and weight.numel():
+                yield key, _sums(weight.reshape(-1, weight.shape[-1] if weight.dim() > 1 else 1))
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -291,8 +311,11 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over the bits of each row, eight bytes at a time where they fit: what other values hardly share."""
     rows = tensor.detach().contiguous()
-    wide = all(number * rows.itemsize % 8 == 0 for number in (rows.shape[-1], rows.storage_offset()))
-    return rows.view(torch.int64 if wide else torch.uint8).sum(-1, dtype=torch.int64)
+    if rows.shape[-1] * rows.itemsize % 8:
+        return rows.view(torch.uint8).sum(-1, dtype=torch.int64)
+    if rows.storage_offset() * rows.itemsize % 8:
+        rows = rows.clone()
+    return rows.view(torch.int64).sum(-1, dtype=torch.int64)
 
 
 if can_pack():  # builds without oneDNN (Apple silicon) lack the operator, and asking for it would break off the import

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -202,10 +203,9 @@ class Ingress:
         metrics = ClusterMetrics(config.name, pages)
         bridge = ClusterBridge(fleet, metrics, config.limits)
         self._application = Application(bridge, config.settings, metrics)
-        threading.Thread(target=self._learn, args=[fleet], name="foretoken-facts", daemon=True).start()
-
-    def _learn(self, fleet: RayFleet) -> None:
-        self._application.served = Distant(fleet.learn())
+        # Ray sends requests here once this has returned: a rolling update keeps the old ingress as long
+        with ThreadPoolExecutor(1, "foretoken-facts") as pool:
+            self._application.served = Distant(pool.submit(fleet.learn).result())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Called(self._application.build())
