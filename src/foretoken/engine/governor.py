@@ -67,6 +67,7 @@ class Governor:
         self._coverage: dict[int, float] = {}  # share of the chance of a level that the kept nodes have
         self._plain_seconds = 0.0  # of a step like the last one, without a draft
         self._last: tuple[int, NumNodes] | None = None
+        self._worths: dict[int, dict[int, float]] = {}  # since the last decision, by rows and nodes; trees below 0
 
     # -- before drafting -------------------------------------------------------------------------------------------
 
@@ -86,6 +87,7 @@ class Governor:
           context: tokens that rows have, on average.
         """
         self.costs.after(context)
+        self._worths.clear()
         self._is_probing = False
         self._weights = [1.0] * len(rows)
         if is_closed and len(rows) > 1:
@@ -183,7 +185,16 @@ class Governor:
 
     def cut(self, trees: Seq[DraftTree], num_nodes: NumNodes) -> list[DraftTree]:
         """The parts of drafts that are verified in a step between two decisions."""
-        return self.habit.cut(trees, self._worth(len(trees), num_nodes), self.acceptance.trust)
+        num_rows = len(trees)
+        known = self._worths.setdefault(num_rows, {})
+
+        def worth(sizes: Seq[int], are_chains: bool) -> float:
+            size = sum(sizes) if are_chains else -sum(sizes)
+            if size not in known:
+                known[size] = self._worth(num_rows, num_nodes)(sizes, are_chains)
+            return known[size]
+
+        return self.habit.cut(trees, worth, self.acceptance.trust)
 
     def _worth(self, num_rows: int, num_nodes: NumNodes) -> Worth:
         """How many tokens must be gained by verifying drafts of some sizes."""
