@@ -35,7 +35,7 @@ from foretoken.loading.pairing import Pairing
 from foretoken.loading.sources import check_exists
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.execution.kinds import check_kind
-from foretoken.model.execution.rounding import check_quantization
+from foretoken.model.execution.rounding import check_quantization, check_weights
 from foretoken.model.lm import CausalLM
 from foretoken.model.promise import Promise
 from foretoken.progress import progress_bar
@@ -73,6 +73,8 @@ class LLM:
       gguf_file: in a directory or at a hub id with several kinds of weights. A GGUF file by its path needs no option.
       quantization: "int8" or "int4" rounds the weights of linear layers to so many bits when they are loaded. The
         rounded model is then the one whose text is wanted, with or without drafts; see docs/weights.md.
+      weights: "stored" multiplies by the quantised weights of a GGUF file as they lie in it; the model that they stand
+        for, unrounded, is then the one whose text is wanted. Also for zoo:smollm2.
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
@@ -104,6 +106,7 @@ class LLM:
         trust_remote_code: bool = False,
         gguf_file: str | None = None,
         quantization: str | None = None,
+        weights: str | None = None,
         seed: int | None = None,
         num_cached_prefixes: int = 0,
         max_num_seqs: int = EngineConfig.max_num_seqs,
@@ -128,6 +131,7 @@ class LLM:
         # what is wrong with the arguments is said before a model is loaded
         check_kind(execution)
         check_quantization(quantization)
+        check_weights(weights, quantization)
         profile = None if profile_file is None else Profile.load(profile_file)
         for part in config.parts:
             check_exists(part.model)
@@ -141,11 +145,12 @@ class LLM:
             trust_remote_code=trust_remote_code,
             gguf_file=gguf_file,
             quantization=quantization,
+            weights=weights,
             with_tokenizer=chosen is None,
         )
         self.tokenizer = chosen if chosen is not None else loaded.tokenizer
         self.target = CausalLM(
-            loaded.model, execution=execution, release_originals=loaded.is_owned, quantization=quantization
+            loaded.model, execution=execution, release_originals=loaded.is_owned, quantization=loaded.quantization
         )
         self.target.promise(exactness)  # refuses what cannot be kept before anything else is loaded
         self.model_info = describe(loaded, self.target)

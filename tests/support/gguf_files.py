@@ -30,7 +30,13 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-RANDOM_BLOCKS = (Kind.Q4_K, Kind.Q6_K)  # gguf unpacks them, and has no code to make them
+SCALES = {
+    Kind.Q4_K: slice(0, 4),
+    Kind.Q5_K: slice(0, 4),
+    Kind.Q6_K: slice(-2, None),
+    Kind.IQ4_NL: slice(0, 2),
+}
+"""Where random blocks have numbers in half precision; gguf unpacks them, and has no code to make them."""
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -61,12 +67,18 @@ class Written:
 
 
 def write_llama(
-    path: Path, kind: Kind = Kind.F32, *, metadata: dict[str, Any] | None = None, **changes: Any
+    path: Path,
+    kind: Kind = Kind.F32,
+    *,
+    metadata: dict[str, Any] | None = None,
+    kinds: dict[str, Kind] | None = None,
+    **changes: Any,
 ) -> Written:
     """Write a random Llama whose matrices are stored as ``kind``.
 
     Args:
       metadata: more entries, or others; None leaves one out.
+      kinds: of matrices that are stored otherwise, by a part of their name in the file.
       changes: of the config.
     """
     config = llama_config(**changes)
@@ -95,10 +107,10 @@ def write_llama(
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             data, heads = weight.numpy(), _heads(name, config)
-            stored, wanted = _encoded(
-                _interleaved(data, heads) if heads else data, kind if data.ndim > 1 else Kind.F32, rng
-            )
-            writer.add_tensor(_gguf_name(name), stored, raw_dtype=kind if data.ndim > 1 else Kind.F32)
+            own = [other for part, other in (kinds or {}).items() if part in _gguf_name(name)] or [kind]
+            chosen = own[0] if data.ndim > 1 else Kind.F32
+            stored, wanted = _encoded(_interleaved(data, heads) if heads else data, chosen, rng)
+            writer.add_tensor(_gguf_name(name), stored, raw_dtype=chosen)
             weight.copy_(torch.from_numpy(_rotated(wanted, heads) if heads else wanted))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -173,10 +185,10 @@ def _rotated(data: np.ndarray, heads: int) -> np.ndarray:
 def _encoded(data: np.ndarray, kind: Kind, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """What is stored, and what it stands for."""
     data = np.ascontiguousarray(data)
-    if kind in RANDOM_BLOCKS:
+    if kind in SCALES:
         elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = rng.integers(0, 256, size=(data.size // elements, num_bytes), dtype=np.uint8)
-        scales = slice(0, 4) if kind is Kind.Q4_K else slice(-2, None)
+        scales = SCALES[kind]
         blocks[:, scales] = np.full(blocks[:, scales].shape[1] // 2, 1e-4, dtype=np.float16).view(np.uint8)
         stored = blocks.reshape(data.shape[0], -1)
     else:

@@ -40,7 +40,7 @@ def info(
     *,
     model: ModelOptions,
     drafting: DraftingOptions,
-    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization"],
+    loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights"],
     context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
     repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
     keys: Annotated[
@@ -153,7 +153,8 @@ def show(report: dict[str, Any]) -> None:
     facts.add_row("runs", f"{model['dtype']} on {model['device']}, {model['execution']}")
     if model["quantization"] is not None:
         bits, size = model["bits_per_weight"], model["step_bytes"] / 1e6
-        facts.add_row("weights", f"{model['quantization']}, {bits:.2f} bits each; a step reads {size:.1f} MB")
+        name = f"{model['quantization']} ({model['weight_types']})" if model["weight_types"] else model["quantization"]
+        facts.add_row("weights", f"{name}, {bits:.2f} bits each; a step reads {size:.1f} MB")
     facts.add_row("vocabulary", f"{model['vocab_size']:,} ids, context {_count(model['context_length'])}")
     facts.add_row("probe", f"verifies {report['probe']} exactly")
     facts.add_row("memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB at most so far")

@@ -24,7 +24,7 @@ BATCH = 32
 """Prompts that are lost, and generated anew, where a machine fails or the command is broken off."""
 RETRIES = 3
 """Machines that one batch may lose."""
-WEIGHTS = ("dtype", "quantization", "gguf_file")
+WEIGHTS = ("dtype", "quantization", "weights", "gguf_file")
 """Options of `LLM` that change what a model says; drafting does not."""
 WITHOUT = ("metrics", "timings")
 """Of a result: what differs from run to run."""

@@ -42,6 +42,12 @@ Quantization = Annotated[
         "--quantization", metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", metavar="stored", help="stored: multiply by the blocks of a GGUF file as they lie in it."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
 
 
@@ -105,6 +111,7 @@ class LoadingOptions:
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
     execution: Execution = "auto"
     quantization: Quantization = None
+    weights: Weights = None
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"

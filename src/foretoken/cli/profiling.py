@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution, Quantization
+from foretoken.cli.options import Dtype, Execution, Quantization, Weights
 from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
 
@@ -55,6 +55,7 @@ class ProfileOptions:
     dtype: Dtype = "auto"
     execution: Execution = "auto"
     quantization: Quantization = None
+    weights: Weights = None
 
 
 def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[Profile, dict[str, Any]]:
@@ -81,6 +82,7 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         dtype=options.dtype,
         execution=options.execution,
         quantization=options.quantization,
+        weights=options.weights,
     )
     prompts = prompts_of(model, options, llm.tokenizer)
     longest = max(1, min(config.num_speculative_tokens, _LONGEST))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution, Quantization
+from foretoken.cli.options import Dtype, Execution, Quantization, Weights
 from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
 
@@ -54,6 +54,7 @@ class TreeOptions:
     dtype: Dtype = "auto"
     execution: Execution = "auto"
     quantization: Quantization = None
+    weights: Weights = None
     seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
 
 
@@ -117,7 +118,14 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
     config = SpeculativeConfig.parse(
         {"model": options.heads} if options.speculative_config is None else options.speculative_config
     )
-    return load_llm(model, config, dtype=options.dtype, execution=options.execution, quantization=options.quantization)
+    return load_llm(
+        model,
+        config,
+        dtype=options.dtype,
+        execution=options.execution,
+        quantization=options.quantization,
+        weights=options.weights,
+    )
 
 
 def _drafter(llm: LLM) -> Any:

@@ -102,7 +102,7 @@ def _questions(name: str) -> list[str]:
 
 def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Subject:
     """Somebody else's decoder."""
-    from foretoken.model.execution.rounding import round_weights
+    from foretoken.model.execution.rounding import ROUNDINGS, round_weights
     from foretoken.verify import FunctionSubject, ServerSubject, TransformersSubject
 
     if against.startswith(("http://", "https://")):
@@ -111,7 +111,7 @@ def _subject(against: str, llm: LLM, name: str, drafting: DraftingOptions) -> Su
         if against == ASSISTED and drafting.draft_model is None:
             raise ConfigError(f"{ASSISTED} needs a small model; name one by --draft-model")
         model = _loaded(name, llm)
-        if llm.target.quantization is not None:
+        if llm.target.quantization in ROUNDINGS:
             round_weights(model, llm.target.quantization)
         return TransformersSubject(
             model,

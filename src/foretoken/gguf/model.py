@@ -35,6 +35,18 @@ def stored_dtype(header: Header) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
 
 
+def type_name(tensor: TensorInfo) -> str:
+    """What llama.cpp calls the type of a tensor that `check_readable` has passed."""
+    import gguf
+
+    return gguf.GGMLQuantizationType(tensor.type_id).name
+
+
+def is_quantised(tensor: TensorInfo) -> bool:
+    """Whether its weights are in blocks."""
+    return tensor.type_id not in _PLAIN
+
+
 def check_readable(header: Header) -> None:
     """Check all that can be known without reading weights.
 
@@ -54,6 +66,7 @@ def check_readable(header: Header) -> None:
             f"{header.path} holds tensors of type {kind} ({names[0]}, {len(names)} in all), which gguf "
             f"{version('gguf')} cannot dequantise; convert the model to another type, such as Q8_0 or F16"
         )
+    _check_places(header)
     end = max((_end(tensor) for tensor in header.tensors), default=0) + header.data_start
     if end > header.num_bytes:
         raise CheckpointError(
@@ -131,6 +144,23 @@ def _not_dequantised(header: Header) -> dict[str, list[str]]:
         if name is not None:
             found.setdefault(name, []).append(tensor.name)
     return found
+
+
+def _check_places(header: Header) -> None:
+    """Raises: CheckpointError for rows that are no whole blocks, and for tensors that lie over one another."""
+    import gguf
+
+    before = None
+    for tensor in sorted(header.tensors, key=lambda tensor: tensor.offset):
+        elements = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_id)][0]
+        if tensor.shape and tensor.shape[-1] % elements:
+            wrong = f"{tensor.name} has rows of {tensor.shape[-1]}, and {type_name(tensor)} has blocks of {elements}"
+        elif before is not None and _end(before) > tensor.offset and tensor.num_elements:
+            wrong = f"{before.name} reaches into {tensor.name}"
+        else:
+            before = tensor
+            continue
+        raise CheckpointError(f"{header.path} is damaged in its header ({wrong}); download or copy it again")
 
 
 def _end(tensor: TensorInfo) -> int:

@@ -25,6 +25,8 @@ class Loaded:
       is_owned: the library loaded it, so nobody else holds its weights.
       num_parameters, weight_bytes: counted before any execution mode touches the weights; tied ones once.
       stored_dtype: of the checkpoint, where that is known and the library loaded it.
+      quantization: of linear layers: how they are rounded, or "stored".
+      types: of stored weights, and of those that had to be dequantised.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -34,6 +36,8 @@ class Loaded:
     num_parameters: int
     weight_bytes: int
     stored_dtype: torch.dtype | None = None
+    quantization: str | None = None
+    types: str | None = None
 
     @classmethod
     def of(
@@ -43,11 +47,12 @@ class Loaded:
         is_owned: bool,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stored_dtype: torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> Loaded:
         """Count, and keep."""
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         num_parameters = sum(weight.numel() for weight in model.parameters())
-        return cls(model, name, is_owned, tokenizer, num_parameters, size, stored_dtype)
+        return cls(model, name, is_owned, tokenizer, num_parameters, size, stored_dtype, quantization)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class ModelInfo:
 
     Args:
       num_parameters, weight_bytes: tied weights once, packed copies not counted.
-      quantization: that linear layers were rounded by, if they were.
+      quantization: that linear layers were rounded by, if they were; "stored" for weights as their file has them.
+      weight_types: of stored weights.
       bits_per_weight: of linear layers, scales included; None where they do not run by packed weights.
       step_bytes: of packed weights, which every step reads.
       supports_trees: verdict of the probe; chains always pass, or the model is refused.
@@ -70,6 +76,7 @@ class ModelInfo:
     device: str
     execution: str
     quantization: str | None
+    weight_types: str | None
     bits_per_weight: float | None
     step_bytes: int
     supports_trees: bool
@@ -88,6 +95,7 @@ def describe(loaded: Loaded, lm: CausalLM) -> ModelInfo:
         device=str(lm.device),
         execution=lm.execution.describe(),
         quantization=lm.quantization,
+        weight_types=loaded.types,
         bits_per_weight=lm.execution.bits_per_weight,
         step_bytes=lm.execution.packed_bytes,
         supports_trees=lm.supports_trees,
@@ -143,11 +151,12 @@ def weights_note(info: ModelInfo) -> str:
     """What linear layers were rounded to; empty where they were not."""
     if info.quantization is None:
         return ""
-    if info.bits_per_weight is None or info.bits_per_weight > LARGEST_BITS:
-        return f"{info.quantization} weights, which run dequantised for want of a kernel here"
-    return (
-        f"{info.quantization} weights ({info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB by a step)"
-    )
+    types = info.weight_types or ""
+    if info.bits_per_weight is None or (info.bits_per_weight > LARGEST_BITS and "dequantised" not in types):
+        size = "which run dequantised for want of a kernel here"
+        return f"{info.quantization} weights ({types}), {size}" if types else f"{info.quantization} weights, {size}"
+    size = f"{info.bits_per_weight:.2f} bits each, {info.step_bytes / 1e6:.0f} MB by a step"
+    return f"{info.quantization} weights ({types}; {size})" if types else f"{info.quantization} weights ({size})"
 
 
 def dtype_note(used: str, stored: str | None, device: str = "cpu", *, is_chosen: bool) -> str:

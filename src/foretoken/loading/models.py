@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from foretoken import zoo
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
+from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
-from foretoken.model.execution.rounding import check_quantization, quantize_weights
+from foretoken.model.execution.rounding import check_quantization, check_weights, quantize_weights
 from foretoken.model.wrappers import check_unwrapped
 from foretoken.progress import no_progress_bars
 
@@ -39,6 +41,7 @@ def load_model(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
     quantization: str | None = None,
+    weights: str | None = None,
     widest_dtype: torch.dtype | None = None,
     with_tokenizer: bool = True,
 ) -> Loaded:
@@ -52,6 +55,7 @@ def load_model(
       gguf_file: in the directory or at the hub id, to be read instead of other weights.
       quantization: "int8" or "int4": round linear layers to so many bits. A model that is loaded already is rounded by
         its adapter.
+      weights: "stored": multiply by the quantised weights of a GGUF file as they lie in it.
       widest_dtype: what "auto" takes instead of anything wider.
       with_tokenizer: read the one beside the model too.
 
@@ -59,10 +63,11 @@ def load_model(
     """
     keep_to_quota()
     check_quantization(quantization)
+    check_weights(weights, quantization)
     if isinstance(model, torch.nn.Module):
         model = check_unwrapped(model)
-        _check_kept(model, dtype, device, gguf_file)
-        return Loaded.of(model, model_name(model), False)
+        _check_kept(model, dtype, device, gguf_file, weights)
+        return Loaded.of(model, model_name(model), False, quantization=quantization)
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
@@ -78,7 +83,9 @@ def load_model(
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
         loaded = _load_weights(source, front, as_stored)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
-    found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored)
+    found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored, quantization)
+    if weights is not None:
+        return replace(found, quantization=weights, types=_multiply_as_stored(found.model, source, front, chosen))
     if quantization is not None:
         quantize_weights(found.model, quantization, dtype=chosen, release_originals=True)
     return found
@@ -135,9 +142,15 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def _check_kept(
-    model: PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device | None, gguf_file: str | None
+    model: PreTrainedModel,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    gguf_file: str | None,
+    weights: str | None,
 ) -> None:
     """A loaded model is not converted or moved behind its owner's back."""
+    if weights is not None:
+        raise ConfigError(f"weights is {weights!r}, and the model is loaded already; give its GGUF file")
     if gguf_file is not None:
         raise ConfigError(f"gguf_file is {gguf_file!r}, and the model is loaded already; give a directory or a hub id")
     if dtype != "auto" and choose_dtype(dtype, model.device) != model.dtype:
@@ -180,6 +193,18 @@ def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
     """The model in a GGUF file, in this dtype."""
     with _as_checkpoint_error(source, "model"):
         return gguf_model.load(header, dtype)
+
+
+def _multiply_as_stored(model: PreTrainedModel, source: Source, front: Any, dtype: torch.dtype) -> str:
+    """Let a model multiply by the blocks of its GGUF file; of the zoo, by those of the file that it comes from."""
+    if isinstance(front, Header):
+        return multiply_as_stored(model, front, dtype)
+    file = zoo.stored_file(source.name) if source.name.startswith(ZOO) else None
+    if file is None:
+        raise ConfigError(
+            f"weights is 'stored', and {source.name} has no GGUF file; leave weights out, or take quantization='int8'"
+        )
+    return multiply_as_stored(model, read_header(file), dtype)
 
 
 def _header(source: Source) -> Header:

@@ -40,7 +40,8 @@ class Int4Linear:
             return
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.numbers.int(), 1)
         assert codes.zeros is not None
-        pairs = torch.stack([codes.scales, codes.zeros], dim=-1)
+        scales = codes.scales.float()
+        pairs = torch.stack([scales, codes.zeros + 8 * scales], dim=-1)  # torch's codes begin at -8
         self._scales_and_zeros = pairs.transpose(0, 1).contiguous().to(torch.bfloat16)  # (in / group, out, 2)
         self._bias = bias
 

@@ -1,5 +1,5 @@
-// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales, and zero points where there are
-// any, by output or by output and group of inputs.
+// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales, and what a code of 0 stands for
+// where that is not the lower end around 0, by output or by output and group of inputs.
 //
 // What a row holds is rounded to 16 bits with a scale by span of inputs, by itself. Sums over a span are then whole numbers:
 // exact in any order and by any instruction. They are added up span after span, so a row has the same bits among any number
@@ -113,18 +113,27 @@ static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* valu
 }
 #endif
 
-// Adds the sums of a span, times their scales, to those of a block.
+// Scales or zeros of a block and a group.
+static inline void read_group(const Matrix& matrix, const void* from, int64_t place, Vector (&to)[PARTS]) {
+  for (int j = 0; j < PARTS; ++j)
+    to[j] = matrix.scale_kind == FLOAT16 ? read((const Float16*)from + place + j * LANES)
+                                         : read((const float*)from + place + j * LANES);
+}
+
+// Adds the sums of a span, times their scales, to those of a block; place: of its scales.
 template <int ROWS>
-static inline void add_span(const Rounded& x, int64_t at, int64_t number, const float* scales,
-                            const float* zeros, const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
+static inline void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t number, int64_t place,
+                            const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
+  Vector scales[PARTS], zeros[PARTS];
+  if (matrix.group) read_group(matrix, matrix.scales, place, scales);
+  if (matrix.zeros) read_group(matrix, matrix.zeros, place, zeros);
   for (int i = 0; i < ROWS; ++i) {
     const Vector scale = all(x.scales[at + i * x.spans + number]);
     for (int j = 0; j < PARTS; ++j) {
       const Vector sum = as_floats(sums[i][j]);
-      totals[i][j] = scales ? add_product(sum * scale, read(scales + j * LANES), totals[i][j])
-                            : add_product(sum, scale, totals[i][j]);
-      if (zeros)
-        totals[i][j] = add_product(read(zeros + j * LANES), all(x.sums[at + i * x.spans + number]), totals[i][j]);
+      totals[i][j] = matrix.group ? add_product(sum * scale, scales[j], totals[i][j])
+                                  : add_product(sum, scale, totals[i][j]);
+      if (matrix.zeros) totals[i][j] = add_product(zeros[j], all(x.sums[at + i * x.spans + number]), totals[i][j]);
     }
   }
 }
@@ -151,8 +160,6 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
   const int64_t groups = matrix.group ? x.inputs / matrix.group : 1;
   const uint8_t* weight = (const uint8_t*)matrix.weight + first * x.inputs * BITS / 8;
   const uint8_t* values = (const uint8_t*)x.values.data() + row * stride;
-  const float* scales = matrix.scales + first * groups;
-  const float* zeros = matrix.zeros ? matrix.zeros + first * groups : nullptr;
   Vector totals[ROWS][PARTS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < PARTS; ++j) totals[i][j] = zero();
@@ -184,11 +191,10 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
       for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_add_epi32(_mm512_slli_epi32(upper[i][j], 8), sums[i][j]);
 #endif
-    const int64_t group = matrix.group ? number * x.span / matrix.group * CODES_BLOCK : 0;
-    add_span<ROWS>(x, at, number, matrix.group ? scales + group : nullptr, zeros ? zeros + group : nullptr, sums,
-                   totals);
+    const int64_t group = matrix.group ? number * x.span / matrix.group : 0;
+    add_span<ROWS>(matrix, x, at, number, first * groups + group * CODES_BLOCK, sums, totals);
   }
-  finish<ROWS>(matrix, row, first, matrix.group ? nullptr : scales, totals, out);
+  finish<ROWS>(matrix, row, first, matrix.group ? nullptr : (const float*)matrix.scales + first, totals, out);
 }
 
 template <int BITS, int ROWS>
@@ -228,7 +234,8 @@ extern "C" void multiply_codes(const Matrix* matrix, const float* x, int64_t row
   static thread_local Rounded rounded;
   const int64_t span = matrix->group && matrix->group < CODES_SPAN ? matrix->group : CODES_SPAN;
   const int64_t whole = matrix->group ? matrix->group : CODES_SPAN;
-  rounded.take(x, rows, matrix->inputs, span, whole, matrix->kind == BYTES ? 128 : 8, has_vnni, threads);
+  const int32_t middle = matrix->zeros ? 0 : matrix->kind == BYTES ? 128 : 8;
+  rounded.take(x, rows, matrix->inputs, span, whole, middle, has_vnni, threads);
   if (matrix->kind == BYTES)
     multiply<8>(*matrix, rounded, rows, out, threads);
   else

@@ -56,10 +56,16 @@ class PackedMatrix:
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
-        self._kept = [None if each is None else each.float().contiguous() for each in (bias, scales, zeros)]
+        self._kept = [
+            None if bias is None else bias.float().contiguous(),
+            *(None if each is None else each.contiguous() for each in (scales, zeros)),
+        ]
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
-        self._matrix = abi.Matrix(inputs, outputs, kind, packed.data_ptr(), of_bias, group, of_scales, of_zeros)
+        of_kind = KINDS[torch.float32 if scales is None else scales.dtype]
+        self._matrix = abi.Matrix(
+            inputs, outputs, kind, packed.data_ptr(), of_bias, group, of_kind, of_scales, of_zeros
+        )
         self.address = ctypes.addressof(self._matrix)
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
         self.instruction_set = kernels.instruction_set
@@ -112,13 +118,14 @@ class NativeMatrix(PackedMatrix):
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight (out, in) in whole numbers: (code - 2^(bits - 1)) * scale + zero.
+    """A weight (out, in) in whole numbers: code * scale + zero, or (code - 2^(bits - 1)) * scale without zeros.
 
     Args:
       numbers: uint8 (out, in).
       bits: of a code, 4 or 8.
-      scales: float32 (out, groups): inputs in that many groups of one size share a scale; the last may be cut off.
-      zeros: float32 as the scales, or None.
+      scales: float32 or float16 (out, groups): inputs in that many groups of one size share a scale; the last may be
+        cut off.
+      zeros: as the scales, or None.
       group: inputs of a group: all, or a multiple of 16.
     """
 
@@ -143,8 +150,15 @@ class Codes:
         zeros = None
         if has_zeros:
             low = groups.amin(-1)
-            scales = (groups.amax(-1) - low).clamp(min=1e-8) / (2 * half - 1)
-            numbers, zeros = (groups - low[..., None]) / scales[..., None], low + scales * half
+            steps = (groups.amax(-1) - low) / (2 * half - 1)
+            if bool(steps.mean() > 2**-12) and bool(
+                low.abs().amax() < 2**15
+            ):  # half precision loses nothing to speak of
+                low = low.half()
+                scales = ((groups.amax(-1) - low.float()) / (2 * half - 1)).clamp(min=2**-16).half()
+            else:
+                scales = steps.clamp(min=1e-9)
+            numbers, zeros = (groups - low[..., None]) / scales[..., None], low
             numbers = numbers.round_().clamp_(0, 2 * half - 1).to(torch.uint8)
         else:
             scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
@@ -170,11 +184,18 @@ class Codes:
         """float32 (out, in): the weight that they stand for."""
         inputs = self.numbers.shape[1]
         scales, zeros = (
-            None if each is None else each.repeat_interleave(self.group or inputs, 1)[:, :inputs]
+            None if each is None else each.float().repeat_interleave(self.group or inputs, 1)[:, :inputs]
             for each in (self.scales, self.zeros)
         )
-        weight: torch.Tensor = (self.numbers.float() - 2 ** (self.bits - 1)) * scales
+        assert scales is not None
+        low = 0 if zeros is not None else 2 ** (self.bits - 1)
+        weight: torch.Tensor = (self.numbers.float() - low) * scales
         return weight if zeros is None else weight + zeros
+
+    def rows(self, order: torch.Tensor) -> Codes:
+        """Of these outputs, in this order."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return Codes(self.numbers[order], self.bits, self.scales[order], zeros, self.group)
 
 
 class CodesMatrix(PackedMatrix):
@@ -196,14 +217,20 @@ class CodesMatrix(PackedMatrix):
         if codes.bits == 4:
             blocks = blocks[:, ::2] | blocks[:, 1::2] << 4
         packed = memory.empty(blocks.shape, torch.uint8).copy_(blocks)
+        are_half = codes.group and codes.scales.dtype == torch.float16
         scales, zeros = (
-            None
-            if each is None
-            else F.pad(each, (0, 0, 0, missing)).view(-1, CODES_BLOCK, each.shape[1]).transpose(1, 2)
+            None if each is None else self._by_block(each if are_half else each.float())
             for each in (codes.scales, codes.zeros)
         )
         kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group)
+
+    @staticmethod
+    def _by_block(numbers: torch.Tensor) -> torch.Tensor:
+        """(outputs, groups) -> (blocks, groups, outputs), in memory of the kernels."""
+        blocks = F.pad(numbers, (0, 0, 0, -len(numbers) % CODES_BLOCK)).view(-1, CODES_BLOCK, numbers.shape[1])
+        blocks = blocks.transpose(1, 2)
+        return memory.empty(blocks.shape, numbers.dtype).copy_(blocks)
 
     @property
     def codes(self) -> Codes:

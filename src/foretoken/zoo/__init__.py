@@ -32,6 +32,7 @@ __all__ = [
     "manifest",
     "names",
     "path",
+    "stored_file",
     "why_missing",
 ]
 
@@ -96,6 +97,12 @@ def path(name: str, part: str = "target") -> Path:
     described = manifest(name)
     part = _known(part, sorted(_PARTS), f"part of zoo:{described.name}")
     return _located(described, part)
+
+
+def stored_file(name: str) -> Path | None:
+    """The GGUF file that a model was converted from, checked; None for one that ships with the package."""
+    described = manifest(name)
+    return None if described.package is None else conversion.checked_file(described)
 
 
 def asset(name: str, file: str) -> Path:

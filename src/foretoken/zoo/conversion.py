@@ -114,6 +114,19 @@ def weights_file(package: Package) -> Path | None:
     return file if file.is_file() else None
 
 
+def checked_file(manifest: Manifest) -> Path:
+    """The file inside the installed distribution, which is the one that was published.
+
+    Raises: CheckpointError.
+    """
+    package = _package(manifest)
+    file = weights_file(package)
+    if file is None:
+        raise CheckpointError(f"zoo:{manifest.name} is not installed any more; install it with: {package.install}")
+    _check_source(file, package)
+    return file
+
+
 def weights_digest(file: Path) -> str:
     """SHA-256 over names, dtypes, shapes and bits of the tensors in a safetensors file, whatever their order."""
     import torch
@@ -214,10 +227,7 @@ def _convert(manifest: Manifest, folder: Path) -> None:
     Raises: CheckpointError.
     """
     package = _package(manifest)
-    file = weights_file(package)
-    if file is None:
-        raise CheckpointError(f"zoo:{manifest.name} is not installed any more; install it with: {package.install}")
-    _check_source(file, package)
+    file = checked_file(manifest)
     import transformers
 
     from foretoken.gguf import model as gguf_model

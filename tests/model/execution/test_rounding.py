@@ -38,12 +38,13 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels 
 
 
 def codes(bits: int, group: int, outputs: int, inputs: int) -> tuple[Codes, torch.Tensor]:
-    """With zero points where there are groups."""
+    """With zeros where there are groups; these and scales in half precision where there are 4 bits."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     found = Codes.rounded(torch.randn(outputs, inputs, generator=generator), bits, group)
     zeros = torch.randn(found.scales.shape, generator=generator) / 8 if group else None
     rows = torch.randn(70, inputs, generator=generator) * torch.rand(70, 1, generator=generator)
-    return Codes(found.numbers, bits, found.scales, zeros, group), rows
+    scales = found.scales.half() if bits == 4 else found.scales
+    return Codes(found.numbers, bits, scales, zeros if zeros is None else zeros.to(scales.dtype), group), rows
 
 
 def kernels(instruction: str) -> native.Library:

@@ -219,7 +219,9 @@ class PackedProduct:
         mine = self._tensors()
         same = len(tensors) == len(mine) and all(map(operator.is_, tensors, mine)) and not self._is_released
         return (
-            same and self._weight_dtype == tensors[0].dtype and all(map(torch.equal, map(_sums, tensors), self._sums))
+            same
+            and self._weight_dtype == tensors[0].dtype
+            and all(map(torch.equal, map(row_sums, tensors), self._sums))
         )
 
     @property
@@ -244,7 +246,7 @@ class PackedProduct:
     def _pack(self) -> None:
         tensors = self._tensors()
         self._versions = tuple(map(version_of, tensors))
-        self._sums = list(map(_sums, tensors))
+        self._sums = list(map(row_sums, tensors))
         self._weight_dtype = tensors[0].dtype
         biases = [tensor.detach() for tensor in tensors[len(self.layers) :]]
         bias = torch.cat(biases) if biases else None
@@ -299,7 +301,7 @@ def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if weight is getattr(module, "weight", None) and isinstance(forward, PackedLinear):
                 yield key, forward.sums
             elif weight.layout == torch.strided and not weight.is_mkldnn and weight.numel():
-                yield key, _sums(weight.reshape(-1, weight.shape[-1] if weight.dim() > 1 else 1))
+                yield key, row_sums(weight.reshape(-1, weight.shape[-1] if weight.dim() > 1 else 1))
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
@@ -308,7 +310,7 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
     return weight.t() if isinstance(layer, Conv1D) else weight  # of a Conv1D it is (in, out)
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over the bits of each row, eight bytes at a time where they fit: what other values hardly share."""
     rows = tensor.detach().contiguous()
     if rows.shape[-1] * rows.itemsize % 8:

@@ -7,7 +7,7 @@ A step reads a half of what it reads of bfloat16, or less.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,20 @@ class Rounding:
 ROUNDINGS = {"int8": Rounding(8), "int4": Rounding(4, 32, has_zeros=True)}
 """By name; output embeddings are rounded to 8 bits by any."""
 
+STORED = "stored"
+"""Weights that are multiplied as their file holds them."""
+
+
+def check_weights(weights: str | None, quantization: str | None) -> None:
+    """Raises: ConfigError for unknown weights, and for stored ones that are to be rounded once more."""
+    if weights not in (None, STORED):
+        raise ConfigError(f"weights is {weights!r}; known is {STORED!r}, and None for weights as the dtype has them")
+    if weights is not None and quantization is not None:
+        raise ConfigError(
+            f"weights={weights!r} multiplies by the numbers in the file, and quantization={quantization!r} would round "
+            "them once more; give one of the two"
+        )
+
 
 def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
@@ -76,7 +90,7 @@ def quantize_weights(
 
     Args:
       model: a shadow, or a model that nobody else holds; its layers are changed in place.
-      name: one of `ROUNDINGS`, or None to leave everything as it is.
+      name: one of `ROUNDINGS`; None, or `STORED` for a model that has its codes already, leaves everything as it is.
       dtype: that everything else is converted to, and layers take and give; for models that nobody else holds.
       release_originals: free weights once they are rounded, layer by layer.
       earlier: of another shadow of the same model; its products are taken over where weights are still the same.
@@ -84,9 +98,9 @@ def quantize_weights(
     Returns: one product for layers that are given the same input.
     Raises: ConfigError for an unknown name, or a model without a linear layer that can be rounded.
     """
-    check_quantization(name)
-    if name is None:
+    if name is None or name == STORED:
         return []
+    check_quantization(name)
     layers = list(roundable(model))
     if not layers and not any(isinstance(replacement(layer), PackedLinear) for layer in model.modules()):
         raise ConfigError(f"quantization is {name!r}, and {type(model).__name__} has no plain linear layer to round")
@@ -95,16 +109,56 @@ def quantize_weights(
     made = []
     for group in groups(model, layers) if layers else []:
         product = PackedProduct(group, known.get(id(group[0].weight)), rounding_of(model, group[0], name), dtype)
-        for index, layer in enumerate(group):
-            replace_forward(layer, PackedLinear(product, index))
-        if release_originals:
-            product.release(shared)
-        made.append(product)
+        made.append(_put_in(product, shared if release_originals else None))
     if dtype is not None:
         _convert(model, dtype)
         for product in made:
             product.settle()
     return made
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """Whole numbers that a file holds of a layer, in the layer's order.
+
+    Args:
+      kind: of the codes, as `Codes.kind`.
+      read: them.
+    """
+
+    kind: tuple[int, int, bool]
+    read: Callable[[], Codes]
+
+
+@torch.inference_mode()
+def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], *, dtype: torch.dtype) -> None:
+    """Let linear layers multiply by the whole numbers that a file holds of them, and free their own weights.
+
+    Args:
+      model: that nobody else holds; its layers hold what the codes stand for, in any dtype.
+      stored: by layer. Those that are given the same input, and have codes of one kind, become one product.
+      dtype: that everything else is converted to, and layers take and give.
+    """
+    shared = shared_storages(model)
+    made = []
+    for group in groups(model, list(stored)):
+        alike: dict[tuple[int, int, bool], list[nn.Module]] = {}
+        for layer in group:
+            alike.setdefault(stored[layer].kind, []).append(layer)
+        for layers in alike.values():
+            made.append(_put_in(PackedProduct(layers, None, lambda layer: stored[layer].read(), dtype), shared))
+    _convert(model, dtype)
+    for product in made:
+        product.settle()
+
+
+def _put_in(product: PackedProduct, shared: set[int] | None) -> PackedProduct:
+    """Let the layers of a product run by it, and free their weights; shared: those that stay, None for all."""
+    for index, layer in enumerate(product.layers):
+        replace_forward(layer, PackedLinear(product, index))
+    if shared is not None:
+        product.release(shared)
+    return product
 
 
 @torch.inference_mode()

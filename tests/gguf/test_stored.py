@@ -1,0 +1,220 @@
+"""GGUF files whose blocks are multiplied as they lie: the same values, the same model, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from promise import Study
+from typer.testing import CliRunner
+
+from foretoken import LLM, SamplingParams, zoo
+from foretoken.cli import app
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.gguf.blocks import TYPES, BlockType
+from foretoken.gguf.header import read_header
+from foretoken.loading.models import load_model
+from foretoken.native.library import library
+from foretoken.native.packed_matmul import Codes, CodesMatrix
+from foretoken.testing import hostile_kernels
+from foretoken.testing.hostile import KINDS
+from gguf_files import write_llama
+
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
+COOL = SamplingParams(temperature=0.2, seed=7, max_tokens=24)  # so that some of what is drafted is accepted
+PROMPTS = [[5, 6, 7] * 25, [9, 10, 11, 12] * 3, [3], [8, 300, 40] * 30, [500, 400]]
+HALVES = {"Q4_0": 1, "Q4_1": 2, "Q5_0": 1, "Q5_1": 2, "Q8_0": 1, "Q4_K": 2, "Q5_K": 2, "Q6_K": 1}
+"""Numbers in half precision that a block begins with; Q6_K ends with its own."""
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="no kernels here")
+
+
+@pytest.mark.parametrize("number", TYPES, ids=lambda number: TYPES[number].name)
+def test_codes_stand_for_the_very_values_that_gguf_dequantises(number: int) -> None:
+    """Bit for bit, for any bytes and any finite scales, before and after they are packed for kernels."""
+    kind: BlockType = TYPES[number]
+    assert (kind.size, kind.num_bytes) == gguf.GGML_QUANT_SIZES[Kind(number)]
+    rng = np.random.default_rng(number)
+    blocks = rng.integers(0, 256, size=(80, kind.num_bytes), dtype=np.uint8)
+    count = HALVES[kind.name]
+    scales = (rng.standard_normal((80, count)) * 10.0 ** rng.integers(-7, 4, (80, count))).astype(np.float16)
+    first = 208 if kind.name == "Q6_K" else 0
+    blocks[:, first : first + 2 * count] = scales.view(np.uint8)
+    want = torch.from_numpy(np.asarray(gguf.dequantize(blocks, Kind(number)), dtype=np.float32)).view(40, -1)
+    numbers, factors, zeros = kind.unpack(torch.from_numpy(blocks))
+    groups = None if zeros is None else zeros.reshape(40, -1)
+    codes = Codes(numbers.reshape(40, -1), kind.bits, factors.reshape(40, -1), groups, kind.group)
+    assert torch.equal(codes.dense(), want)
+    kernels = library()
+    if kernels is not None:
+        assert torch.equal(CodesMatrix(codes, None, kernels).dense(), want)
+
+
+@pytest.mark.parametrize("kind", [Kind(number) for number in TYPES], ids=lambda kind: kind.name)
+def test_logits_are_those_of_the_dequantised_weights(kind: Kind, tmp_path: Path) -> None:
+    """With heads whose rows llama.cpp interleaves, tied embeddings or not, and no weight left in its full size."""
+    is_tied = kind in (Kind.Q8_0, Kind.Q4_K)
+    written = write_llama(tmp_path / "m.gguf", kind, tie_word_embeddings=is_tied)
+    ids = torch.arange(40)[None] * 37 % 4096
+    loaded = load_model(written.path, dtype="float32", weights="stored")
+    assert loaded.quantization == "stored"
+    assert loaded.types == f"15 of {kind.name}"
+    layer = loaded.model.model.layers[0]
+    assert not any(each.weight.stride()[0] for each in (layer.mlp.up_proj, layer.self_attn.q_proj))
+    with torch.inference_mode():
+        got, want = loaded.model(input_ids=ids).logits, written.model(input_ids=ids).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3  # activations have 16 bits
+
+
+@needs_kernels
+@pytest.mark.parametrize("params", [GREEDY, COOL], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_bits_are_those_of_plain_decoding_whatever_stock_kernels_do(
+    kind: Kind, params: SamplingParams, tmp_path: Path
+) -> None:
+    """Trees and chains for five rows of other lengths beside plain rows alone."""
+    written = write_llama(tmp_path / "m.gguf", kind, kinds={"attn_v": Kind.Q8_0}, vocab_size=512)
+    with hostile_kernels(*KINDS):
+        loaded = load_model(written.path, dtype="float32", weights="stored", with_tokenizer=False)
+        study = Study(loaded.model, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
+        for method in ("token_recycling", "ngram"):
+            found = study.cell(method, params, len(PROMPTS))
+            assert found.promise == "native"
+            assert found.is_good, found.line()
+
+
+@needs_kernels
+def test_texts_with_drafts_are_those_without(tmp_path: Path) -> None:
+    plain = LLM(write_llama(tmp_path / "m.gguf", Kind.Q4_1).path, weights="stored")
+    assert plain.target.execution.program is not None, plain.target.execution.why_no_program
+    info = plain.model_info
+    assert (info.quantization, info.weight_types) == ("stored", "15 of Q4_1")
+    assert info.bits_per_weight == 5.0  # as in the file
+    for params in (GREEDY, SAMPLED):
+        want = [output.outputs[0].token_ids for output in plain.generate(PROMPTS, params)]
+        for method in ("ngram", "jacobi", "token_recycling", "suffix"):
+            llm = plain.with_speculative_config({"method": method, "length_policy": "fixed"})
+            assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == want, method
+    with pytest.raises(ConfigError, match="4-bit weights already"):
+        plain.with_speculative_config("quantized_self")
+
+
+def test_mixed_types_are_read_and_what_has_no_kernel_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in Q4_K_M, where values have more bits than queries and keys; IQ types and halves keep their full size."""
+    kinds = {"attn_v": Kind.Q6_K, "blk.1.ffn_down": Kind.Q6_K, "ffn_up": Kind.IQ4_NL, "output.weight": Kind.F16}
+    written = write_llama(tmp_path / "m.gguf", Kind.Q4_K, kinds=kinds)
+    with caplog.at_level("INFO", "foretoken"):
+        llm = LLM(written.path, dtype="float32", weights="stored")
+    assert "stored weights (7 of Q4_K and 3 of Q6_K; dequantised are 2 of IQ4_NL;" in caplog.text
+    ids = torch.arange(40)[None] * 37 % 4096
+    with torch.inference_mode():
+        got, want = llm.target.shadow(input_ids=ids).logits, written.model(input_ids=ids).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3
+    texts = [each.generate([[5, 6, 7] * 5], GREEDY)[0].outputs[0].token_ids for each in (llm, LLM(written.path))]
+    assert len(texts[0]) == len(texts[1])
+
+
+def test_rows_that_differ_less_than_the_dtype_shows_are_not_mistaken(tmp_path: Path) -> None:
+    """Every weight is found by its values: two layers that are equal, and rows that are, do no harm."""
+    written = write_llama(tmp_path / "m.gguf", Kind.Q8_0, num_hidden_layers=1)
+    header = read_header(written.path)
+    data = bytearray(written.path.read_bytes())
+    of = {tensor.name: header.data_start + tensor.offset for tensor in header.tensors}
+    size = 128 * 256 // 32 * 34
+    data[of["blk.0.attn_v.weight"] :][:size] = data[of["blk.0.attn_k.weight"] :][:size]
+    place, key = of["blk.0.attn_v.weight"], of["blk.0.attn_k.weight"]
+    data[place : place + size] = data[key : key + size]
+    data[key : key + 272] = data[key + 272 : key + 544]  # two rows alike
+    written.path.write_bytes(data)
+    stored = load_model(written.path, dtype="float32", weights="stored")
+    plain = load_model(written.path, dtype="float32")
+    assert stored.types == "8 of Q8_0"
+    ids = torch.arange(40)[None] * 37 % 4096
+    with torch.inference_mode():
+        got, want = stored.model(input_ids=ids).logits, plain.model(input_ids=ids).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
+def test_the_command_line_takes_them(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_0, num_hidden_layers=1).path
+    result = CliRunner().invoke(app, ["info", "--model", str(path), "--weights", "stored", "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["model"]["weight_types"] == "8 of Q4_0"
+    result = CliRunner().invoke(app, ["info", "--model", str(path), "--weights", "stored"])
+    assert "stored (8 of Q4_0), 4.50 bits each" in " ".join(result.stdout.split())
+
+
+@needs_kernels
+@pytest.mark.skipif(not zoo.is_available("smollm2"), reason="smollm2 is not installed")
+def test_smollm2_runs_in_its_4_bits() -> None:
+    llm = LLM("zoo:smollm2", weights="stored")
+    assert llm.model_info.weight_types == "210 of Q4_1 and 1 of Q8_0"
+    assert llm.generate("A dog", GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("zoo:tiny", {"weights": "stored"}, "zoo:tiny has no GGUF file; leave weights out"),
+        ("zoo:tiny", {"weights": "sorted"}, "weights is 'sorted'; known is 'stored'"),
+        ("zoo:tiny", {"weights": "stored", "quantization": "int8"}, "would round them once more"),
+        (None, {"weights": "stored"}, "the model is loaded already; give its GGUF file"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(model: str | None, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(zoo.load("tiny")[1] if model is None else model, **options)
+
+
+def test_a_file_without_blocks_is_refused(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", Kind.F16, num_hidden_layers=1).path
+    with pytest.raises(ConfigError, match=r"holds no matrix that is multiplied as it lies \(it holds F16, F32;"):
+        LLM(path, weights="stored")
+
+
+def changed(path: Path, name: str, **fields: int) -> None:
+    """Let the header say something else of a tensor: its first size, type or offset."""
+    data = bytearray(path.read_bytes())
+    place = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4
+    for field, code, at in (("size", "<Q", 0), ("type_id", "<I", 16), ("offset", "<Q", 20)):
+        if field in fields:
+            struct.pack_into(code, data, place + at, fields[field])
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"type_id": 999}, UnsupportedModelError, "type number 999"),
+        ({"type_id": int(Kind.Q8_0)}, CheckpointError, r"blk.0.ffn_up.weight reaches into"),
+        ({"type_id": int(Kind.Q4_K)}, CheckpointError, "cannot be loaded|lacks"),  # fewer bytes, read as others
+        ({"offset": 2**40}, CheckpointError, "truncated"),
+        ({"size": 2**40}, CheckpointError, "reaches into"),
+        ({"size": 250}, CheckpointError, "has rows of 250, and Q4_1 has blocks of 32"),
+        ({"size": 128}, CheckpointError, "cannot be loaded"),
+    ],
+)
+def test_headers_that_lie_are_refused(
+    fields: dict[str, int], error: type[ForetokenError], message: str, tmp_path: Path
+) -> None:
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1).path
+    size = path.stat().st_size
+    changed(path, "blk.0.ffn_up.weight", **fields)
+    assert path.stat().st_size == size
+    with pytest.raises(error, match=message):
+        LLM(path, weights="stored")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1).path
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        LLM(path, weights="stored")
