@@ -2,8 +2,10 @@
 
     python benchmarks/cluster.py kill --model zoo:tiny --rounds 20
     python benchmarks/cluster.py overhead --model zoo:smollm2
+    python benchmarks/cluster.py update --model zoo:tiny
 
-Every text is compared with the one that `foretoken.LLM` gives for the same request in this process.
+"update" runs `foretoken.serve.ray.build` behind Ray's own proxy: while clients ask without a break, another drafter is
+deployed, replicas come and go, and nobody may see an error. Every text is compared with the one that `foretoken.LLM` gives for the same request in this process.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -294,9 +297,62 @@ def overhead(options: argparse.Namespace) -> int:
     return 0
 
 
+def update(options: argparse.Namespace) -> int:
+    """Deploy anew under streams: another drafter, one replica more, one replica."""
+    import ray
+    from ray import serve
+
+    from foretoken.serve.ray import build
+    from foretoken.serve.ray.launch import start_ray
+
+    bodies = [request_of(place, options.max_tokens) for place in range(options.streams)]
+    expected = references(LLM(options.model, max_num_seqs=16), bodies)
+    config = {"model": options.model, "num_cpus": 1, "num_replicas": options.replicas, "drain_seconds": 30.0}
+    start_ray(None, options.replicas + 2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    is_over = threading.Event()
+    wrong: list[str] = []
+    counts: list[int] = []
+
+    def ask(place: int) -> None:
+        while not is_over.is_set():
+            heard = stream(f"http://127.0.0.1:{port}", bodies[place])
+            wrong.extend(differences([heard], [expected[place]]))
+            counts.append(heard.failovers)
+
+    changes = [
+        ("deployed", {}),
+        ("another drafter", {"speculative_config": "suffix"}),
+        ("one replica more", {"num_replicas": options.replicas + 1}),
+        ("one replica", {"num_replicas": 1}),
+    ]
+    try:
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            for label, change in changes:
+                config |= change
+                serve.run(build(config), name="foretoken", route_prefix="/")
+                if label == "deployed":
+                    clients = [pool.submit(ask, place) for place in range(len(bodies))]
+                time.sleep(10.0)
+                print(f"{label}: {len(counts)} answers so far, {sum(counts)} moved, {len(wrong)} wrong", flush=True)
+            is_over.set()
+            for client in clients:
+                client.result()
+    finally:
+        is_over.set()
+        serve.shutdown()
+        ray.shutdown()
+    print(f"{options.model}: {len(counts)} answers, {sum(counts)} moved, {len(wrong)} wrong")
+    for line in wrong[:10]:
+        print("  ", line[:600])
+    return 1 if wrong else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kill", "overhead"])
+    parser.add_argument("what", choices=["kill", "overhead", "update"])
     parser.add_argument("--model", default="zoo:tiny")
     parser.add_argument("--method", default="ngram")
     parser.add_argument("--replicas", type=int, default=2)
@@ -307,7 +363,7 @@ def main() -> int:
     parser.add_argument("--hang", action="store_true", help="Stop the process instead of killing it.")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    return {"kill": kill, "overhead": overhead}[options.what](options)
+    return {"kill": kill, "overhead": overhead, "update": update}[options.what](options)
 
 
 if __name__ == "__main__":

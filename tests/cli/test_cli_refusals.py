@@ -67,6 +67,8 @@ def _nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["trajectory", "", *TINY], "prompt 0 is empty"),
         (["trajectory", "a", "--html", "/no/file.html", *TINY], "/no/file.html cannot be written"),
         (["trajectory", "a", "--jsonl", "FOLDER", *TINY], "FOLDER cannot be written"),
+        (["generate", "a", "--out", "OUT", "--json", "--trace", "OUT", *TINY], "--json, --trace: not with --out"),
+        (["generate", "a", "--out", "OUT", "--replicas", "1", "--ray-address", "ray://head:10001", *TINY], "of Ray's"),
         (["demo", "", *TINY], "prompt 0 is empty"),
         (["demo", "--svg", "/no/file.svg", *TINY], "/no/file.svg cannot be written"),
         (["tune", "layer-skip", "zoo:tiny", "--out", "/no/set.json"], "/no/set.json cannot be written"),

@@ -102,6 +102,9 @@ def generate(
         rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
         options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
         if out is not None:
+            unused = {"--json": as_json, "--trace": trace is not None, "--trace-plot": trace_plot is not None}
+            if given := [option for option, is_given in unused.items() if is_given]:
+                raise typer.BadParameter(f"{', '.join(given)}: not with --out, whose lines are results as JSON alone")
             job = Job(name, drafting.config(name), options, params, read, chat, raw)
             run(job, out, replicas=replicas, address=ray_address)
             return

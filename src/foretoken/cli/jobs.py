@@ -84,6 +84,8 @@ def run(job: Job, out: str, *, replicas: int | None, address: str | None) -> Non
 
     Raises: ConfigError where the file holds results of something else, or cannot be written.
     """
+    if replicas or address:
+        check_ray(address)
     path = Path(out).expanduser()
     start = _resume(path, job)
     if start:
@@ -138,7 +140,6 @@ def _here(job: Job, batches: list[list[Any]]) -> Iterator[list[dict[str, Any]]]:
 
 def _by_ray(job: Job, batches: list[list[Any]], replicas: int, address: str | None) -> Iterator[list[dict[str, Any]]]:
     """Results in order. A worker that dies is replaced, by Ray, and its batches are done anew."""
-    check_ray()
     import ray
     from ray.exceptions import RayError
 

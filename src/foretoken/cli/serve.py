@@ -172,7 +172,7 @@ def _serve_cluster(address: str | None, host: str, port: int, **options: Any) ->
     from foretoken.serve.ray.config import ClusterConfig
     from foretoken.serve.ray.launch import serve_cluster
 
-    check_ray()
+    check_ray(address)
     serve_cluster(ClusterConfig(**options), address, host=host, port=port, say=say)
 
 

@@ -83,7 +83,9 @@ class _Weights:
             weight = dense_weight(layer)
             if torch.equal(given, weight):
                 order = None
-            elif _num_different(sums) == _num_different(row_sums(exact)):  # rows that look alike in this dtype are alike
+            elif _num_different(sums) == _num_different(
+                row_sums(exact)
+            ):  # rows that look alike in this dtype are alike
                 order = torch.empty_like(sums)
                 order[row_sums(weight).argsort()] = sums.argsort()
                 if not torch.equal(given[order], weight):

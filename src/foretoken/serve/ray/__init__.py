@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 
-def check_ray() -> None:
-    """Raises: ConfigError where Ray is not installed."""
+def check_ray(address: str | None) -> None:
+    """Raises: ConfigError where Ray is not installed, or cannot be reached so that replicas can be chosen."""
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            f"--ray-address is {address!r}, of Ray's client, which cannot choose among replicas; run on a machine of "
+            "the cluster, with HOST:6379 or auto"
+        )
     if find_spec("ray") is None:
         raise ConfigError("--replicas needs Ray; install it with pip install 'foretoken[ray]'")
 
