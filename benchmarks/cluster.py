@@ -5,7 +5,8 @@
     python benchmarks/cluster.py update --model zoo:tiny
 
 "update" runs `foretoken.serve.ray.build` behind Ray's own proxy: while clients ask without a break, another drafter is
-deployed, replicas come and go, and nobody may see an error. Every text is compared with the one that `foretoken.LLM` gives for the same request in this process.
+deployed, replicas come and go, and nobody may see an error. Every text is compared
+with the one that `foretoken.LLM` gives for the same request in this process.
 """
 
 from __future__ import annotations
