@@ -17,6 +17,13 @@ ASKED = {"model": "tiny", "temperature": 0, "logprobs": 1, "seed": 1234, "echo":
 """What lm-eval 0.4.13 sends for log-likelihoods, beside prompts and ``max_tokens``."""
 
 
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[Running]:
+    """In float32, whatever the processor multiplies best: figures are held against those of transformers."""
+    with running(Served({"tiny": LLM("zoo:tiny", "ngram", dtype="float32")})) as found:
+        yield found
+
+
 def prompts_of(server: Running) -> list[list[int]]:
     return [list(server.llm.tokenizer(text)["input_ids"]) for text in TEXTS] + [[5]]
 
