@@ -41,7 +41,7 @@ class Int4Linear:
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.numbers.int(), 1)
         assert codes.zeros is not None
         scales = codes.scales.float()
-        pairs = torch.stack([scales, codes.zeros + 8 * scales], dim=-1)  # torch's codes begin at -8
+        pairs = torch.stack([scales, (8 - codes.zeros.float()) * scales], dim=-1)  # torch takes 8 for the zero of all
         self._scales_and_zeros = pairs.transpose(0, 1).contiguous().to(torch.bfloat16)  # (in / group, out, 2)
         self._bias = bias
 

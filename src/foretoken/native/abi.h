@@ -13,8 +13,9 @@ struct Matrix {
   const void* weight;  // blocks of outputs, the last one filled up with zeros
   const float* bias;   // (N,), or null
   int64_t group;       // of codes: inputs that share a scale and a zero, 0 for all
-  int64_t scale_kind;  // of scales and zeros: FLOAT32, or FLOAT16 where there are groups
-  const void *scales, *zeros;  // by block of outputs, group, and output; zeros: null where codes are 0 in their middle
+  int64_t scale_kind, zero_kind;  // FLOAT32, or FLOAT16 where there are groups; of zeros also BYTES
+  const void *scales, *zeros;  // by block of outputs, group, and output; zeros: what a code of 0 stands for, or in bytes
+                               // which code stands for 0; null where that is the one in the middle
 };
 
 enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5 };

@@ -50,7 +50,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         *_of(Integer, "inputs outputs kind"),
         *_of(Address, "weight bias"),
-        *_of(Integer, "group scale_kind"),
+        *_of(Integer, "group scale_kind zero_kind"),
         *_of(Address, "scales zeros"),
     )
 

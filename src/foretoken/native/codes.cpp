@@ -1,5 +1,5 @@
-// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales, and what a code of 0 stands for
-// where that is not the lower end around 0, by output or by output and group of inputs.
+// Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales by output or by output and group of
+// inputs, and zeros by group where codes are not even about 0.
 //
 // What a row holds is rounded to 16 bits with a scale by span of inputs, by itself. Sums over a span are then whole numbers:
 // exact in any order and by any instruction. They are added up span after span, so a row has the same bits among any number
@@ -113,11 +113,16 @@ static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* valu
 }
 #endif
 
-// Scales or zeros of a block and a group.
-static inline void read_group(const Matrix& matrix, const void* from, int64_t place, Vector (&to)[PARTS]) {
-  for (int j = 0; j < PARTS; ++j)
-    to[j] = matrix.scale_kind == FLOAT16 ? read((const Float16*)from + place + j * LANES)
-                                         : read((const float*)from + place + j * LANES);
+// Scales of a block and a group, and what a code of 0 stands for.
+static inline void read_group(const Matrix& matrix, int64_t place, Vector (&scales)[PARTS], Vector (&zeros)[PARTS]) {
+  for (int j = 0; j < PARTS; ++j, place += LANES) {
+    scales[j] = matrix.scale_kind == FLOAT16 ? read((const Float16*)matrix.scales + place)
+                                             : read((const float*)matrix.scales + place);
+    if (!matrix.zeros) continue;
+    zeros[j] = matrix.zero_kind == BYTES     ? zero() - read((const uint8_t*)matrix.zeros + place) * scales[j]
+               : matrix.zero_kind == FLOAT16 ? read((const Float16*)matrix.zeros + place)
+                                             : read((const float*)matrix.zeros + place);
+  }
 }
 
 // Adds the sums of a span, times their scales, to those of a block; place: of its scales.
@@ -125,8 +130,7 @@ template <int ROWS>
 static inline void add_span(const Matrix& matrix, const Rounded& x, int64_t at, int64_t number, int64_t place,
                             const Whole (&sums)[ROWS][PARTS], Vector (&totals)[ROWS][PARTS]) {
   Vector scales[PARTS], zeros[PARTS];
-  if (matrix.group) read_group(matrix, matrix.scales, place, scales);
-  if (matrix.zeros) read_group(matrix, matrix.zeros, place, zeros);
+  if (matrix.group) read_group(matrix, place, scales, zeros);
   for (int i = 0; i < ROWS; ++i) {
     const Vector scale = all(x.scales[at + i * x.spans + number]);
     for (int j = 0; j < PARTS; ++j) {

@@ -26,6 +26,8 @@ CODES_BLOCK, CODES_SPAN = 32, 64
 SPAN = 64
 """Inputs whose activations share a scale where weights are bytes."""
 LARGEST = 127.0
+SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES}
+"""How scales and zeros may lie in memory."""
 
 
 class PackedMatrix:
@@ -62,9 +64,9 @@ class PackedMatrix:
         ]
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
-        of_kind = KINDS[torch.float32 if scales is None else scales.dtype]
+        of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
         self._matrix = abi.Matrix(
-            inputs, outputs, kind, packed.data_ptr(), of_bias, group, of_kind, of_scales, of_zeros
+            inputs, outputs, kind, packed.data_ptr(), of_bias, group, *of_kinds, of_scales, of_zeros
         )
         self.address = ctypes.addressof(self._matrix)
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
@@ -118,14 +120,14 @@ class NativeMatrix(PackedMatrix):
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight (out, in) in whole numbers: code * scale + zero, or (code - 2^(bits - 1)) * scale without zeros.
+    """A weight (out, in) in whole numbers: (code - 2^(bits - 1)) * scale, or with zeros as these say.
 
     Args:
       numbers: uint8 (out, in).
       bits: of a code, 4 or 8.
       scales: float32 or float16 (out, groups): inputs in that many groups of one size share a scale; the last may be
         cut off.
-      zeros: as the scales, or None.
+      zeros: as the scales, code * scale + zero, or in uint8, (code - zero) * scale; or None.
       group: inputs of a group: all, or a multiple of 16.
     """
 
@@ -142,24 +144,21 @@ class Codes:
         Args:
           weight: (out, in) of any float dtype.
           group: inputs; 0 for all.
-          has_zeros: round in steps between the smallest and the largest weight instead.
+          has_zeros: round in steps between the smallest and the largest weight instead, of which one is 0.
         """
         outputs, inputs = weight.shape
         size, half = group or inputs, 2 ** (bits - 1)
         groups = F.pad(weight.detach().float(), (0, -inputs % size)).view(outputs, -1, size)
         zeros = None
         if has_zeros:
-            low = groups.amin(-1)
-            steps = (groups.amax(-1) - low) / (2 * half - 1)
-            if bool(steps.mean() > 2**-12) and bool(
-                low.abs().amax() < 2**15
-            ):  # half precision loses nothing to speak of
-                low = low.half()
-                scales = ((groups.amax(-1) - low.float()) / (2 * half - 1)).clamp(min=2**-16).half()
-            else:
-                scales = steps.clamp(min=1e-9)
-            numbers, zeros = (groups - low[..., None]) / scales[..., None], low
-            numbers = numbers.round_().clamp_(0, 2 * half - 1).to(torch.uint8)
+            low = groups.amin(-1).clamp(max=0)
+            scales = (groups.amax(-1).clamp(min=0) - low) / (2 * half - 1)
+            # half precision loses nothing to speak of unless weights are tiny
+            scales = scales.clamp(min=2**-16).half() if 2**-12 < scales.mean() < 2**12 else scales.clamp(min=1e-30)
+            steps = scales.float()
+            zeros = (-low / steps).round_().clamp_(0, 2 * half - 1)
+            numbers = (groups / steps[..., None] + zeros[..., None]).round_().clamp_(0, 2 * half - 1).to(torch.uint8)
+            zeros = zeros.to(torch.uint8)
         else:
             scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
             numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
@@ -176,9 +175,10 @@ class Codes:
         return cls(numbers, first.bits, scales, zeros, first.group)
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
+    def kind(self) -> tuple[int, int, str]:
         """What weights that are joined have in common."""
-        return self.bits, self.group, self.zeros is None
+        zeros = "" if self.zeros is None else "whole" if self.zeros.dtype == torch.uint8 else "float"
+        return self.bits, self.group, zeros
 
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that they stand for."""
@@ -188,9 +188,10 @@ class Codes:
             for each in (self.scales, self.zeros)
         )
         assert scales is not None
-        low = 0 if zeros is not None else 2 ** (self.bits - 1)
-        weight: torch.Tensor = (self.numbers.float() - low) * scales
-        return weight if zeros is None else weight + zeros
+        numbers = self.numbers.float()
+        if zeros is None:
+            return (numbers - 2 ** (self.bits - 1)) * scales
+        return (numbers - zeros) * scales if self.kind[2] == "whole" else numbers * scales + zeros
 
     def rows(self, order: torch.Tensor) -> Codes:
         """Of these outputs, in this order."""
@@ -217,11 +218,8 @@ class CodesMatrix(PackedMatrix):
         if codes.bits == 4:
             blocks = blocks[:, ::2] | blocks[:, 1::2] << 4
         packed = memory.empty(blocks.shape, torch.uint8).copy_(blocks)
-        are_half = codes.group and codes.scales.dtype == torch.float16
-        scales, zeros = (
-            None if each is None else self._by_block(each if are_half else each.float())
-            for each in (codes.scales, codes.zeros)
-        )
+        scales = codes.scales if codes.group else codes.scales.float()
+        scales, zeros = (None if each is None else self._by_block(each) for each in (scales, codes.zeros))
         kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group)
 

@@ -30,6 +30,9 @@ static inline Vector read(const Bfloat16* from) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16));
 }
 static inline Vector read(const Float16* from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); }
+static inline Vector read(const uint8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
 #else
 typedef __m512 Vector;
 enum { LANES = 16 };
@@ -43,6 +46,9 @@ static inline Vector read(const Bfloat16* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
 }
 static inline Vector read(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+static inline Vector read(const uint8_t* from) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
 #endif
 
 // The first numbers of a vector, and zeros behind them: 0 < count.

@@ -38,11 +38,14 @@ needs_kernels = pytest.mark.skipif(native.library() is None, reason="no kernels 
 
 
 def codes(bits: int, group: int, outputs: int, inputs: int) -> tuple[Codes, torch.Tensor]:
-    """With zeros where there are groups; these and scales in half precision where there are 4 bits."""
+    """With zeros where there are groups, whole or not; scales in half precision where there are 4 bits."""
     generator = torch.Generator().manual_seed(outputs + inputs)
-    found = Codes.rounded(torch.randn(outputs, inputs, generator=generator), bits, group)
+    is_whole = (bits, group) == (4, 32)
+    found = Codes.rounded(torch.randn(outputs, inputs, generator=generator), bits, group, has_zeros=is_whole)
     zeros = torch.randn(found.scales.shape, generator=generator) / 8 if group else None
     rows = torch.randn(70, inputs, generator=generator) * torch.rand(70, 1, generator=generator)
+    if is_whole:
+        return found, rows
     scales = found.scales.half() if bits == 4 else found.scales
     return Codes(found.numbers, bits, scales, zeros if zeros is None else zeros.to(scales.dtype), group), rows
 

@@ -126,7 +126,7 @@ class StoredCodes:
       read: them.
     """
 
-    kind: tuple[int, int, bool]
+    kind: tuple[int, int, str]
     read: Callable[[], Codes]
 
 
@@ -142,7 +142,7 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     shared = shared_storages(model)
     made = []
     for group in groups(model, list(stored)):
-        alike: dict[tuple[int, int, bool], list[nn.Module]] = {}
+        alike: dict[tuple[int, int, str], list[nn.Module]] = {}
         for layer in group:
             alike.setdefault(stored[layer].kind, []).append(layer)
         for layers in alike.values():
