@@ -33,6 +33,7 @@ from foretoken.loading.info import describe, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model, load_tokenizer
 from foretoken.loading.pairing import Pairing
 from foretoken.loading.sources import check_exists
+from foretoken.loading.stored import save_compressed
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.execution.kinds import check_kind
 from foretoken.model.execution.rounding import check_quantization, check_weights
@@ -237,6 +238,15 @@ class LLM:
         self.drafting = self._pairing.drafting(config)
         payoff = PayoffWatch(config.title, config.num_speculative_tokens, self._model_argument)
         self._runner = Runner(self._new_engine, config.num_speculative_tokens, self._lock, payoff)
+
+    def save_quantized(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model with its weights of 8 or 4 bits into a new folder, in the layout of compressed-tensors.
+
+        ``LLM(folder)`` is then this very model, and says the same with the same bits.
+
+        Raises: ConfigError where its weights are not in 8 or 4 bits, or the folder holds something.
+        """
+        save_compressed(self.target.shadow, folder, self.tokenizer)
 
     # -- generation --------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from foretoken.cli import datastore as cli_datastore
 from foretoken.cli import demo as cli_demo
 from foretoken.cli import generate as cli_generate
 from foretoken.cli import info as cli_info
+from foretoken.cli import quantize as cli_quantize
 from foretoken.cli import report as cli_report
 from foretoken.cli import serve as cli_serve
 from foretoken.cli import train as cli_train
@@ -41,6 +42,7 @@ app.command("report")(cli_report.report)
 app.add_typer(cli_datastore.app)
 app.add_typer(cli_tune.app)
 app.command("train")(cli_train.train)
+app.command("quantize")(cli_quantize.quantize)
 app.command("trajectory")(cli_trajectory.trajectory)
 
 

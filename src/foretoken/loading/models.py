@@ -20,11 +20,13 @@ from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
+from foretoken.loading.compressed import is_compressed, why_not_plain
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
+from foretoken.loading.stored import load_compressed
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
-from foretoken.model.execution.rounding import check_quantization, check_weights, quantize_weights
+from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
 from foretoken.model.wrappers import check_unwrapped
 from foretoken.progress import no_progress_bars
 
@@ -71,9 +73,15 @@ def load_model(
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
-    if isinstance(front, Header):
+    types = None
+    if not isinstance(front, Header) and is_compressed(front) and _reads_codes(source, front, weights, quantization):
+        stored: torch.dtype | None = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
+        chosen = choose_dtype(dtype, place, stored, widest_dtype)
+        with _as_checkpoint_error(source, "weights"):
+            loaded, types = load_compressed(source.location, source.revision, front, chosen)
+    elif isinstance(front, Header):
         gguf_model.check_readable(front)
-        stored: torch.dtype | None = gguf_model.stored_dtype(front)
+        stored = gguf_model.stored_dtype(front)
         chosen = choose_dtype(dtype, place, stored, widest_dtype)
         loaded = _load_gguf(source, front, chosen)
     else:
@@ -84,6 +92,8 @@ def load_model(
         loaded = _load_weights(source, front, as_stored)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored, quantization)
+    if types is not None:
+        return replace(found, quantization=STORED, types=types)
     if weights is not None:
         return replace(found, quantization=weights, types=_multiply_as_stored(found.model, source, front, chosen))
     if quantization is not None:
@@ -193,6 +203,24 @@ def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
     """The model in a GGUF file, in this dtype."""
     with _as_checkpoint_error(source, "model"):
         return gguf_model.load(header, dtype)
+
+
+def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:
+    """Whether a compressed checkpoint is read here; what is not plain is left to transformers.
+
+    Raises: ConfigError where it should be rounded once more, UnsupportedModelError where stored weights are asked for.
+    """
+    reason = why_not_plain(config)
+    if reason and weights is not None:
+        raise UnsupportedModelError(
+            f"weights is {weights!r}, and {source.name} is not plain compressed-tensors: {reason}. Leave weights out, "
+            "or load the model that it was made from with quantization='int8'"
+        )
+    if not reason and quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization!r}, and weights of {source.name} are whole numbers already; leave it out"
+        )
+    return not reason
 
 
 def _multiply_as_stored(model: PreTrainedModel, source: Source, front: Any, dtype: torch.dtype) -> str:

@@ -188,10 +188,9 @@ class Codes:
             for each in (self.scales, self.zeros)
         )
         assert scales is not None
-        numbers = self.numbers.float()
-        if zeros is None:
-            return (numbers - 2 ** (self.bits - 1)) * scales
-        return (numbers - zeros) * scales if self.kind[2] == "whole" else numbers * scales + zeros
+        low = 2 ** (self.bits - 1) if zeros is None else zeros if self.kind[2] == "whole" else 0
+        weight: torch.Tensor = (self.numbers.float() - low) * scales
+        return weight + zeros if zeros is not None and self.kind[2] == "float" else weight
 
     def rows(self, order: torch.Tensor) -> Codes:
         """Of these outputs, in this order."""
@@ -218,8 +217,8 @@ class CodesMatrix(PackedMatrix):
         if codes.bits == 4:
             blocks = blocks[:, ::2] | blocks[:, 1::2] << 4
         packed = memory.empty(blocks.shape, torch.uint8).copy_(blocks)
-        scales = codes.scales if codes.group else codes.scales.float()
-        scales, zeros = (None if each is None else self._by_block(each) for each in (scales, codes.zeros))
+        scales = self._by_block(codes.scales if codes.group else codes.scales.float())
+        zeros = None if codes.zeros is None else self._by_block(codes.zeros)
         kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
         super().__init__(kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group)
 

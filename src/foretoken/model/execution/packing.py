@@ -206,6 +206,13 @@ class PackedProduct:
         """The weight (out, in) of one layer as it was packed, also where the original was released."""
         return torch.split(self.matrix.dense(), self.sizes)[index]
 
+    def codes(self, index: int) -> Codes | None:
+        """The weight of one layer in whole numbers; None where it is not multiplied in these."""
+        if not isinstance(self.matrix, CodesMatrix):
+            return None
+        first = sum(self.sizes[:index])
+        return self.matrix.codes.rows(torch.arange(first, first + self.sizes[index]))
+
     def sums(self, index: int) -> torch.Tensor:
         """Over the bits of one layer's weight as it was given."""
         return self._sums[index]
@@ -280,6 +287,10 @@ class PackedLinear:
     def dense(self) -> torch.Tensor:
         """The weight (out, in) as it was packed, also where the original was released."""
         return self.product.dense(self.index)
+
+    def codes(self) -> Codes | None:
+        """The weight in whole numbers; None where it is not multiplied in these."""
+        return self.product.codes(self.index)
 
     @property
     def sums(self) -> torch.Tensor:

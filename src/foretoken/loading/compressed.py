@@ -1,0 +1,154 @@
+"""Checkpoints in the layout of compressed-tensors whose weights alone are whole numbers: read and written.
+
+A layer ``NAME`` has ``NAME.weight_packed`` (codes of 4 or 8 bits in int32, the first in the lowest bits) with
+``NAME.weight_shape``, or ``NAME.weight`` in int8; ``NAME.weight_scale`` (outputs, groups); and, where codes are not
+even about 0, ``NAME.weight_zero_point``, packed along the outputs beside packed codes.
+
+Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quantized, int-quantized, naive-quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.native.packed_matmul import CODES_SPAN, Codes
+
+METHOD = "compressed-tensors"
+FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight")
+"""Of the codes of a layer."""
+_WORD = 32
+
+
+def is_compressed(config: Any) -> bool:
+    """Whether a configuration says that its checkpoint is in this layout."""
+    return getattr(config, "quantization_config", None) is not None and _settings(config)["quant_method"] == METHOD
+
+
+def why_not_plain(config: Any) -> str:
+    """What else than whole numbers for weights a checkpoint of this layout asks for; empty where that is nothing."""
+    settings = _settings(config)
+    schemes = list((settings.get("config_groups") or {}).values())
+    formats = {settings.get("format"), *(scheme.get("format") or settings.get("format") for scheme in schemes)}
+    for found in sorted(map(str, formats - {*FORMATS, "mixed-precision"})):
+        return f"its format is {found}, and {', '.join(FORMATS)} are read"
+    for key in ("kv_cache_scheme", "transform_config"):
+        if settings.get(key):
+            return f"it has a {key}"
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        return "its weights are sparse"
+    for scheme in schemes:
+        weights = scheme.get("weights") or {}
+        if scheme.get("input_activations") or scheme.get("output_activations"):
+            return "it rounds activations, too"
+        if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
+            return f"its weights are {weights.get('type')} of {weights.get('num_bits')} bits; int of 4 or 8 is read"
+        if weights.get("strategy") not in ("tensor", "channel", "group") or weights.get("actorder") == "group":
+            return f"its scales are by {weights.get('strategy')}, actorder {weights.get('actorder')}"
+    return ""
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    found = config.quantization_config
+    return dict(found if isinstance(found, Mapping) else found.to_dict())
+
+
+# -- codes ---------------------------------------------------------------------------------------------------------
+
+
+def codes_of(name: str, parts: Mapping[str, torch.Tensor]) -> Codes:
+    """The weight of a layer.
+
+    Raises: CheckpointError for parts that do not fit one another, UnsupportedModelError for groups without a kernel.
+    """
+    if "weight_g_idx" in parts:
+        raise _refusal(f"inputs of {name} are in an order of their own (weight_g_idx)")
+    try:
+        return _codes(name, parts)
+    except (KeyError, RuntimeError, ValueError, IndexError) as error:
+        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
+        raise CheckpointError(
+            f"the weights of {name} do not fit one another ({shapes}; {' '.join(str(error).split())[:100]}): the file "
+            "is damaged; download or copy it again"
+        ) from None
+
+
+def _codes(name: str, parts: Mapping[str, torch.Tensor]) -> Codes:
+    scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
+    scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
+    bits = 8
+    if "weight_packed" in parts:
+        packed = parts["weight_packed"]
+        outputs, inputs = parts["weight_shape"].tolist()
+        bits = 4 if packed.shape[1] == -(-inputs // 8) else 8
+        numbers = unpacked(packed, bits, inputs, 1)
+    else:
+        outputs, inputs = parts["weight"].shape
+        numbers = parts["weight"].view(torch.uint8) ^ 128
+    scales = scales.reshape(-1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
+    if numbers.shape != (outputs, inputs) or inputs % scales.shape[1]:
+        raise ValueError(f"{inputs} inputs in {scales.shape[1]} groups")
+    group = inputs // scales.shape[1] if scales.shape[1] > 1 else 0
+    if zeros is not None and zeros.dtype == torch.int32:
+        zeros = unpacked(zeros, bits, outputs, 0)
+    elif zeros is not None:
+        zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
+    if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
+        zeros = None
+    if zeros is not None:
+        group, zeros = group or inputs, zeros.view(scales.shape)
+    if group % 16 or (group > CODES_SPAN and group % CODES_SPAN):
+        raise _refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
+    return Codes(numbers, bits, scales.contiguous(), zeros, group)
+
+
+def _refusal(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{reason}, which is not read; load the model that it was made from, and quantise it here: quantization='int8'"
+    )
+
+
+def parts_of(codes: Codes) -> dict[str, torch.Tensor]:
+    """What the layout holds of codes, packed.
+
+    Raises: ValueError for zeros that are no whole numbers.
+    """
+    outputs, inputs = codes.numbers.shape
+    parts = {
+        "weight_packed": packed(codes.numbers, codes.bits, 1),
+        "weight_shape": torch.tensor([outputs, inputs]),
+        "weight_scale": codes.scales.contiguous(),
+    }
+    if codes.zeros is not None:
+        if codes.kind[2] != "whole":
+            raise ValueError("zeros are no whole numbers")
+        parts["weight_zero_point"] = packed(codes.zeros, codes.bits, 0)
+    return parts
+
+
+def packed(numbers: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """uint8 -> int32 with 32 / bits of them in each, along a dimension that zeros fill up.
+
+    Example:
+        >>> packed(torch.tensor([[1, 2, 3]], dtype=torch.uint8), 8, 1).tolist() == [[1 + 2 * 256 + 3 * 65536]]
+        True
+    """
+    count = _WORD // bits
+    rows = numbers if dim == 1 else numbers.t()
+    filled = F.pad(rows, (0, -rows.shape[1] % count)).view(len(rows), -1, count).to(torch.int64)
+    words = (filled << torch.arange(count) * bits).sum(-1)
+    words = (words - (words >> (_WORD - 1) << _WORD)).to(torch.int32)  # as two's complement
+    return words.contiguous() if dim == 1 else words.t().contiguous()
+
+
+def unpacked(words: torch.Tensor, bits: int, size: int, dim: int) -> torch.Tensor:
+    """The reverse: so many numbers along the dimension."""
+    rows = words if dim == 1 else words.t()
+    numbers = rows[..., None] >> torch.arange(_WORD // bits, dtype=torch.int32) * bits & (1 << bits) - 1
+    found = numbers.to(torch.uint8).flatten(1)[:, :size]
+    return found.contiguous() if dim == 1 else found.t().contiguous()

@@ -1,0 +1,200 @@
+"""Checkpoints whose linear layers are whole numbers: loaded without another copy of them, and saved."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
+from foretoken.loading.compressed import METHOD, PARTS, codes_of, parts_of
+from foretoken.model.execution.forwards import replacement
+from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
+from foretoken.native.packed_matmul import Codes
+
+_SCALE = ".weight_scale"
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def load_compressed(location: str, revision: str | None, config: Any, dtype: torch.dtype) -> tuple[Any, str]:
+    """A model of a checkpoint in the layout of compressed-tensors, whose layers multiply by the codes in it.
+
+    Args:
+      config: of it, which `why_not_plain` has nothing against.
+      dtype: of everything else.
+
+    Returns: the model in evaluation mode, and what its weights are, for people.
+    Raises: CheckpointError, UnsupportedModelError.
+    """
+    tensors = read_checkpoint(location, revision).tensors
+    layers = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    parts = {
+        layer: {part: tensors[f"{layer}.{part}"] for part in PARTS if f"{layer}.{part}" in tensors} for layer in layers
+    }
+    of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
+    state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
+    kinds = {}
+    for layer in layers:
+        codes = codes_of(layer, parts[layer])
+        kinds[layer] = codes.kind
+        state[f"{layer}.weight"] = codes.dense().to(dtype)
+    model = _built(location, revision, config, state, dtype)
+    plain = set(roundable(model))
+    modules = dict(model.named_modules())
+    stored = {
+        modules[layer]: StoredCodes(kinds[layer], partial(codes_of, layer, parts[layer]))
+        for layer in layers
+        if modules.get(layer) in plain
+    }
+    take_codes(model, stored, dtype=dtype)
+    left = [layer for layer in layers if modules.get(layer) not in stored]
+    note = f"; dequantised are {len(left)}" if left else ""
+    return model, f"{_listed(each.kind for each in stored.values())}{note}"
+
+
+def _built(
+    location: str, revision: str | None, config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model of dequantised weights."""
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model, report = kind.from_pretrained(
+        None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{location} lacks {len(missing)} weights of its configuration ({', '.join(missing[:3])}, ...), which "
+            "would start out random; download or save the checkpoint again"
+        )
+    with suppress(OSError):  # none is there
+        model.generation_config = GenerationConfig.from_pretrained(location, revision=revision or "main")
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _listed(kinds: Iterator[tuple[int, int, str]]) -> str:
+    """``210 of 4 bits by 32 and 1 of 8 bits``."""
+    found = Counter(f"{bits} bits" + (f" by {group}" if group else "") for bits, group, _ in kinds)
+    return " and ".join(f"{count} of {kind}" for kind, count in found.most_common())
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def save_compressed(
+    model: PreTrainedModel, folder: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write a model whose layers multiply by codes as a checkpoint in the layout of compressed-tensors.
+
+    Args:
+      folder: that is made, or is empty.
+
+    Raises: ConfigError for a folder that holds something, and for weights that have no place in the layout.
+    """
+    path = Path(folder).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there already and holds something; name a new folder")
+    codes = dict(_codes_by_name(model))
+    if not codes:
+        raise ConfigError(
+            f"{type(model).__name__} has no layer that multiplies by whole numbers here; load it by its name with "
+            "quantization='int8' or 'int4', on a CPU for which there are kernels"
+        )
+    tensors = dict(_dense_by_name(model, codes))
+    for name, found in codes.items():
+        try:
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(found).items()}
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} cannot be saved in the layout of compressed-tensors ({error}); the file that it was loaded "
+                "from has its weights already"
+            ) from None
+    config = copy.deepcopy(model.config)
+    output = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    if output in codes:
+        config.tie_word_embeddings = False
+    config.architectures = [type(model).__name__]
+    config.quantization_config = _settings(model, codes)
+    write_checkpoint(path, config.to_dict(), tensors)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
+def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
+    for name, module in model.named_modules():
+        forward = replacement(module)
+        codes = forward.codes() if isinstance(forward, PackedLinear) else None
+        if codes is None:
+            continue
+        if type(module) is not nn.Linear:
+            raise ConfigError(f"{name} is a {type(module).__name__}, and compressed-tensors has a layout for Linear")
+        yield name, codes
+
+
+def _dense_by_name(model: nn.Module, codes: Mapping[str, Codes]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything else; of tied weights the first."""
+    seen = set()
+    for name, module in model.named_modules():
+        forward = replacement(module)
+        for key, weight in module.named_parameters(name, recurse=False):
+            is_weight = weight is getattr(module, "weight", None)
+            if (is_weight and name in codes) or weight.data_ptr() in seen:
+                continue
+            if is_weight and isinstance(forward, PackedLinear):  # its own may be released
+                yield key, forward.dense().to(weight.dtype)
+            else:
+                seen.add(weight.data_ptr())
+                yield key, weight.data
+
+
+def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
+    """The entry ``quantization_config`` of the configuration."""
+    most = Counter((each.bits, each.group, each.zeros is None) for each in codes.values())
+    groups: dict[str, Any] = {}
+    for number, kind in enumerate(sorted(most, key=lambda kind: -most[kind])):
+        bits, group, is_symmetric = kind
+        names = [name for name, each in codes.items() if (each.bits, each.group, each.zeros is None) == kind]
+        groups[f"group_{number}"] = {
+            "targets": ["Linear"] if number == 0 else names,
+            "weights": {
+                "num_bits": bits,
+                "type": "int",
+                "symmetric": is_symmetric,
+                "strategy": "group" if group else "channel",
+                "group_size": group or None,
+                "dynamic": False,
+                "actorder": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    left = [name for name, module in model.named_modules() if type(module) is nn.Linear and name not in codes]
+    return {
+        "quant_method": METHOD,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": left,
+        "kv_cache_scheme": None,
+    }

@@ -1,0 +1,238 @@
+"""Checkpoints in the layout of compressed-tensors: written and read back as the same model, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli import app
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.loading.compressed import codes_of, packed, parts_of, unpacked
+from foretoken.loading.models import load_model
+from foretoken.model.execution.forwards import replacement
+from foretoken.native.library import library
+from foretoken.native.packed_matmul import Codes
+from foretoken.testing import toy_model
+
+GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
+PROMPTS = ["My liege,", "Once upon"]
+IDS = torch.arange(40)[None] * 37 % 512
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="no kernels here")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_packing_and_unpacking_are_inverse(bits: int, dim: int) -> None:
+    """Also the highest numbers, which make words negative, and sizes that fill no word."""
+    numbers = torch.randint(0, 2**bits, (13, 11), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    numbers[3:9, 3:9] = 2**bits - 1
+    words = packed(numbers, bits, dim)
+    assert words.dtype == torch.int32
+    assert words.shape[dim] == -(-numbers.shape[dim] * bits // 32)
+    assert torch.equal(unpacked(words, bits, numbers.shape[dim], dim), numbers)
+
+
+@pytest.mark.parametrize(("bits", "group", "has_zeros"), [(8, 0, False), (4, 32, True), (4, 64, False)])
+def test_codes_come_back(bits: int, group: int, has_zeros: bool) -> None:
+    weight = torch.randn(30, 128, generator=torch.Generator().manual_seed(0))
+    codes = Codes.rounded(weight, bits, group, has_zeros=has_zeros)
+    found = codes_of("layer", parts_of(codes))
+    assert found.kind == codes.kind
+    assert torch.equal(found.numbers, codes.numbers)
+    assert torch.equal(found.dense(), codes.dense())
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_is_saved_is_the_same_model(quantization: str, tmp_path: Path) -> None:
+    """The same codes in every layer, and the same texts, with drafts and without."""
+    folder = tmp_path / "saved"
+    given = LLM("zoo:tiny", quantization=quantization)
+    given.save_quantized(folder)
+    found = LLM(str(folder))
+    info = found.model_info
+    assert (info.quantization, info.dtype) == ("stored", given.model_info.dtype)
+    assert info.bits_per_weight == given.model_info.bits_per_weight
+    assert info.step_bytes == given.model_info.step_bytes
+    modules = dict(found.target.shadow.named_modules())
+    for name, module in given.target.shadow.named_modules():
+        if type(module) is torch.nn.Linear:
+            ours, theirs = replacement(module).codes(), replacement(modules[name]).codes()
+            assert torch.equal(ours.numbers, theirs.numbers)
+            assert torch.equal(ours.dense(), theirs.dense())
+    assert found.eos_token_ids == given.eos_token_ids
+    for params in (GREEDY, SAMPLED):
+        want = [output.outputs[0].token_ids for output in given.generate(PROMPTS, params)]
+        for llm in (found, found.with_speculative_config("ngram"), LLM(str(folder), weights="stored")):
+            assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == want
+
+
+@needs_kernels
+def test_the_command_line_writes_them(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["quantize", "zoo:tiny", str(tmp_path / "q"), "--quantization", "int4"])
+    assert result.exit_code == 0, result.stderr
+    settings = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["format"]) == ("compressed-tensors", "pack-quantized")
+    result = CliRunner().invoke(app, ["info", "--model", str(tmp_path / "q"), "--json"])
+    assert "4 bits by 32 and 1 of 8 bits" in json.loads(result.stdout)["model"]["weight_types"]
+    result = CliRunner().invoke(app, ["quantize", "zoo:tiny", str(tmp_path / "q")])
+    assert result.exit_code == 2
+    assert "holds something; name a new folder" in " ".join(result.stderr.split())
+
+
+# -- those of others -------------------------------------------------------------------------------------------------
+
+
+def scheme(bits: int, group: int, **changes: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": "group" if group else "channel", "group_size": group}
+    return {"targets": ["Linear"], "weights": {**weights, **changes}, "input_activations": None}
+
+
+def write(folder: Path, bits: int, group: int, style: str, *, has_zeros: bool = False) -> LlamaForCausalLM:
+    """A checkpoint as llm-compressor writes it, with an output embedding in full; the model that it stands for."""
+    model = toy_model(512, dtype=torch.float32, hidden_size=128, intermediate_size=192).eval()
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for key, weight in model.state_dict().items():
+        name = key.removesuffix(".weight")
+        if type(modules.get(name)) is not torch.nn.Linear or name == "lm_head":
+            tensors[key] = weight.clone()
+            continue
+        outputs, inputs = weight.shape
+        columns, half = inputs // group if group else 1, 2 ** (bits - 1)
+        numbers = torch.randint(-half, half, (outputs, inputs), generator=generator)
+        scales = (torch.rand(outputs, columns, generator=generator) / 2**bits / 8).bfloat16()
+        zeros = torch.randint(-half, half, (outputs, columns), generator=generator) if has_zeros else None
+        if style == "pack-quantized":
+            tensors[f"{name}.weight_packed"] = packed((numbers + half).to(torch.uint8), bits, 1)
+            tensors[f"{name}.weight_shape"] = torch.tensor([outputs, inputs])
+        else:
+            tensors[f"{name}.weight"] = numbers.to(torch.int8)
+        tensors[f"{name}.weight_scale"] = scales
+        if zeros is not None:
+            is_packed = style == "pack-quantized"
+            tensors[f"{name}.weight_zero_point"] = (
+                packed((zeros + half).to(torch.uint8), bits, 0) if is_packed else zeros.to(torch.int8)
+            )
+        wide = numbers if zeros is None else numbers - zeros.repeat_interleave(inputs // columns, 1)
+        model.state_dict()[key].copy_(wide * scales.float().repeat_interleave(inputs // columns, 1))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": settings()}
+    config["quantization_config"].update(format=style, config_groups={"group_0": scheme(bits, group)})
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def settings() -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Let the configuration say something else of the weights."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"].update(changes)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "style", "has_zeros"),
+    [
+        (4, 32, "pack-quantized", False),
+        (4, 64, "pack-quantized", True),
+        (8, 0, "pack-quantized", False),
+        (8, 0, "int-quantized", False),
+        (8, 0, "int-quantized", True),
+        (8, 32, "naive-quantized", False),
+    ],
+)
+def test_plain_checkpoints_of_others_are_read(
+    bits: int, group: int, style: str, has_zeros: bool, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "m", bits, group, style, has_zeros=has_zeros)
+    loaded = load_model(tmp_path / "m", dtype="float32")
+    assert loaded.types is not None
+    assert f"of {bits} bits" in loaded.types
+    assert not any(loaded.model.model.layers[0].mlp.up_proj.weight.stride())
+    with torch.inference_mode():
+        got, want = loaded.model(IDS).logits, model(IDS).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3  # activations have 16 bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "float-quantized"}, "its format is float-quantized"),
+        ({"config_groups": {"a": {**scheme(8, 0), "input_activations": {"num_bits": 8}}}}, "rounds activations, too"),
+        ({"config_groups": {"a": scheme(8, 0, type="float")}}, "its weights are float of 8 bits"),
+        ({"config_groups": {"a": scheme(3, 0)}}, "its weights are int of 3 bits"),
+        ({"config_groups": {"a": scheme(4, 32, actorder="group")}}, "actorder group"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its weights are sparse"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "it has a kv_cache_scheme"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    change(tmp_path / "m", **changes)
+    with pytest.raises(UnsupportedModelError, match=f"is not plain compressed-tensors: .*{message}"):
+        load_model(tmp_path / "m", weights="stored")
+
+
+def test_inputs_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.layers.0.mlp.up_proj.weight_g_idx": torch.zeros(128)}, file)
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.0.mlp.up_proj are in an order of their own"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_shape"])
+def test_parts_that_do_not_fit_are_refused(part: str, tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    file = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    tensors[name] = tensors[name][:1] if part == "weight_shape" else tensors[name][:, :3].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"weights of model.layers.0.mlp.up_proj do not fit one another"):
+        load_model(tmp_path / "m")
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    file = tmp_path / "m" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        load_model(tmp_path / "m")
+
+
+def test_what_cannot_be_saved_or_rounded_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no layer that multiplies by whole numbers"):
+        LLM("zoo:tiny").save_quantized(tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    with pytest.raises(ConfigError, match="are whole numbers already; leave it out"):
+        load_model(tmp_path / "m", quantization="int8")
+
+
+@needs_kernels
+def test_layers_that_are_no_linears_have_no_place_in_the_layout(tmp_path: Path) -> None:
+    from architectures import ARCHITECTURES
+
+    architecture = ARCHITECTURES["gpt2"]
+    model = architecture.build(architecture.attention[0], torch.float32)
+    with pytest.raises(ConfigError, match="is a Conv1D, and compressed-tensors has a layout for Linear"):
+        LLM(model, quantization="int8").save_quantized(tmp_path / "q")
