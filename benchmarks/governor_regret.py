@@ -20,25 +20,24 @@ import lzma
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
+from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.costs import cost_curve
-from foretoken.engine.drafter import Drafter, StepResult
+from foretoken.engine.drafter import Drafter
 from foretoken.engine.governor import Governor
 from foretoken.engine.stats import Steps
 from foretoken.model.lm import CausalLM
-from foretoken.tree import DraftTree
+from foretoken.tune.walk import Text, Walk
 
-Text = tuple[list[int], list[int]]
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
 DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": lambda: NGramDrafter(10), "suffix": lambda: SuffixDrafter(24)}
@@ -68,56 +67,42 @@ WORKLOADS = (
 
 
 @dataclass
-class Walk:
+class Costed:
     """Decodes recorded texts at the costs of a curve."""
 
     curve: CostModel
     workload: Workload
+    target: CausalLM
     texts: Sequence[Text]
     seed: int = 0
     interval: int = 1
     num_steps: int = 0
     spent: float = 0.0
     plain: float = 0.0
-    active: list[Any] = field(default_factory=list)
 
     def speed(self, *, governor: Governor | None = None, length: int = 0, max_nodes: int | None = None) -> float:
         """Speed by plain decoding, governed or at a fixed setting."""
-        drafter = DRAFTERS[self.workload.drafter]()
+        walk = Walk(self.target, DRAFTERS[self.workload.drafter](), self.texts)
         noise = random.Random(self.seed)
-        waiting = list(enumerate(self.texts))
-        while waiting or self.active:
-            batches = self.workload.batches
-            is_late = len(batches) > 1 and len(waiting) < len(self.texts) // 2
-            while waiting and len(self.active) < batches[-1 if is_late else 0]:
-                self._enter(drafter, *waiting.pop(0))
-            self._step(drafter, noise, governor, length, max_nodes)
+        batches = self.workload.batches
+        while walk.enter(batches[-1 if len(batches) > 1 and walk.num_waiting < len(self.texts) // 2 else 0]):
+            self._step(walk, noise, governor, length, max_nodes)
         return self.plain / self.spent
 
-    def _enter(self, drafter: Drafter, number: int, text: Text) -> None:
-        prompt, answer = text
-        row = SimpleNamespace(
-            id=number, request_id=str(number), index=0, token_ids=[*prompt, answer[0]], pending=answer[0],
-            num_prompt_tokens=len(prompt), output_ids=[answer[0]], text=[*prompt, *answer], is_finished=False,
-        )  # fmt: skip
-        drafter.start([row])  # type: ignore[list-item]
-        self.active.append(row)
-
     def _step(
-        self, drafter: Drafter, noise: random.Random, governor: Governor | None, length: int, max_nodes: int | None
+        self, walk: Walk, noise: random.Random, governor: Governor | None, length: int, max_nodes: int | None
     ) -> None:
-        rows = self.active
+        rows = walk.rows
         is_deciding = self.num_steps % self.interval == 0
         self.num_steps += 1
-        budgets = [Budget(len(row.text) - len(row.token_ids) - 1) for row in rows]
+        budgets = walk.budgets()
         if governor is None:
             budgets = [Budget(min(budget, length)) for budget in budgets]
         elif is_deciding:
             budgets = governor.budgets(rows, budgets, num_nodes)
         else:
             budgets = governor.habit.budgets(budgets)
-        proposed = drafter.propose(rows, budgets)
-        trees = [budget.cut(tree) for tree, budget in zip(proposed, budgets, strict=True)]
+        trees = walk.propose(budgets)
         if governor is not None and not is_deciding:
             trees = governor.cut(trees, num_nodes)
         elif governor is not None:
@@ -127,47 +112,20 @@ class Walk:
         drafting = DRAFTING_SECONDS[self.workload.drafter] * len(rows) * bool(max(budgets))
         verifying = self.curve.curve(sum(map(len, trees)))
         self.spent += drafting + verifying
-        found = [accept(row, tree) for row, tree in zip(rows, trees, strict=True)]
-        self.plain += self.curve.curve(len(rows)) / len(rows) * sum(len(result.emitted) for result in found)
+        outputs = walk.emit(trees)
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        self.plain += self.curve.curve(len(rows)) / len(rows) * num_tokens
         factor = math.exp(noise.gauss(0.0, 0.05)) * (3.0 if noise.random() < 0.01 else 1.0)
-        if governor is not None:
-            outputs: list[Any] = [
-                SimpleNamespace(row=row, token_ids=result.emitted, num_accepted=result.num_accepted)
-                for row, result in zip(rows, found, strict=True)
-            ]
-            if is_deciding:
-                seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
-                governor.learn(trees, outputs, num_nodes, **seconds)
-            else:
-                governor.follow(outputs)
-                num_tokens = sum(len(output.token_ids) for output in outputs)
-                steps = Steps()
-                steps.add(
-                    len(rows), sum(map(len, trees)) - len(rows), num_tokens, drafting * factor, verifying * factor
-                )
-                governor.follow_steps(steps)
-        going_on = [i for i, row in enumerate(rows) if not row.is_finished]
-        drafter.observe([rows[i] for i in going_on], [found[i] for i in going_on])
-        drafter.forget([row for row in rows if row.is_finished])
-        self.active = [row for row in rows if not row.is_finished]
-
-
-def accept(row: Any, tree: DraftTree) -> StepResult:
-    """Follow the text as far as the draft does, and one token on."""
-    path, emitted = [0], []
-    place = len(row.token_ids)
-    while True:
-        emitted.append(row.text[place])
-        place += 1
-        child = tree.child(path[-1], emitted[-1])
-        if place == len(row.text) or child is None:
-            break
-        path.append(child)
-    row.token_ids += emitted
-    row.output_ids += emitted
-    row.pending = emitted[-1]
-    row.is_finished = place == len(row.text)
-    return StepResult(tree, tuple(path), tuple(emitted))
+        if governor is None:
+            return
+        if is_deciding:
+            seconds = {"drafting_seconds": drafting * factor, "other_seconds": verifying * factor}
+            governor.learn(trees, outputs, num_nodes, **seconds)
+            return
+        governor.follow(outputs)
+        steps = Steps()
+        steps.add(len(rows), sum(map(len, trees)) - len(rows), num_tokens, drafting * factor, verifying * factor)
+        governor.follow_steps(steps)
 
 
 def num_nodes(sizes: Sequence[int], are_chains: bool) -> int:
@@ -187,7 +145,9 @@ def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, l
             prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             answer = tokenizer(one["answer"], add_special_tokens=False)["input_ids"][: options.max_new_tokens]
             if len(answer) >= 50:
-                texts.append((tokenizer(prompt, add_special_tokens=False)["input_ids"], answer))
+                ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                params = SamplingParams(temperature=options.temperature, max_tokens=len(answer), seed=0)
+                texts.append(Text(one.get("kind", "self"), tuple(ids), tuple(answer), params))
     return found
 
 
@@ -204,7 +164,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     pair = load_pair(options.model, None, options.dtype)
-    seconds = cost_curve(CausalLM(pair.target)).seconds
+    target = CausalLM(pair.target)
+    seconds = cost_curve(target).seconds
     print("ms by nodes:", {nodes: round(1e3 * taken, 1) for nodes, taken in seconds.items()})
     texts = read(options.texts, pair.tokenizer, options)
     results = []
@@ -212,8 +173,8 @@ def main() -> None:
     for workload in WORKLOADS:
         chosen = [text for kind in workload.kinds for text in texts[kind]]
 
-        def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Walk:
-            return Walk(CostModel(seconds), workload, chosen, seed, options.interval)
+        def walk(seed: int = 0, workload: Workload = workload, chosen: list[Text] = chosen) -> Costed:
+            return Costed(CostModel(seconds), workload, target, chosen, seed, options.interval)
 
         fixed = {f"K = {length}": walk().speed(length=length) for length in LENGTHS}
         if workload.drafter == "suffix":

@@ -79,7 +79,7 @@ class LLM:
       seed: makes requests without a seed repeatable: request number i then draws with ``mix(seed, i)``.
       num_cached_prefixes: how many requests that have ended leave their keys and values to prompts that begin like
         them, token by token; 0 keeps none. LLMs made by `with_speculative_config` share those of the target.
-      profile_file: that ``foretoken tune profile`` wrote; the governor begins with what it holds.
+      profile_file: that ``foretoken tune`` wrote; the governor begins with its costs. What it chose is "@FILE".
       max_num_seqs, max_model_len, max_kv_bytes, prefill_chunk_size, exactness, strict_width: see `EngineConfig`.
 
     Raises:

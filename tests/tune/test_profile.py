@@ -144,7 +144,7 @@ def test_times_that_are_none_are_refused(found: Profile, tmp_path: Path) -> None
 def test_values_that_nobody_measured_are_refused(found: Profile, key: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text(json.dumps({**found.as_dict(), key: value}))
-    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foretoken tune profile"):
+    with pytest.raises(ConfigError, match=r"lacks what a profile holds .*; make one with foretoken tune"):
         Profile.load(file)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from foretoken.config.method import methods, recognized
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.config.written import read_text
 from foretoken.errors import ConfigError
 
 PLAIN = "plain"
@@ -38,7 +39,7 @@ PLAIN_CANDIDATE = Candidate(PLAIN, {"method": "none"})
 
 
 def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | None) -> list[Candidate]:
-    """The methods that a user names: by comma, ``a+b`` and ``a>b`` as everywhere, JSON for other settings, or "all".
+    """The methods that a user names: by comma, ``a+b``, ``a>b``, JSON and ``@FILE`` as everywhere, or "all".
 
     Args:
       draft_model: for those that draft with a model; a head for those that draft with heads.
@@ -75,12 +76,22 @@ def split_outside_brackets(text: str) -> list[str]:
 
 
 def _given(part: str) -> dict[str, Any]:
+    if part.startswith("@"):
+        return _mapping(read_text(part), part)
     if not part.startswith("{"):
         return {"method": part}
     try:
-        return dict(json.loads(part))
+        return _mapping(json.loads(part), part)
     except ValueError as error:
         raise ConfigError(f"--methods holds {part!r}, which is not valid JSON: {error}") from None
+
+
+def _mapping(read: Any, part: str) -> dict[str, Any]:
+    if not isinstance(read, dict):
+        raise ConfigError(
+            f"--methods holds {part!r}, which is not a JSON object; write the keys of a speculative config"
+        )
+    return read
 
 
 def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> Candidate:

@@ -54,7 +54,7 @@ def chat(
         name = model.chosen()
         llm = load_llm(
             name,
-            drafting.config(name),
+            drafting.config(name, loading.profile_file),
             gguf_file=model.gguf_file,
             **vars(loading),
             max_model_len=max_model_len,

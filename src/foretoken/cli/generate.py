@@ -105,12 +105,12 @@ def generate(
             unused = {"--json": as_json, "--trace": trace is not None, "--trace-plot": trace_plot is not None}
             if given := [option for option, is_given in unused.items() if is_given]:
                 raise typer.BadParameter(f"{', '.join(given)}: not with --out, whose lines are results as JSON alone")
-            job = Job(name, drafting.config(name), options, params, read, chat, raw)
+            job = Job(name, drafting.config(name, loading.profile_file), options, params, read, chat, raw)
             run(job, out, replicas=replicas, address=ray_address)
             return
         if replicas is not None or ray_address is not None:
             raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
-        llm = load_llm(name, drafting.config(name), **options)
+        llm = load_llm(name, drafting.config(name, loading.profile_file), **options)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         writer = JsonWriter(asked) if as_json else TextWriter(params)
         traced = None if trace_place is None else _traced(trace_place, llm)

@@ -16,6 +16,7 @@ from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
+from foretoken.config.written import tuned
 from foretoken.loading.defaults import RULE, default_keys
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
@@ -117,7 +118,7 @@ class LoadingOptions:
     ] = "default"
     profile_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE.json", help="From foretoken tune profile: costs and acceptance to begin with."),
+        typer.Option(metavar="FILE.json", help="From foretoken tune: the method if none is named, costs, acceptance."),
     ] = None
 
 
@@ -184,8 +185,11 @@ class DraftingOptions:
         str | None, typer.Option(metavar="JSON|@FILE", help="All keys of speculation, as in vLLM.")
     ] = None
 
-    def config(self, model: str) -> SpeculativeConfig:
+    def config(self, model: str, profile_file: str | None = None) -> SpeculativeConfig:
         """One config for drafting for ``model``; see `default_keys` for the default.
+
+        Args:
+          profile_file: that ``foretoken tune`` may have written: its choice goes before the default.
 
         Raises: ConfigError; BadParameter for a config beside other options.
         """
@@ -199,6 +203,9 @@ class DraftingOptions:
             if given:
                 raise typer.BadParameter(f"leave out {_options(given)}, or put it into --speculative-config")
             return SpeculativeConfig.parse(self.speculative_config)
+        chosen = None if profile_file is None or given.keys() - {"num_speculative_tokens"} else tuned(profile_file)
+        if chosen is not None:
+            return SpeculativeConfig.parse({**chosen, **given})
         if self.method is None and self.draft_model is None:  # what a drafter is says what it is for
             given |= default_keys(model)
         return SpeculativeConfig.parse(given)

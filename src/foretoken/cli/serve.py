@@ -134,7 +134,7 @@ def serve(
             log_requests=enable_log_requests,
         )
         template = None if chat_template is None else read_text(chat_template)
-        config = drafting.config(chosen)
+        config = drafting.config(chosen, loading.profile_file)
         rows: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,

@@ -1,4 +1,4 @@
-"""``foretoken tune``: searches for the settings with which a drafter is fast: ``layer-skip``, ``tree``, ``profile``."""
+"""``foretoken tune``: the best method for a model, a machine and prompts; below it, searches for one drafter."""
 
 from __future__ import annotations
 
@@ -13,22 +13,64 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from foretoken.cli.bench import progress
+from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
 from foretoken.cli.layer_search import Job, SearchOptions, check_prompts, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
-from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes
+from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 from foretoken.folders import check_place, keep_json
 
 if TYPE_CHECKING:
     from foretoken.tune.layer_sets import SearchResult
 
-app = typer.Typer(name="tune", help="Search for the settings with which a drafter is fast.", no_args_is_help=True)
+app = typer.Typer(name="tune", help="The best method and settings here; or a search for one drafter.")
 
 
-@app.callback()
-def _tune() -> None:
-    """Search for the settings with which a drafter is fast."""
+@app.callback(invoke_without_command=True)
+@takes_groups
+def tune(
+    context: typer.Context,
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE.json", help="The profile to write, for --profile-file.")
+    ] = Path("tuned.json"),
+    options: ChoosingOptions,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Speed by K, by nodes and by batch; needs matplotlib.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best method and settings for a model, this machine and your prompts, and say why.
+
+    The prompts are decoded plainly, once. What every method would have drafted is counted along these texts, or by
+    decoding them with it, and priced by what forwards cost here, which is measured once and kept: the choice rests on
+    no clock, so that it is the same when it is asked for again. Ties are named. The profile that is written holds the
+    method and its settings; generate, chat and serve take it by --profile-file. The verbs below search for the
+    settings of one drafter.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with exit_codes():
+        check_place(out)
+        if plot is not None:
+            from foretoken.views.traceplot import check_picture
+
+            check_picture(plot)
+        with progress() as watch:
+            choice, tuning, details = find_method(options, watch)
+        report = tuning.profile(choice, details).as_dict()
+        if plot is not None:
+            from foretoken.tune.picture import plot_choice
+
+            report["plot"] = str(plot_choice(choice, plot))
+        with _writing(out):
+            keep_json(out, report)
+        if as_json:
+            put_json({"out": str(out), **report})
+        else:
+            show_choice(choice, details, out)
 
 
 @app.command("layer-skip")
@@ -115,11 +157,7 @@ def profile(
         check_place(out)
         check_prompts(options)
 
-        def say(words: str) -> None:
-            if sys.stderr.isatty():
-                say(words)
-
-        found, details = find_profile(options, say)
+        found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
         report = {**found.as_dict(), **details}
         with _writing(out):
             keep_json(out, report)

@@ -8,9 +8,12 @@ from typing import Any
 
 from foretoken.errors import ConfigError
 
+PROFILE_KEY = "speculative_config"
+"""Under which a file of ``foretoken tune`` names the way of drafting that was chosen."""
+
 
 def read_text(text: str) -> Any:
-    """JSON, the JSON in ``@file``, or the bare name of a method, as a mapping.
+    """JSON, the JSON in ``@file``, or the bare name of a method, as a mapping; of a profile, what was chosen.
 
     Raises: ConfigError for a file that cannot be read, text that is not JSON, and a path where a method stands.
     """
@@ -30,9 +33,20 @@ def read_text(text: str) -> Any:
         _check_is_no_path(text)
         return {"method": text}
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
+    is_profile = isinstance(found, dict) and PROFILE_KEY in found and "facts" in found
+    return found[PROFILE_KEY] if is_profile else found
+
+
+def tuned(profile_file: str) -> dict[str, Any] | None:
+    """The way of drafting that a profile names; None for one that names none, as those of ``tune profile``."""
+    try:
+        chosen = json.loads(Path(profile_file).expanduser().read_text(encoding="utf-8"))[PROFILE_KEY]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # what is wrong with it is said where it is loaded
+    return chosen if isinstance(chosen, dict) else None
 
 
 def _check_is_no_path(text: str) -> None:

@@ -29,6 +29,7 @@ class EmptyDrafter(Drafter):
     """Proposes nothing, so every step emits the target's one token."""
 
     name = "none"
+    drafts_from_text = True
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         return [DraftTree.root(row.token_ids[-1], self.name) for row in rows]

@@ -134,7 +134,7 @@ def cost_curve(target: CausalLM) -> CostCurve:
     kept = _read(_file(facts)) or _Kept(CostCurve({}))
     if not kept.is_settled:
         kept = kept.with_another(*measure_curve(target))
-        _write(_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
+        keep_measured(_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
     _known[target] = facts, kept.curve
     return kept.curve
 
@@ -284,25 +284,47 @@ def _digest(value: Any) -> str:
 
 
 def _file(facts: Mapping[str, Any]) -> Path:
-    return cache_folder("costs", f"{_digest(facts)}.json")
+    return measured_file(facts)
+
+
+def measured_file(facts: Mapping[str, Any], kind: str = "") -> Path:
+    """Where measurements of a kind are kept that hold where these facts do."""
+    return cache_folder("costs", f"{_digest(facts)}{kind}.json")
 
 
 def _read(file: Path) -> _Kept | None:
     """What was measured before; None where nothing was, or the file does not hold what was written."""
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-        if read.pop("digest") != _digest(read):
-            return None
-        seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
-        curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
-        kept = _Kept(curve, int(read["num_doubtful"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        read = read_measured(file) or {}
+        curve, num_doubtful = curve_of(read), int(read["num_doubtful"])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+    return _Kept(curve, num_doubtful)
+
+
+def curve_of(read: Mapping[str, Any]) -> CostCurve:
+    """A curve as JSON has it.
+
+    Raises: KeyError, TypeError, AttributeError, ValueError, OverflowError where it is none.
+    """
+    seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
+    curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
     is_sound = 1 in seconds and all(0.0 < taken < inf for taken in seconds.values()) and 0.0 <= curve.per_token < inf
-    return kept if is_sound else None
+    if not is_sound:
+        raise ValueError("times are not above 0")
+    return curve
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
+def read_measured(file: Path) -> dict[str, Any] | None:
+    """What `keep_measured` has written; None where nothing was, or something else stands there."""
+    try:
+        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return read if read.pop("digest") == _digest(read) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def keep_measured(file: Path, content: Mapping[str, Any]) -> None:
     """Keep a measurement and its digest; a folder that cannot be written only means that it is made again."""
     plain = json.loads(json.dumps(content))  # as it will be read: keys are text
     try:

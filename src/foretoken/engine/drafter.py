@@ -160,6 +160,9 @@ class Drafter(ABC):
     usual_acceptance: float | None = None
     """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
 
+    drafts_from_text: bool = False
+    """Whether it looks at nothing but the tokens of rows: then it can be tried along texts that are there already."""
+
     arms: tuple[str, ...] = ()
     """Titles of the ways in which it can draft, where measured time is to choose among several."""
 
@@ -247,6 +250,7 @@ class WrappingDrafter(Drafter):
     def __init__(self, parts: Seq[Drafter]) -> None:
         self.parts = tuple(parts)
         self.requires = Requirements.all_of(part.requires for part in parts)
+        self.drafts_from_text = all(part.drafts_from_text for part in parts)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""What a machine and a method were measured to do, from a file that ``foretoken tune profile`` wrote."""
+"""What a machine and a method were measured to do, from a file that ``foretoken tune`` wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.errors import ConfigError
 if TYPE_CHECKING:
     from foretoken.engine.governor import Governor
 
-REMEDY = "make one with foretoken tune profile"
+REMEDY = "make one with foretoken tune"
 
 SAME_MODEL = ("model", "layers", "shapes")
 """Facts that must agree; where others differ, the costs of a profile do not hold and are left out."""
@@ -98,13 +98,9 @@ class Profile:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(
-                f"profile {path} cannot be read: {error.strerror}; make it with foretoken tune profile"
-            ) from None
+            raise ConfigError(f"profile {path} cannot be read: {error.strerror}; make it with foretoken tune") from None
         except ValueError as error:
-            raise ConfigError(
-                f"profile {path} is not valid JSON: {error}; make it with foretoken tune profile"
-            ) from None
+            raise ConfigError(f"profile {path} is not valid JSON: {error}; make it with foretoken tune") from None
         try:
             return cls(
                 str(data["method"]),

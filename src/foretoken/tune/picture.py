@@ -1,4 +1,4 @@
-"""A picture of a search over layer sets. Needs matplotlib, which is an optional dependency."""
+"""Pictures of a search over layer sets and of a choice among methods. Needs matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from foretoken.views.traceplot import check_picture, require_matplotlib
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from foretoken.tune.choosing import Choice
     from foretoken.tune.layer_sets import SearchResult
     from foretoken.tune.space import Space
+
+
+ROWS = (1, 2, 4, 8, 16)
 
 
 def plot_search(result: SearchResult, space: Space, file: str | Path) -> Path:
@@ -55,3 +59,44 @@ def _draw_sets(panel: Axes, result: SearchResult, space: Space, count: int = 10)
     panel.set_yticks([0, 1], ["attention", "MLP"])
     panel.set_xticks(range(space.num_layers))
     panel.set_xlabel(f"layer; share of the best {len(best)} sets that leave it out")
+
+
+def plot_choice(choice: Choice, file: str | Path) -> Path:
+    """Speed by the length of drafts, by the nodes of trees, and of the best settings by the rows of a batch.
+
+    Raises: ConfigError, see `check_picture`.
+    """
+    path = check_picture(file)
+    figure = require_matplotlib().Figure(figsize=(13, 4.2), layout="constrained")
+    by_length, by_nodes, by_rows = figure.subplots(1, 3)
+    for panel, size, label in ((by_length, "length", "K, longest draft"), (by_nodes, "nodes", "nodes of the tree")):
+        _draw_sizes(panel, choice, size)
+        panel.set_xlabel(label)
+    for one in choice.best_of_methods():
+        panel_speeds = [(rows, choice.speed_at(one, rows)) for rows in ROWS]
+        by_rows.plot(*zip(*panel_speeds, strict=True), marker="o", markersize=3, label=one.setting.name)
+    by_rows.set_xscale("log", base=2)
+    by_rows.set_xticks(ROWS, [str(rows) for rows in ROWS])
+    by_rows.set_xlabel("rows of a batch, by the cost curve")
+    for panel in (by_length, by_nodes, by_rows):
+        panel.axhline(1.0, color="#888888", linewidth=0.8, linestyle="--")
+        panel.set_ylabel("speed, plain = 1")
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw_sizes(panel: Axes, choice: Choice, size: str) -> None:
+    """A line per method over the settings that have such a size."""
+    titles = dict.fromkeys(one.setting.title for one in choice.ranked)
+    for title in titles:
+        several = sorted(
+            (getattr(one.setting, size), one) for one in choice.of_method(title) if getattr(one.setting, size)
+        )
+        if not several:
+            continue
+        sizes = [value for value, _ in several]
+        (line,) = panel.plot(sizes, [one.speed for _, one in several], marker="o", markersize=3, label=title)
+        low, high = [one.low for _, one in several], [one.high for _, one in several]
+        panel.fill_between(sizes, low, high, color=line.get_color(), alpha=0.12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.costs import Forward, facts_of, filled_cache, forward_times
 from foretoken.engine.profiles import Profile, Setting, StepCurve
 from foretoken.errors import ConfigError
+from foretoken.tune.prices import rates
 
 if TYPE_CHECKING:
     from foretoken.engine.drafter import Drafter
@@ -45,14 +47,7 @@ class Observed:
 
     def rates(self, prompts: Seq[Drafted] | None = None) -> tuple[float, ...]:
         """The chance of every depth, given that the one above was right; as deep as anything was tried."""
-        steps = [step for one in (self.by_prompt if prompts is None else prompts) for step in one]
-        found = []
-        for depth in range(1, max((drafted for drafted, _ in steps), default=0) + 1):
-            tried = [accepted for drafted, accepted in steps if drafted >= depth and accepted >= depth - 1]
-            if not tried:
-                break
-            found.append(sum(accepted >= depth for accepted in tried) / len(tried))
-        return tuple(found)
+        return rates(Counter(step for one in (self.by_prompt if prompts is None else prompts) for step in one))
 
     def draft_seconds(self, levels: int) -> float:
         """Seconds of drafting so many levels: on the line through those that were measured."""

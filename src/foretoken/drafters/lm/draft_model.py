@@ -76,6 +76,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft_model"
+    drafts_from_text = True
     requires = Requirements(prompts=True)
 
     def __init__(

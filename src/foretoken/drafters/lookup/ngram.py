@@ -83,6 +83,7 @@ class NGramDrafter(PlannedDrafter):
     """
 
     name = "ngram"
+    drafts_from_text = True
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class RestDrafter(PlannedDrafter):
     """
 
     name = "rest"
+    drafts_from_text = True
 
     def __init__(
         self,

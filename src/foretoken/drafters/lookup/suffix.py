@@ -80,6 +80,7 @@ class SuffixDrafter(PlannedDrafter):
     """
 
     name = "suffix"
+    drafts_from_text = True
 
     def __init__(
         self,

@@ -1,0 +1,104 @@
+"""Drafters along texts that plain decoding wrote: what of their drafts is right, without the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.budget import Budget
+from foretoken.engine.drafter import Drafter, StepResult
+from foretoken.engine.engine import Engine
+from foretoken.engine.outputs import RowOutput
+from foretoken.engine.sequence import Sequence
+from foretoken.model.lm import CausalLM
+from foretoken.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, and what plain decoding said.
+
+    Args:
+      category: the kind of prompt.
+      params: with which it was said; a draft model draws its drafts with the same noise.
+    """
+
+    category: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    params: SamplingParams
+
+
+class Walk:
+    """Decodes texts that are known already, so that every step costs its drafting alone.
+
+    Args:
+      target: whose texts they are; it makes the rows and runs no forward.
+      drafter: one whose drafts depend on the tokens of rows alone (`Drafter.drafts_from_text`).
+      texts: in the order in which they enter.
+
+    Exactness: under the rule "match" texts do not depend on drafts, so that steps are those of the engine with the same
+    budgets.
+    """
+
+    def __init__(self, target: CausalLM, drafter: Drafter, texts: Iterable[Text]) -> None:
+        self.drafter = drafter
+        self.rows: list[Sequence] = []
+        self._waiting = list(texts)
+        self._text_of: dict[int, list[int]] = {}
+        self._rows_from = Engine(target, EmptyDrafter())  # which never runs
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that have not entered."""
+        return len(self._waiting)
+
+    def enter(self, num_rows: int) -> bool:
+        """Let texts enter until so many rows are walked; whether there is a step to make."""
+        while self._waiting and len(self.rows) < num_rows:
+            text = self._waiting.pop(0)
+            (row,) = self._rows_from.add_request(text.prompt, text.params)
+            self._text_of[row.id] = [*text.prompt, *text.output]
+            self.drafter.start([row])
+            self.rows.append(row)
+        return bool(self.rows)
+
+    def budgets(self) -> list[Budget]:
+        """What may be drafted for every row."""
+        return [Budget(max(0, row.num_remaining_tokens - 1)) for row in self.rows]
+
+    def propose(self, budgets: Seq[Budget]) -> list[DraftTree]:
+        """Drafts within these budgets."""
+        drafts = self.drafter.propose(self.rows, budgets)
+        return [budget.cut(draft) for draft, budget in zip(drafts, budgets, strict=True)]
+
+    def emit(self, trees: Seq[DraftTree]) -> list[RowOutput]:
+        """Follow the texts as far as the drafts do, and one token on; rows that have come to their end leave."""
+        found = [self._accept(row, tree) for row, tree in zip(self.rows, trees, strict=True)]
+        outputs = [
+            RowOutput(row, result.emitted, len(result.path) - 1, tree=result.tree)
+            for row, result in zip(self.rows, found, strict=True)
+        ]
+        going_on = [place for place, row in enumerate(self.rows) if not row.is_finished]
+        self.drafter.observe([self.rows[place] for place in going_on], [found[place] for place in going_on])
+        self.drafter.forget([row for row in self.rows if row.is_finished])
+        self.rows = [self.rows[place] for place in going_on]
+        return outputs
+
+    def _accept(self, row: Sequence, tree: DraftTree) -> StepResult:
+        """Example: the text goes on with 5, 6, 7, and the draft is 5, 6, 8: two are right, and 7 is the bonus."""
+        text, path = self._text_of[row.id], [0]
+        emitted: list[int] = []
+        while True:
+            emitted.append(text[len(row.token_ids) + len(emitted)])
+            child = tree.child(path[-1], emitted[-1])
+            if child is None or len(row.token_ids) + len(emitted) == len(text):
+                break
+            path.append(child)
+        row.extend(emitted)
+        if len(row.token_ids) == len(text):
+            row.finish_reason = "length"
+        return StepResult(tree, tuple(path), tuple(emitted))
