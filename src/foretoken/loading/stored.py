@@ -170,11 +170,11 @@ def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
     """The entry ``quantization_config`` of the configuration."""
     most = Counter((each.bits, each.group, each.zeros is None) for each in codes.values())
     groups: dict[str, Any] = {}
-    for number, kind in enumerate(sorted(most, key=lambda kind: -most[kind])):
+    for number, kind in enumerate(sorted(most, key=most.__getitem__)):  # the first that fits a layer counts
         bits, group, is_symmetric = kind
         names = [name for name, each in codes.items() if (each.bits, each.group, each.zeros is None) == kind]
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if number == 0 else names,
+            "targets": names if number < len(most) - 1 else ["Linear"],
             "weights": {
                 "num_bits": bits,
                 "type": "int",
