@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, PromptError
-from foretoken.verify import FunctionSubject, Sample, Verdict, verify
+from foretoken.verify import Answer, FunctionSubject, LLMSubject, Sample, Subject, Verdict, verify, verifying
+from foretoken.verify.continuations import FEWEST, draw
 from foretoken.verify.laws import ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.verdict import holm
 
@@ -279,3 +280,38 @@ def test_verdicts_are_plain_data(llm: LLM) -> None:
     data = found.as_dict()
     assert data["status"] == found.status
     assert len(data["findings"]) == len(found.findings)
+
+
+def test_samples_come_one_request_at_a_time(llm: LLM) -> None:
+    """Four requests of 16 at once took longer to read than to sample: rows beyond the batch read the prompt again."""
+
+    class Counting(Subject):
+        counts_drafts = True
+        requests: ClassVar[list[tuple[int, int]]] = []
+
+        def generate(self, prompts: Any, params: Any) -> list[Answer]:
+            self.requests += [(len(prompts), params[0].n)]
+            return [Answer((Sample((1, 2, 3)),) * params[0].n, 2, 1)]
+
+    found, counts = draw(Counting(), [1], SamplingParams(max_tokens=3), None, 0, until=0.0)
+    assert len(found) == FEWEST
+    assert Counting.requests == [(1, 16)] * (FEWEST // 16)
+    assert llm.engine_config.max_num_seqs >= 16
+    assert counts == {"num_drafted": 8, "num_accepted": 4}
+
+
+def test_plain_answers_are_not_decoded_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy decoding is what stop strings are made of, what drafts are held against, and prompts one by one."""
+    asked = []
+    generate = LLMSubject.generate
+
+    def counted(self: LLMSubject, prompts: Any, params: Any) -> list[Answer]:
+        if self.name == "plain decoding":
+            asked.append(params)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(LLMSubject, "generate", counted)
+    monkeypatch.setattr(verifying._Work, "_test_laws", lambda *_: None)  # they take a share of the time
+    found = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1e6)
+    assert sum(one.check == "tokens" and one.status == "holds" for one in found.findings) == 15
+    assert len(asked) == 14

@@ -48,10 +48,22 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter."""
+    """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter.
+
+    Without a model or a drafter: the machine, the compiler, kernels, what they promise, caches, and what is missing.
+    """
     with exit_codes():
         if keys:
             show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
+            return
+        if (model, drafting) == (ModelOptions(), DraftingOptions()):
+            from foretoken.cli.machine import machine_report, show_machine
+
+            found = machine_report()
+            if as_json:
+                put_json(found)
+            else:
+                show_machine(found)
             return
         name = model.chosen()
         llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading))

@@ -16,13 +16,11 @@ DEPTH = 3
 """Tokens of a continuation whose law is enumerated: two drafts and a bonus at most."""
 
 SAMPLES_AT_ONCE = 16
-"""Samples of one request of a law test: the prompt is read once for them."""
+"""Samples of one request of a law test, and one request at a time: the prompt is read once for them. Samples beyond
+`EngineConfig.max_num_seqs`, of the same request or the next, would read it again, each by itself."""
 
 FEWEST, MOST = 64, 4096
 """Samples of a law test."""
-
-AT_ONCE = 4
-"""Requests of a subject that batches them."""
 
 FIRST_SEED = 7919
 """Of the first request, behind the seeds of everything else."""
@@ -60,11 +58,10 @@ def draw(
     """
     found: list[Seq[int]] = []
     num_drafted = num_accepted = calls = 0
-    several = AT_ONCE if subject.counts_drafts else 1
     while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
-        asked = [replace(params, seed=seed + FIRST_SEED + calls * several + i) for i in range(several)]
+        asked = replace(params, seed=seed + FIRST_SEED + calls, n=SAMPLES_AT_ONCE)
         calls += 1
-        for answer in subject.generate([prompt] * several, asked):
+        for answer in subject.generate([prompt], [asked]):
             found += [_ids(sample, tokenizer) for sample in answer.samples]
             num_drafted += answer.num_drafted
             num_accepted += answer.num_accepted

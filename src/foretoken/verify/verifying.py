@@ -15,7 +15,7 @@ from foretoken.errors import ConfigError, ForetokenError
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
-from foretoken.verify.continuations import DEPTH, FEWEST, SAMPLES_AT_ONCE, draw, telling
+from foretoken.verify.continuations import DEPTH, FEWEST, draw, telling
 from foretoken.verify.differences import Difference, Differences
 from foretoken.verify.features import LAWS, NUM_FIRST, Feature, features
 from foretoken.verify.laws import SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 SHARE_OF_LAWS = 0.45
-"""Of the time, for law tests and the control."""
+"""Of the time, for law tests and the control, at most: settings whose tokens are compared go first."""
 
 
 def verify(
@@ -105,16 +105,19 @@ class _Work:
         self._findings: list[Finding] = []
         self._laws: list[tuple[int, LawTest]] = []
         self._num_drafted = self._num_accepted = 0
+        self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
 
     def run(self) -> Verdict:
         """Everything that there is time for."""
-        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens)
+        ends = SamplingParams(temperature=0.0, max_tokens=self._max_tokens, logprobs=2)
         self._progress("plain decoding of every prompt")
-        plain = self._plain.generate(self._prompts, [ends] * len(self._prompts))
+        plain = self._expected([ends] * len(self._prompts))
         every = features(plain, self._max_tokens, self._seed)
+        began = time.monotonic()
         for feature in every[:NUM_FIRST]:
             self._compare(feature)
-        self._test_laws(plain)
+        of_a_setting = (time.monotonic() - began) / NUM_FIRST
+        self._test_laws(plain, self._ends - of_a_setting * (len(every) - NUM_FIRST))
         for feature in every[NUM_FIRST:]:
             self._compare(feature)
         self._judge_laws()
@@ -148,7 +151,7 @@ class _Work:
         except ForetokenError as error:
             self._findings.append(Finding(feature.name, "tokens", "left out", f"it refuses: {error}"))
             return
-        wanted = self._plain.generate(self._prompts, feature.params)
+        wanted = self._expected(feature.params)
         self._num_drafted += sum(answer.num_drafted for answer in found)
         self._num_accepted += sum(answer.num_accepted for answer in found)
         differences = []
@@ -162,6 +165,15 @@ class _Work:
         self._findings.append(self._token_finding(feature.name, num_samples, num_tokens, differences))
         if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
             self._compare_logprobs(feature.name, found, wanted)
+
+    def _expected(self, params: Seq[SamplingParams]) -> list[Answer]:
+        """Plain decoding of all prompts; what has been said before is not decoded again."""
+        asked = [replace(one, logprobs=None, seed=None) if one.is_greedy else one for one in params]
+        for known, answers in self._said:
+            if known == asked:
+                return answers
+        self._said.append((asked, self._plain.generate(self._prompts, params)))
+        return self._said[-1][1]
 
     def _answers(self, feature: Feature, params: Seq[SamplingParams]) -> list[Answer]:
         if not feature.is_alone:
@@ -208,13 +220,17 @@ class _Work:
 
     # -- laws ------------------------------------------------------------------------------------------------------
 
-    def _test_laws(self, plain: Seq[Answer]) -> None:
-        """Samples of short continuations against the enumerated law; the control first of all."""
-        until = min(self._ends, time.monotonic() + SHARE_OF_LAWS * self._budget)
+    def _test_laws(self, plain: Seq[Answer], ends: float) -> None:
+        """Samples of short continuations against the enumerated law; the control first of all.
+
+        Args:
+          ends: when all else needs the rest of the time; the first test and the control are made anyway.
+        """
+        until = min(ends, time.monotonic() + SHARE_OF_LAWS * self._budget)
         tests = [(name, keys) for name, keys in LAWS if not keys.keys() - self._subject.takes]
         prompt = self._telling_prompt(plain)
         for place, (name, keys) in enumerate(tests):
-            params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, "n": SAMPLES_AT_ONCE, **keys})
+            params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, **keys})
             left = until - time.monotonic()
             if left <= 0 and place:
                 self._findings.append(Finding(name, "law", "left out", f"no time was left of {self._budget:g} s"))
@@ -246,7 +262,7 @@ class _Work:
         """A decoder that keeps whatever is drafted has to fail the test that the subject has passed."""
         self._progress("control: a decoder that accepts every draft")
         broken = BrokenSubject(self._llm)
-        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, 2 * FEWEST))
+        samples, drafts = self._draw(broken, prompt, params, num_samples=min(num_samples, FEWEST))
         test = judge_samples(law, samples, level, self._seed)
         is_caught = test.p_value <= level
         said = (
