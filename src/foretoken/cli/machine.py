@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 EXTRAS = {
@@ -113,7 +114,7 @@ def show_machine(report: dict[str, Any]) -> None:
     for column in ("what", "why", "remedy"):
         table.add_column(column, overflow="fold")
     for one in report["missing"]:
-        table.add_row(one["what"], one["why"], one["remedy"])
+        table.add_row(*(escape(one[column]) for column in ("what", "why", "remedy")))
     console.print(table)
 
 
