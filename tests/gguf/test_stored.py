@@ -154,8 +154,10 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.skipif(not zoo.is_available("smollm2"), reason="smollm2 is not installed")
-def test_smollm2_runs_in_its_4_bits() -> None:
-    llm = LLM("zoo:smollm2", weights="stored")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_smollm2_runs_in_its_4_bits(dtype: str) -> None:
+    """It is kept as it was converted into bfloat16, which in float32 is another model than the file's."""
+    llm = LLM("zoo:smollm2", weights="stored", dtype=dtype)
     assert llm.model_info.weight_types == "210 of Q4_1 and 1 of Q8_0"
     assert llm.generate("A dog", GREEDY)[0].finished
 

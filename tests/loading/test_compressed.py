@@ -190,6 +190,16 @@ def test_what_is_not_plain_is_refused_by_name(changes: dict[str, Any], message: 
         load_model(tmp_path / "m", weights="stored")
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_other_layouts_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    """Before any weight is read."""
+    write(tmp_path / "m", 4, 32, "pack-quantized")
+    change(tmp_path / "m", quant_method=method)
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=f"has the layout of {method}, which is not read"):
+        load_model(tmp_path / "m", weights="stored")
+
+
 def test_inputs_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", 4, 32, "pack-quantized")
     file = tmp_path / "m" / "model.safetensors"

@@ -27,7 +27,13 @@ _WORD = 32
 
 def is_compressed(config: Any) -> bool:
     """Whether a configuration says that its checkpoint is in this layout."""
-    return getattr(config, "quantization_config", None) is not None and _settings(config)["quant_method"] == METHOD
+    return method_of(config) == METHOD
+
+
+def method_of(config: Any) -> str:
+    """By what the weights of a checkpoint are quantised; empty where they are not."""
+    has_settings = getattr(config, "quantization_config", None) is not None
+    return str(_settings(config).get("quant_method") or "") if has_settings else ""
 
 
 def why_not_plain(config: Any) -> str:

@@ -20,7 +20,7 @@ from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
-from foretoken.loading.compressed import is_compressed, why_not_plain
+from foretoken.loading.compressed import is_compressed, method_of, why_not_plain
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
 from foretoken.loading.stored import load_compressed
@@ -74,7 +74,9 @@ def load_model(
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
     types = None
-    if not isinstance(front, Header) and is_compressed(front) and _reads_codes(source, front, weights, quantization):
+    is_whole = is_compressed(front) and _reads_codes(source, front, weights, quantization)
+    blocks = None if weights is None or is_whole else _blocks(source, front)
+    if is_whole:
         stored: torch.dtype | None = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
         chosen = choose_dtype(dtype, place, stored, widest_dtype)
         with _as_checkpoint_error(source, "weights"):
@@ -89,13 +91,16 @@ def load_model(
         chosen = choose_dtype(dtype, place, stored, widest_dtype)
         # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
-        loaded = _load_weights(source, front, as_stored)
+        if blocks is None or chosen == stored:
+            loaded = _load_weights(source, front, as_stored)
+        else:  # what was converted is what the blocks stand for in the dtype of the conversion alone
+            loaded = _load_gguf(source, blocks, chosen)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored, quantization)
     if types is not None:
         return replace(found, quantization=STORED, types=types)
-    if weights is not None:
-        return replace(found, quantization=weights, types=_multiply_as_stored(found.model, source, front, chosen))
+    if blocks is not None:
+        return replace(found, quantization=STORED, types=multiply_as_stored(found.model, blocks, chosen))
     if quantization is not None:
         quantize_weights(found.model, quantization, dtype=chosen, release_originals=True)
     return found
@@ -223,16 +228,26 @@ def _reads_codes(source: Source, config: Any, weights: str | None, quantization:
     return not reason
 
 
-def _multiply_as_stored(model: PreTrainedModel, source: Source, front: Any, dtype: torch.dtype) -> str:
-    """Let a model multiply by the blocks of its GGUF file; of the zoo, by those of the file that it comes from."""
+def _blocks(source: Source, front: Any) -> Header:
+    """The front of the GGUF file of a model; of the zoo, of the file that it comes from.
+
+    Raises: ConfigError, UnsupportedModelError for a model without.
+    """
     if isinstance(front, Header):
-        return multiply_as_stored(model, front, dtype)
+        return front
+    if method := method_of(front):
+        raise UnsupportedModelError(
+            f"weights is {STORED!r}, and {source.name} has the layout of {method}, which is not read; leave "
+            "weights out, or load the model that it was made from with quantization='int4'"
+        )
     file = zoo.stored_file(source.name) if source.name.startswith(ZOO) else None
     if file is None:
         raise ConfigError(
-            f"weights is 'stored', and {source.name} has no GGUF file; leave weights out, or take quantization='int8'"
+            f"weights is {STORED!r}, and {source.name} has no GGUF file; leave weights out, or take quantization='int8'"
         )
-    return multiply_as_stored(model, read_header(file), dtype)
+    header = read_header(file)
+    gguf_model.check_readable(header)
+    return header
 
 
 def _header(source: Source) -> Header:
