@@ -21,8 +21,9 @@ from foretoken.errors import CheckpointError, ConfigError, ForetokenError, Unsup
 from foretoken.gguf.blocks import TYPES, BlockType
 from foretoken.gguf.header import read_header
 from foretoken.loading.models import load_model
+from foretoken.native.codes import Codes
 from foretoken.native.library import library
-from foretoken.native.packed_matmul import Codes, CodesMatrix
+from foretoken.native.packed_matmul import CodesMatrix
 from foretoken.testing import hostile_kernels
 from foretoken.testing.hostile import KINDS
 from gguf_files import write_llama

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
@@ -18,9 +19,10 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.loading.compressed import codes_of, packed, parts_of, unpacked
 from foretoken.loading.models import load_model
 from foretoken.model.execution.forwards import replacement
+from foretoken.native.codes import Codes
 from foretoken.native.library import library
-from foretoken.native.packed_matmul import Codes
 from foretoken.testing import toy_model
+from gguf_files import write_llama
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
@@ -236,6 +238,13 @@ def test_what_cannot_be_saved_or_rounded_again_is_refused(tmp_path: Path) -> Non
     write(tmp_path / "m", 4, 32, "pack-quantized")
     with pytest.raises(ConfigError, match="are whole numbers already; leave it out"):
         load_model(tmp_path / "m", quantization="int8")
+
+
+@needs_kernels
+def test_steps_that_do_not_meet_zero_have_no_place_in_the_layout(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1).path
+    with pytest.raises(ConfigError, match=r"zeros are no whole numbers: it was rounded before"):
+        LLM(path, weights="stored").save_quantized(tmp_path / "q")
 
 
 @needs_kernels

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from foretoken.gguf.header import Header, TensorInfo
-from foretoken.native.packed_matmul import Codes
+from foretoken.native.codes import Codes
 
 SUPER = 256
 """Weights of a block with scales of its own for its parts."""

@@ -19,7 +19,7 @@ from foretoken.gguf.header import Header, TensorInfo
 from foretoken.gguf.model import is_quantised, type_name
 from foretoken.model.execution.packing import dense_weight, row_sums
 from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
-from foretoken.native.packed_matmul import Codes
+from foretoken.native.codes import Codes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

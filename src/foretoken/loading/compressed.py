@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.native.packed_matmul import CODES_SPAN, Codes
+from foretoken.native.codes import Codes
+from foretoken.native.packed_matmul import CODES_SPAN
 
 METHOD = "compressed-tensors"
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")

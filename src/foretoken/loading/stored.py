@@ -21,7 +21,7 @@ from foretoken.loading.compressed import METHOD, PARTS, codes_of, parts_of
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
-from foretoken.native.packed_matmul import Codes
+from foretoken.native.codes import Codes
 
 _SCALE = ".weight_scale"
 
@@ -123,8 +123,8 @@ def save_compressed(
             tensors |= {f"{name}.{part}": tensor for part, tensor in parts_of(found).items()}
         except ValueError as error:
             raise ConfigError(
-                f"{name} cannot be saved in the layout of compressed-tensors ({error}); the file that it was loaded "
-                "from has its weights already"
+                f"{name} cannot be saved in the layout of compressed-tensors ({error}: it was rounded before); keep "
+                "the file that it comes from, or load it with quantization='int8'"
             ) from None
     config = copy.deepcopy(model.config)
     output = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)

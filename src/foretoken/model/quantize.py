@@ -13,8 +13,9 @@ from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, dense_weight
 from foretoken.model.independence import has_plain_weight
+from foretoken.native.codes import Codes
 from foretoken.native.library import library
-from foretoken.native.packed_matmul import Codes, CodesMatrix
+from foretoken.native.packed_matmul import CodesMatrix
 
 GROUP_SIZES = (32, 64, 128, 256)  # what torch's kernels know
 ROWS_PER_BLOCK = 16  # the kernel takes output features in blocks of this size
@@ -39,9 +40,8 @@ class Int4Linear:
             self.matrix = CodesMatrix(codes, bias, kernels)
             return
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.numbers.int(), 1)
-        assert codes.zeros is not None
         scales = codes.scales.float()
-        pairs = torch.stack([scales, (8 - codes.zeros.float()) * scales], dim=-1)  # torch takes 8 for the zero of all
+        pairs = torch.stack([scales, codes.begins + 8 * scales], dim=-1)  # torch's codes begin at -8
         self._scales_and_zeros = pairs.transpose(0, 1).contiguous().to(torch.bfloat16)  # (in / group, out, 2)
         self._bias = bias
 

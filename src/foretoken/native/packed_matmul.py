@@ -8,13 +8,12 @@ sums every row in the same order whatever the number of rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from foretoken.native import abi, memory
+from foretoken.native.codes import Codes
 from foretoken.native.library import KINDS, Library
 
 PAIRS_BLOCK = 32
@@ -116,86 +115,6 @@ class NativeMatrix(PackedMatrix):
         else:
             blocks = self.packed.transpose(1, 2)
         return blocks.flatten(0, 1)[:outputs, :inputs].contiguous()
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A weight (out, in) in whole numbers: (code - 2^(bits - 1)) * scale, or with zeros as these say.
-
-    Args:
-      numbers: uint8 (out, in).
-      bits: of a code, 4 or 8.
-      scales: float32 or float16 (out, groups): inputs in that many groups of one size share a scale; the last may be
-        cut off.
-      zeros: as the scales, code * scale + zero, or in uint8, (code - zero) * scale; or None.
-      group: inputs of a group: all, or a multiple of 16.
-    """
-
-    numbers: torch.Tensor
-    bits: int
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    group: int = 0
-
-    @classmethod
-    def rounded(cls, weight: torch.Tensor, bits: int, group: int = 0, *, has_zeros: bool = False) -> Codes:
-        """Round to nearest, in steps on both sides of 0 by the largest weight of every group.
-
-        Args:
-          weight: (out, in) of any float dtype.
-          group: inputs; 0 for all.
-          has_zeros: round in steps between the smallest and the largest weight instead, of which one is 0.
-        """
-        outputs, inputs = weight.shape
-        size, half = group or inputs, 2 ** (bits - 1)
-        groups = F.pad(weight.detach().float(), (0, -inputs % size)).view(outputs, -1, size)
-        zeros = None
-        if has_zeros:
-            low = groups.amin(-1).clamp(max=0)
-            scales = (groups.amax(-1).clamp(min=0) - low) / (2 * half - 1)
-            # half precision loses nothing to speak of unless weights are tiny
-            scales = scales.clamp(min=2**-16).half() if 2**-12 < scales.mean() < 2**12 else scales.clamp(min=1e-30)
-            steps = scales.float()
-            zeros = (-low / steps).round_().clamp_(0, 2 * half - 1)
-            numbers = (groups / steps[..., None] + zeros[..., None]).round_().clamp_(0, 2 * half - 1).to(torch.uint8)
-            zeros = zeros.to(torch.uint8)
-        else:
-            scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
-            numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
-        return cls(numbers.view(outputs, -1)[:, :inputs].contiguous(), bits, scales, zeros, group)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Codes]) -> Codes:
-        """Weights with the same inputs, one after another."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
-        numbers, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("numbers", "scales"))
-        return cls(numbers, first.bits, scales, zeros, first.group)
-
-    @property
-    def kind(self) -> tuple[int, int, str]:
-        """What weights that are joined have in common."""
-        zeros = "" if self.zeros is None else "whole" if self.zeros.dtype == torch.uint8 else "float"
-        return self.bits, self.group, zeros
-
-    def dense(self) -> torch.Tensor:
-        """float32 (out, in): the weight that they stand for."""
-        inputs = self.numbers.shape[1]
-        scales, zeros = (
-            None if each is None else each.float().repeat_interleave(self.group or inputs, 1)[:, :inputs]
-            for each in (self.scales, self.zeros)
-        )
-        assert scales is not None
-        low = 2 ** (self.bits - 1) if zeros is None else zeros if self.kind[2] == "whole" else 0
-        weight: torch.Tensor = (self.numbers.float() - low) * scales
-        return weight + zeros if zeros is not None and self.kind[2] == "float" else weight
-
-    def rows(self, order: torch.Tensor) -> Codes:
-        """Of these outputs, in this order."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return Codes(self.numbers[order], self.bits, self.scales[order], zeros, self.group)
 
 
 class CodesMatrix(PackedMatrix):

@@ -25,7 +25,7 @@ from foretoken.errors import ConfigError
 from foretoken.llm import LLM
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.quantize import Int4Linear
-from foretoken.native.packed_matmul import Codes
+from foretoken.native.codes import Codes
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter, drafted
 

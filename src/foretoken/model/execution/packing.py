@@ -18,8 +18,9 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.state import version_of
+from foretoken.native.codes import Codes
 from foretoken.native.library import KINDS, library
-from foretoken.native.packed_matmul import Codes, CodesMatrix, NativeMatrix
+from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix
 
 BATCH_HINT = 16  # a hint of one row packs for another kernel, whose single row has other bits than its many
 MIN_ELEMENTS = 2**18

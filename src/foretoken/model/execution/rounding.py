@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight
 from foretoken.model.execution.sharing import groups, shared_storages
-from foretoken.native.packed_matmul import Codes
+from foretoken.native.codes import Codes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
