@@ -332,7 +332,7 @@ def test_the_default_model_is_a_real_one_where_it_is_installed(
 def test_help_loads_nothing() -> None:
     """Neither torch nor a model: what is read before an option is known must not be slow."""
     verbs = ["generate", "chat", "demo", "info", "trajectory", "datastore build", "datastore query"]
-    verbs += ["tune layer-skip", "tune tree", "serve", "verify", "bench", "train"]
+    verbs += ["tune", "tune layer-skip", "tune tree", "serve", "verify", "bench", "train"]
     code = (
         "import sys; from typer.testing import CliRunner; from foretoken.cli import app\n"
         f"for verb in {verbs}:\n"
