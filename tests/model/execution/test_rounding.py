@@ -83,7 +83,7 @@ def test_a_product_is_right_and_has_the_same_bits_among_any_rows_and_on_any_cpu(
 
 
 def test_what_was_rounded_before_is_hardly_rounded_again() -> None:
-    """Weights of 4 bits whose zeros are no whole numbers, in bfloat16: zoo:smollm2 got a quarter worse by perplexity."""
+    """Weights of 4 bits whose zeros are no whole numbers, in bfloat16: a quarter worse in perplexity of zoo:smollm2."""
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
     groups = weight.view(64, 3, 32)
     low, step = groups.amin(-1, keepdim=True), (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
