@@ -127,7 +127,7 @@ def test_a_text_goes_before_what_is_known() -> None:
 
 def test_rows_are_the_targets_candidates_along_prompt_and_tree() -> None:
     """After one step: candidates behind every prompt token, its text in front, and behind every node of the draft."""
-    one = drafter(num_candidates=4)
+    one = drafter(num_candidates=4, initial_state="prompt")
     engine = Engine(target(), one)
     row = engine.add_request(PROMPTS[2], GREEDY)[0]
     engine.step()
@@ -162,7 +162,7 @@ def test_the_vocabulary_is_asked_token_by_token() -> None:
 # -- requests ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("initial_state", ["vocabulary", "prompt", "empty"])
+@pytest.mark.parametrize("initial_state", ["vocabulary", "prompt", "text", "empty"])
 def test_nothing_passes_from_one_request_to_another_unless_asked(initial_state: str) -> None:
     """The same request again takes as many steps with a used drafter; where requests share it has learned."""
     one, shared = drafter(initial_state=initial_state), drafter(initial_state=initial_state, shared=True)
@@ -185,7 +185,7 @@ def test_the_state_of_the_vocabulary_is_kept_in_its_file(tmp_path: Path) -> None
     before = lm.num_forwards
     Engine(lm, drafter(initial_state="vocabulary", state_file=file))
     assert lm.num_forwards == before  # read, not made again
-    assert num_steps(drafter(state_file=file)) == with_it
+    assert num_steps(drafter(state_file=file, initial_state="prompt")) == with_it
 
 
 def test_what_requests_share_survives_a_restart(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_places_that_cannot_be_written_are_refused_before_anything_runs(tmp_path
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"num_candidates": 0}, "num_candidates is 0"),
         ({"max_nodes": 1}, "max_draft_nodes is 1"),
-        ({"initial_state": "full"}, "initial_state is 'full'; choose one of vocabulary, prompt, empty"),
+        ({"initial_state": "full"}, "initial_state is 'full'; choose one of vocabulary, prompt, text, empty"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
