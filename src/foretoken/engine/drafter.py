@@ -159,7 +159,6 @@ class Drafter(ABC):
     requires: Requirements = Requirements()
     usual_acceptance: float | None = None
     """Share of drafted tokens that are right after right ones, where all texts are alike: a governor begins with it."""
-
     drafts_from_text: bool = False
     """Whether it looks at nothing but the tokens of rows: then it can be tried along texts that are there already."""
 
