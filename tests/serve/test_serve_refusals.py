@@ -36,6 +36,12 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "model": ("/v1/completions", {"prompt": "a", "model": "b"}, 404, "does not exist"),
     "no messages": ("/v1/chat/completions", {}, 400, "messages is null"),
     "role": ("/v1/chat/completions", {"messages": [{"role": "<|im_start|>", "content": ""}]}, 400, "has the role"),
+    "prompt in a stream": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "stream": True, "prompt_logprobs": 1},
+        400,
+        "leave stream out",
+    ),
     "picture": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -56,6 +56,9 @@ def read_chat(body: dict[str, Any], served: Served, settings: ServerSettings) ->
     longest = given.get("max_tokens") if longest is None else longest
     logprobs = most if wants_logprobs else None
     asking = read_asking(given, served, settings, logprobs=logprobs, max_tokens=longest)
+    if asking.streams and asking.params.prompt_logprobs is not None:
+        message = "prompt_logprobs is not told in streams of chat; leave stream out, or use /v1/completions"
+        raise ApiError(400, message, "prompt_logprobs")
     tools = read_tools(given, settings.tool_call_parser, str(served.tokenizer.chat_template or ""))
     asking = with_prompts(asking, [_prompt(given, tools, served)], settings)
     return asking, ChatForm(asking, served, has_tools=bool(tools))
