@@ -33,6 +33,9 @@ TIMING = (
     "length_policy='fixed' or exactness='strict' keeps them"
 )
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+CONTEXT, REPEATS = 256, 15
+MACHINE = (ModelOptions(), DraftingOptions(), LoadingOptions(), CONTEXT, REPEATS)
+"""What is asked for where nothing is said of a model: the machine is shown."""
 
 
 @takes_groups
@@ -41,8 +44,8 @@ def info(
     model: ModelOptions,
     drafting: DraftingOptions,
     loading: Annotated[LoadingOptions, "dtype", "device", "execution", "quantization", "weights"],
-    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = 256,
-    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = 15,
+    context: Annotated[int, typer.Option(help="Tokens before the measured step.", min=1)] = CONTEXT,
+    repeats: Annotated[int, typer.Option(help="Measurements per width.", min=1)] = REPEATS,
     keys: Annotated[
         bool, typer.Option("--keys", help="List the keys of --method, or of all methods, and load nothing.")
     ] = False,
@@ -50,13 +53,14 @@ def info(
 ) -> None:
     """Show the model, the verdict of the probe, the measured cost curve T(k)/T(1), memory, methods, and the drafter.
 
-    Without a model or a drafter: the machine, the compiler, kernels, what they promise, caches, and what is missing.
+    Without a model, a drafter or an option of theirs: the machine, the compiler, kernels, what they promise, caches,
+    and what is missing.
     """
     with exit_codes():
         if keys:
             show_keys(None if drafting.method is None else method_named(drafting.method).name, as_json)
             return
-        if (model, drafting) == (ModelOptions(), DraftingOptions()):
+        if (model, drafting, loading, context, repeats) == MACHINE:
             from foretoken.cli.machine import machine_report, show_machine
 
             found = machine_report()
