@@ -66,7 +66,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "lookahead": lambda: LookaheadDrafter(3, window_size=3, guess_set_size=2),
     "suffix": lambda: SuffixDrafter(4, min_token_prob=0.0),
     "rest": lambda: RestDrafter(datastore(), 3),
-    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10),
+    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10, initial_state="prompt"),
 }
 OTHERS: dict[str, Callable[[], Drafter]] = {
     "layer-skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),

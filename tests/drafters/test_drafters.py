@@ -148,7 +148,7 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "suffix-shared": lambda depth: SuffixDrafter(depth, history=OutputHistory(6, max_outputs=4)),
     "rest": lambda depth: RestDrafter(datastore(), depth),
     "rest-chain": lambda depth: RestDrafter(datastore(), depth, num_branches=1, dynamic_index=False),
-    "token-recycling": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=24),
+    "token-recycling": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=24, initial_state="prompt"),
     "token-recycling-shared": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=12, shared=True),
     "token-recycling-vocabulary": lambda depth: TokenRecyclingDrafter(
         VOCAB_SIZE, depth, num_candidates=3, initial_state="vocabulary"

@@ -27,7 +27,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
     "layer-skip": layer_skip,
     "draft-model": draft_model,
-    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=12),
+    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=12, initial_state="prompt"),
 }
 
 

@@ -87,7 +87,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "lookahead": lambda _: LookaheadDrafter(3, window_size=4, guess_set_size=3),
     "suffix": lambda _: SuffixDrafter(4, min_token_prob=0.0),
     "rest": lambda name: RestDrafter(_datastore(name), 4),
-    "token-recycling": lambda _: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=24),
+    "token-recycling": lambda _: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=24, initial_state="prompt"),
 }
 
 
