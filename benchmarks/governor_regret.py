@@ -36,6 +36,7 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.governor import Governor
 from foretoken.engine.stats import Steps
 from foretoken.model.lm import CausalLM
+from foretoken.tune.counting import num_nodes
 from foretoken.tune.walk import Text, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
@@ -126,10 +127,6 @@ class Costed:
         steps = Steps()
         steps.add(len(rows), sum(map(len, trees)) - len(rows), num_tokens, drafting * factor, verifying * factor)
         governor.follow_steps(steps)
-
-
-def num_nodes(sizes: Sequence[int], are_chains: bool) -> int:
-    return sum(sizes)
 
 
 def read(file: Path, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[Text]]:

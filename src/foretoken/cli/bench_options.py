@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from foretoken.cli.options import Target
+
 if TYPE_CHECKING:
     from foretoken.bench.methods import MethodsSettings
     from foretoken.bench.parts import Settings
@@ -41,16 +43,7 @@ _QUICK_RACE: dict[str, Any] = {"num_prompts": 2, "num_tuning_prompts": 1, "max_n
 class BenchOptions:
     """What is measured, on which models, and where results go."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|HUB_ID|zoo:NAME",
-            show_default=False,
-            help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
-        ),
-    ] = None
+    model: Target = None
     methods: Annotated[
         str | None,
         typer.Option(

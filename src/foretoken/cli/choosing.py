@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,11 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.cli.options import Dtype, Execution, Quantization
+from foretoken.cli.options import Dtype, Execution, Quantization, Target
 from foretoken.cli.running import choose_model, load_llm
 
 if TYPE_CHECKING:
-    from foretoken.bench.workload import Prompt
+    from foretoken.bench.workload import Prompt, Question
     from foretoken.llm import LLM
     from foretoken.tune.choosing import Choice
     from foretoken.tune.tuning import Say, Tuning
@@ -31,16 +32,7 @@ _SHOWN = 12
 class ChoosingOptions:
     """For what model, machine and prompts the best method is wanted."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|HUB_ID|zoo:NAME",
-            show_default=False,
-            help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
-        ),
-    ] = None
+    model: Target = None
     prompts_file: Annotated[
         Path | None,
         typer.Option(
@@ -98,12 +90,12 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
 
     model = choose_model(options.model)
     candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
-    read_questions(options.prompts_file)  # refused before a model is loaded
+    questions = read_questions(options.prompts_file)  # refused before a model is loaded
     llm = load_llm(model, None, dtype=options.dtype, execution=options.execution, quantization=options.quantization)
     tuning = Tuning(llm, {one.name: one.given for one in candidates}, options.budget, say)
     tuning.measure(is_fresh=options.fresh)
     number = tuning.num_prompts(options.num_prompts, options.max_new_tokens)
-    prompts = _prompts(llm, options, number)
+    prompts = _prompts(llm, options, questions, number)
     params = SamplingParams(
         temperature=options.temperature,
         max_tokens=options.max_new_tokens,
@@ -127,8 +119,8 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
     return choice, tuning, details
 
 
-def _prompts(llm: LLM, options: ChoosingOptions, number: int) -> list[Prompt]:
-    from foretoken.bench.workload import AGAIN, prompts_of_kinds, read_questions
+def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], number: int) -> list[Prompt]:
+    from foretoken.bench.workload import AGAIN, prompts_of_kinds
     from foretoken.errors import ConfigError
 
     context = llm.target.context_length
@@ -136,7 +128,7 @@ def _prompts(llm: LLM, options: ChoosingOptions, number: int) -> list[Prompt]:
     if kinds and AGAIN in kinds:
         raise ConfigError(f"--kinds names {AGAIN!r}, which bench makes by decoding; put such conversations into a file")
     room = None if context is None else context - options.max_new_tokens
-    found = prompts_of_kinds(llm.tokenizer, read_questions(options.prompts_file), kinds, room, lambda ids: ids)
+    found = prompts_of_kinds(llm.tokenizer, questions, kinds, room, lambda ids: ids)
     return list(islice(found, number))
 
 

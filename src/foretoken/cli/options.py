@@ -43,6 +43,16 @@ Quantization = Annotated[
         "--quantization", metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."
     ),
 ]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="PATH|HUB_ID|zoo:NAME",
+        show_default=False,
+        help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(

@@ -131,10 +131,10 @@ def cost_curve(target: CausalLM) -> CostCurve:
     known = _known.get(target)
     if known is not None and known[0] == facts:
         return known[1]
-    kept = _read(_file(facts)) or _Kept(CostCurve({}))
+    kept = _read(measured_file(facts)) or _Kept(CostCurve({}))
     if not kept.is_settled:
         kept = kept.with_another(*measure_curve(target))
-        keep_measured(_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
+        keep_measured(measured_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
     _known[target] = facts, kept.curve
     return kept.curve
 
@@ -176,7 +176,7 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
     for target in [target for target, known in _known.items() if known[0] == facts]:
         del _known[target]
     with suppress(OSError):
-        _file(facts).unlink(missing_ok=True)
+        measured_file(facts).unlink(missing_ok=True)
 
 
 @torch.inference_mode()
@@ -281,10 +281,6 @@ def _versions() -> list[str]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _file(facts: Mapping[str, Any]) -> Path:
-    return measured_file(facts)
 
 
 def measured_file(facts: Mapping[str, Any], kind: str = "") -> Path:

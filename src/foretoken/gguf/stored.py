@@ -81,16 +81,8 @@ class _Weights:
         sums = row_sums(given)
         for layer in self._layers.get((given.shape, int(sums.sum())), []):
             weight = dense_weight(layer)
-            if torch.equal(given, weight):
-                order = None
-            elif _num_different(sums) == _num_different(
-                row_sums(exact)
-            ):  # rows that look alike in this dtype are alike
-                order = torch.empty_like(sums)
-                order[row_sums(weight).argsort()] = sums.argsort()
-                if not torch.equal(given[order], weight):
-                    continue
-            else:
+            order = None if torch.equal(given, weight) else _order(sums, row_sums(weight))
+            if order is not None and not (torch.equal(given[order], weight) and _tells_as_much(sums, exact)):
                 continue
             self._layers[given.shape, int(sums.sum())].remove(layer)
             return layer, StoredCodes(codes.kind, partial(_read, header, tensor, order))
@@ -104,8 +96,16 @@ def _read(header: Header, tensor: TensorInfo, order: torch.Tensor | None) -> Cod
     return codes if order is None else codes.rows(order)
 
 
-def _num_different(sums: torch.Tensor) -> int:
-    return len(set(sums.tolist()))
+def _order(sums: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Which rows have to stand where, for their sums to be as wanted."""
+    order = torch.empty_like(sums)
+    order[wanted.argsort()] = sums.argsort()
+    return order
+
+
+def _tells_as_much(sums: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether rows that look alike in another dtype are alike."""
+    return len(torch.unique(sums)) == len(torch.unique(row_sums(exact)))
 
 
 def _listed(types: Counter[str]) -> str:

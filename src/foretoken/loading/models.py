@@ -73,34 +73,32 @@ def load_model(
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
-    types = None
     is_whole = is_compressed(front) and _reads_codes(source, front, weights, quantization)
     blocks = None if weights is None or is_whole else _blocks(source, front)
+    if isinstance(front, Header):
+        gguf_model.check_readable(front)
+        stored: torch.dtype | None = gguf_model.stored_dtype(front)
+    else:
+        stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
+    chosen = choose_dtype(dtype, place, stored, widest_dtype)
+    types = None
     if is_whole:
-        stored: torch.dtype | None = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-        chosen = choose_dtype(dtype, place, stored, widest_dtype)
         with _as_checkpoint_error(source, "weights"):
             loaded, types = load_compressed(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
-        gguf_model.check_readable(front)
-        stored = gguf_model.stored_dtype(front)
-        chosen = choose_dtype(dtype, place, stored, widest_dtype)
         loaded = _load_gguf(source, front, chosen)
-    else:
-        stored = stored_dtype(front, source.location, source.revision, is_local=source.is_local)
-        chosen = choose_dtype(dtype, place, stored, widest_dtype)
+    elif blocks is None or chosen == stored:
         # weights that are rounded are read as they lie in the file: they need no copy in another dtype first
         as_stored = stored if quantization is not None and stored in _SINGLE_AND_HALF else chosen
-        if blocks is None or chosen == stored:
-            loaded = _load_weights(source, front, as_stored)
-        else:  # what was converted is what the blocks stand for in the dtype of the conversion alone
-            loaded = _load_gguf(source, blocks, chosen)
+        loaded = _load_weights(source, front, as_stored)
+    else:  # what was converted is what the blocks stand for in the dtype of the conversion alone
+        loaded = _load_gguf(source, blocks, chosen)
     tokenizer = load_tokenizer_of(source, part) if with_tokenizer else None
     found = Loaded.of(loaded.to(place).eval(), source.name, True, tokenizer, stored, quantization)
+    if blocks is not None:
+        types = multiply_as_stored(found.model, blocks, chosen)
     if types is not None:
         return replace(found, quantization=STORED, types=types)
-    if blocks is not None:
-        return replace(found, quantization=STORED, types=multiply_as_stored(found.model, blocks, chosen))
     if quantization is not None:
         quantize_weights(found.model, quantization, dtype=chosen, release_originals=True)
     return found

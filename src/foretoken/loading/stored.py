@@ -19,7 +19,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
 from foretoken.loading.compressed import METHOD, PARTS, codes_of, parts_of
 from foretoken.model.execution.forwards import replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, named_weights
 from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
 from foretoken.native.codes import Codes
 
@@ -153,32 +153,29 @@ def _codes_by_name(model: nn.Module) -> Iterator[tuple[str, Codes]]:
 def _dense_by_name(model: nn.Module, codes: Mapping[str, Codes]) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything else; of tied weights the first."""
     seen = set()
-    for name, module in model.named_modules():
-        forward = replacement(module)
-        for key, weight in module.named_parameters(name, recurse=False):
-            is_weight = weight is getattr(module, "weight", None)
-            if (is_weight and name in codes) or weight.data_ptr() in seen:
-                continue
-            if is_weight and isinstance(forward, PackedLinear):  # its own may be released
-                yield key, forward.dense().to(weight.dtype)
-            else:
-                seen.add(weight.data_ptr())
-                yield key, weight.data
+    for name, weight, packed in named_weights(model):
+        if (packed is not None and name.removesuffix(".weight") in codes) or weight.data_ptr() in seen:
+            continue
+        if packed is not None:  # its own may be released
+            yield name, packed.dense().to(weight.dtype)
+        else:
+            seen.add(weight.data_ptr())
+            yield name, weight.data
 
 
 def _settings(model: nn.Module, codes: Mapping[str, Codes]) -> dict[str, Any]:
     """The entry ``quantization_config`` of the configuration."""
-    most = Counter((each.bits, each.group, each.zeros is None) for each in codes.values())
+    most = Counter(each.kind for each in codes.values())
     groups: dict[str, Any] = {}
     for number, kind in enumerate(sorted(most, key=most.__getitem__)):  # the first that fits a layer counts
-        bits, group, is_symmetric = kind
-        names = [name for name, each in codes.items() if (each.bits, each.group, each.zeros is None) == kind]
+        bits, group, zeros = kind
+        names = [name for name, each in codes.items() if each.kind == kind]
         groups[f"group_{number}"] = {
             "targets": names if number < len(most) - 1 else ["Linear"],
             "weights": {
                 "num_bits": bits,
                 "type": "int",
-                "symmetric": is_symmetric,
+                "symmetric": not zeros,
                 "strategy": "group" if group else "channel",
                 "group_size": group or None,
                 "dynamic": False,

@@ -65,8 +65,7 @@ class Codes:
     @property
     def begins(self) -> torch.Tensor:
         """float32 (out, groups): what a code of 0 stands for."""
-        zeros = torch.tensor(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.float()
-        return zeros if self.kind[2] == "float" else -zeros * self.scales.float()
+        return -(2 ** (self.bits - 1)) * self.scales.float() if self.zeros is None else _begins(self.scales, self.zeros)
 
     @property
     def kind(self) -> tuple[int, int, str]:
@@ -96,6 +95,11 @@ SAMPLE = 64
 """Outputs by which it is decided whether zeros are whole."""
 
 
+def _begins(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """What a code of 0 stands for, by whole zeros or others."""
+    return -zeros.float() * scales.float() if zeros.dtype == torch.uint8 else zeros.float()
+
+
 def _between(groups: torch.Tensor, bits: int, are_whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Numbers, scales and zeros of (out, groups, inputs) by their smallest and largest weight."""
     most, low, high = 2**bits - 1, groups.amin(-1), groups.amax(-1)
@@ -106,12 +110,11 @@ def _between(groups: torch.Tensor, bits: int, are_whole: bool) -> tuple[torch.Te
     scales = scales.clamp(min=2**-16).half() if 2**-12 < scales.mean() < 2**12 else scales.clamp(min=1e-30)
     steps = scales.float()
     zeros = (-low / steps).round_().clamp_(0, most).to(torch.uint8) if are_whole else low.to(scales.dtype)
-    begins = -zeros.float() * steps if are_whole else zeros.float()
-    numbers = ((groups - begins[..., None]) / steps[..., None]).round_().clamp_(0, most).to(torch.uint8)
+    numbers = ((groups - _begins(scales, zeros)[..., None]) / steps[..., None]).round_().clamp_(0, most).to(torch.uint8)
     return numbers, scales, zeros
 
 
 def _error(groups: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> float:
     """Sum of the squares of what rounding changes."""
-    begins = -zeros.float() * scales.float() if zeros.dtype == torch.uint8 else zeros.float()
-    return float((numbers * scales.float()[..., None] + begins[..., None] - groups).square().sum())
+    begins = _begins(scales, zeros)[..., None]
+    return float((numbers * scales.float()[..., None] + begins - groups).square().sum())

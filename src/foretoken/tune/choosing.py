@@ -22,9 +22,6 @@ TAIL = 0.025
 LITTLE = 0.03
 """Of speed, that a simpler setting may be expected to be slower where nothing tells the two apart."""
 
-FEWEST = MIN_PROMPTS
-"""Prompts below which no interval holds."""
-
 Times = NDArray[np.float64]
 
 
@@ -134,8 +131,8 @@ class Choice:
     def _tie(self) -> str:
         others = [one.setting.name for one in self.ties if one is not self.chosen]
         num_prompts = len(self.chosen.arm.counts)
-        if num_prompts < FEWEST:
-            return f" With {num_prompts} prompts nothing is certain; give {FEWEST} or more."
+        if num_prompts < MIN_PROMPTS:
+            return f" With {num_prompts} prompts nothing is certain; give {MIN_PROMPTS} or more."
         if not others:
             return ""
         shown = " and ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")

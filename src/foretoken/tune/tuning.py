@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.bench.outcome import MIN_PROMPTS
 from foretoken.bench.workload import Prompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
@@ -17,7 +18,7 @@ from foretoken.engine.profiles import Profile, StepCurve
 from foretoken.engine.profiles import Setting as Expected
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.llm import LLM
-from foretoken.tune.choosing import FEWEST, Choice, choose
+from foretoken.tune.choosing import Choice, choose
 from foretoken.tune.counting import ROWS_AT_ONCE, Arm, Setting, alone, decoded, record, settings_of, walked
 from foretoken.tune.prices import Prices, prices_of, rates
 from foretoken.tune.walk import Text
@@ -64,10 +65,11 @@ class Tuning:
         """
         seconds = max_new_tokens * self._row_seconds(1)
         number = min(most, int(SHARE_OF_TEXTS * self.budget_seconds / seconds))
-        if number < min(most, FEWEST):
-            needed = min(most, FEWEST) * seconds / SHARE_OF_TEXTS
+        fewest = min(most, MIN_PROMPTS)
+        if number < fewest:
+            needed = fewest * seconds / SHARE_OF_TEXTS
             raise ConfigError(
-                f"--budget is {self.budget_seconds:g} seconds, and {min(most, FEWEST)} prompts of {max_new_tokens} "
+                f"--budget is {self.budget_seconds:g} seconds, and {fewest} prompts of {max_new_tokens} "
                 f"tokens alone need about {needed:.0f}; raise it, or lower --max-new-tokens"
             )
         return number

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 RANK_SHARES = (0.45, 0.13, 0.07, 0.05, 0.035, 0.025, 0.02, 0.015)
 """How often the target's token is the candidate of each rank. Further ranks are worth half of the one before."""
 
+INITIAL_STATES = ("vocabulary", "prompt", "text", "empty")
+
 DEFAULT_NODES, DEFAULT_NODES_ON_CPU = 80, 16
 """Nodes of the tree where the config names none: as published, and where every node costs."""
 
@@ -44,7 +46,7 @@ class TokenRecyclingOptions(DraftOptions):
     num_candidates: int = option(whole(1), 8, "successors that are kept per token")
     shared: bool = option(flag(), False, "whether requests learn from each other")
     initial_state: str = option(
-        one_of(("auto", "vocabulary", "prompt", "text", "empty")),
+        one_of(("auto", *INITIAL_STATES)),
         "auto",
         "what is known before the first step: text (of the prompt), prompt (its text, and the target's candidates "
         "along it, which make reading it longer by the output embedding of every token), vocabulary (what the target "
@@ -52,9 +54,6 @@ class TokenRecyclingOptions(DraftOptions):
         "text, and what a model of the zoo brings",
     )
     state_file: str | None = option(path(), help="where what was learned is kept")
-
-
-INITIAL_STATES = ("vocabulary", "prompt", "text", "empty")
 
 
 class TokenRecyclingDrafter(ContextDrafter):

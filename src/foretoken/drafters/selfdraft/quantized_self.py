@@ -24,8 +24,8 @@ else:
     quantize = Lazy("foretoken.model.quantize")
     sublayers = Lazy("foretoken.model.sublayers")
 
-LARGEST_BITS = 7.0
-"""Of the stored weights of a target, scales included, that a copy of 4 bits would cost as much as."""
+LEAST_BITS = 7.0
+"""Of the stored weights of a target, scales included: with fewer a copy of 4 bits would cost as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
 def build(options: QuantizedSelfOptions, context: DrafterContext) -> QuantizedSelfDrafter:
     """Refuses at once what cannot be quantised; the 4-bit weights are made when the engine binds the drafter."""
     target = context.target
-    bits = target.execution.bits_per_weight or LARGEST_BITS
-    if target.quantization == "int4" or (target.quantization == "stored" and bits < LARGEST_BITS):
+    bits = target.execution.bits_per_weight or LEAST_BITS
+    if target.quantization == "int4" or (target.quantization == "stored" and bits < LEAST_BITS):
         raise ConfigError(
             "the target has 4-bit weights already, so its 4-bit copy would cost as much; use ngram or auto"
         )

@@ -305,15 +305,22 @@ def packed_products(model: nn.Module) -> list[PackedProduct]:
     return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
 
 
-def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name of every dense parameter, sums over its bits as it was given, also where packing has released it."""
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | None]]:
+    """Every parameter, tied ones by each of their names, and what multiplies in its place where it is packed."""
     for name, module in model.named_modules():
         forward = replacement(module)
         for key, weight in module.named_parameters(name, recurse=False):
-            if weight is getattr(module, "weight", None) and isinstance(forward, PackedLinear):
-                yield key, forward.sums
-            elif weight.layout == torch.strided and not weight.is_mkldnn and weight.numel():
-                yield key, row_sums(weight.reshape(-1, weight.shape[-1] if weight.dim() > 1 else 1))
+            is_packed = isinstance(forward, PackedLinear) and weight is getattr(module, "weight", None)
+            yield key, weight, forward if is_packed else None
+
+
+def weight_sums(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name of every dense parameter, sums over its bits as it was given, also where packing has released it."""
+    for name, weight, packed in named_weights(model):
+        if packed is not None:
+            yield name, packed.sums
+        elif weight.layout == torch.strided and not weight.is_mkldnn and weight.numel():
+            yield name, row_sums(weight.reshape(-1, weight.shape[-1] if weight.dim() > 1 else 1))
 
 
 def dense_weight(layer: nn.Module) -> torch.Tensor:
