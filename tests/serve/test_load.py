@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED
+from foretoken.serve.responses import KNOWN as OF_RESPONSES
 from serving import Running
 
 NUM_CLIENTS = 32
@@ -173,7 +174,7 @@ KEYS = st.sampled_from(["type", "content", "role", "text", "name", "function", "
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
 )
-FIELDS = sorted(KNOWN | IGNORED | REFUSED.keys() | {"messages", "tools", "tool_choice", "top_logprobs"})
+FIELDS = sorted(KNOWN | OF_RESPONSES | IGNORED | REFUSED.keys() | {"messages", "tools", "tool_choice", "top_logprobs"})
 MESSAGES = st.lists(
     st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "x"])}, optional={"content": VALUES}),
     max_size=3,
@@ -182,7 +183,7 @@ MESSAGES = st.lists(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
-    path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]),
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]),
     fields=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), VALUES, max_size=3),
     prompt=st.just("a b") | VALUES,
     messages=st.just([{"role": "user", "content": "a"}]) | MESSAGES,
@@ -191,6 +192,9 @@ def test_no_body_breaks_the_server(
     running_server: Running, path: str, fields: dict[str, Any], prompt: Any, messages: Any
 ) -> None:
     body = {"prompt": prompt, "messages": messages, "max_tokens": 2, "timeout": 20, "tokens": prompt, **fields}
+    if path == "/v1/responses":
+        shared = {name: value for name, value in fields.items() if name not in ("prompt", "messages")}
+        body = {"input": prompt if messages is None else messages, "max_output_tokens": 2, "timeout": 20, **shared}
     response = running_server.http.post(path, content=json.dumps(body).encode())
     assert response.status_code < 500 or response.json()["error"]["code"] == "no_token_possible", (body, response.text)
     if response.status_code >= 400:

@@ -56,7 +56,6 @@ BODIES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "--tool-call-parser",
     ),
     "json": ("/v1/chat/completions", {"messages": [], "response_format": {"type": "nonsense"}}, 400, "response_format"),
-    "responses": ("/v1/responses", {"input": "a"}, 501, "not supported"),
     "tokens": ("/detokenize", {"tokens": [-1]}, 400, "tokens must be"),
     "path": ("/v1/embeddings", {}, 404, "Not Found"),
     "method": ("/v1/models", {}, 405, "Method Not Allowed"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from foretoken.serve.settings import ServerSettings
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_LEFT = 499
 
@@ -123,17 +123,19 @@ async def answer(bridge: Backend, asking: Asking, form: Form, settings: ServerSe
             return EventStream(exchange, asking, form, settings.keep_alive)
         outputs = await exchange.collect()
         check_texts(outputs)
-        body = {**form.frame(is_chunk=False), "choices": form.whole(outputs), "usage": usage_of(exchange.ticket)}
-        body |= counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+        usage = usage_of(exchange.ticket)
+        beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
         if asking.verifies:
             await exchange.again(outputs)
-            body |= verdict_of(outputs, await exchange.collect())
+            beside |= verdict_of(outputs, await exchange.collect())
     except Departed:
         return Response(status_code=CLIENT_LEFT)
     finally:
         if not asking.streams:
             exchange.end()
-    return Response(json.dumps(body), media_type="application/json", headers=asking.warning)
+    return Response(
+        json.dumps(form.body(outputs, usage, beside)), media_type="application/json", headers=asking.warning
+    )
 
 
 def check_texts(outputs: Sequence[RequestOutput]) -> None:
@@ -155,7 +157,6 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers=headers)
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._exchange, self._asking, self._form, self._keep_alive = exchange, asking, form, keep_alive
-        self._frame = form.frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -164,45 +165,29 @@ class EventStream(Response):
         except Departed:
             return
         except Exception as error:
-            await _put(send, _event(ApiError.of(error).body))
+            await _put(send, *self._form.failure(ApiError.of(error)))
         finally:
             self._exchange.end()
-        await _put(send, DONE, more=False)
+        await _put(send, self._form.last, more=False)
 
     async def _send_all(self, send: Send) -> None:
-        await _put(send, *self._chunks(self._form.opening()))
-        while (news := await self._exchange.news(self._keep_alive)) is not None:
+        exchange, form, asking = self._exchange, self._form, self._asking
+        usage = partial(usage_of, exchange.ticket)
+        await _put(send, *form.opening())
+        while (news := await exchange.news(self._keep_alive)) is not None:
             if any(delta.finish_reason == "error" for delta in news):
                 raise ApiError(500, "one of the texts ended in an error inside the server", code="internal_error")
-            chunks = self._chunks([choice for delta in news for choice in self._form.choices(delta)])
-            await _put(send, *(chunks if news else [KEEP_ALIVE]))
-        ending = await self._ending(send)
-        if ending:
-            await _put(send, _event({**self._frame, "choices": [], **ending}))
-
-    async def _ending(self, send: Send) -> dict[str, Any]:
-        """Fields of the last chunk."""
-        exchange, asking = self._exchange, self._asking
-        ending = {"usage": usage_of(exchange.ticket)} if asking.stream.include_usage else {}
-        ending |= counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+            await _put(send, *(form.events(news, usage) if news else [KEEP_ALIVE]))
+        beside = counts_of(exchange.ticket, asking.detail) | exchange.ticket.notes
+        used = usage()
         if asking.verifies:
             outputs = exchange.ticket.outputs()
             await exchange.again(outputs)
             while (news := await exchange.news(self._keep_alive)) is not None:
                 if not news:
                     await _put(send, KEEP_ALIVE)
-            ending |= verdict_of(outputs, exchange.ticket.outputs())
-        return ending
-
-    def _chunks(self, choices: Sequence[dict[str, Any]]) -> list[bytes]:
-        frame = self._frame
-        if choices and self._asking.stream.continuous_usage_stats:
-            frame = frame | {"usage": usage_of(self._exchange.ticket)}
-        return [_event({**frame, "choices": [choice]}) for choice in choices]
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+            beside |= verdict_of(outputs, exchange.ticket.outputs())
+        await _put(send, *form.ending(used, beside))
 
 
 async def _put(send: Send, *pieces: bytes, more: bool = True) -> None:

@@ -28,6 +28,7 @@ from foretoken.serve.completions import read_completion
 from foretoken.serve.errors import ApiError, loading, stopping, unauthorized
 from foretoken.serve.fields import Fields
 from foretoken.serve.form import Form
+from foretoken.serve.responses import read_response
 from foretoken.serve.tokens import encode, token_ids
 from foretoken.sessions.prompts import chat_prompt
 from foretoken.views.page import page
@@ -122,7 +123,7 @@ class Application:
         return await self._generate(request, read_chat)
 
     async def responses(self, request: Request) -> Response:
-        raise ApiError(501, "/v1/responses is not supported; use /v1/chat/completions", code="not_supported")
+        return await self._generate(request, read_response)
 
     async def _generate(self, request: Request, read: Reader) -> Response:
         served = self._ready()

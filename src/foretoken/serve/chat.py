@@ -13,7 +13,7 @@ from foretoken.errors import ConfigError
 from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, shown, text_of, wrong_field
-from foretoken.serve.form import Form
+from foretoken.serve.form import ChoicesForm
 from foretoken.serve.tokens import chat_logprobs, prompt_tables
 from foretoken.serve.tools import CallReader, read_tools
 from foretoken.sessions.prompts import chat_prompt
@@ -87,14 +87,14 @@ def _prompt(given: Fields, tools: list[dict[str, Any]], served: Served) -> dict[
         raise ApiError(400, f"the chat template of the model does not take these messages{said}", "messages") from None
 
 
-def read_messages(given: Any) -> list[dict[str, Any]]:
+def read_messages(given: Any, name: str = "messages") -> list[dict[str, Any]]:
     """A conversation as chat templates take it: known roles, texts in one piece, arguments of calls as objects.
 
     Raises: ApiError, naming the message.
     """
     if not isinstance(given, list) or not given:
-        wrong_field("messages", given, "a list of messages with role and content")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
+        wrong_field(name, given, "a list of messages with role and content")
+    return [_message(message, f"{name}[{place}]") for place, message in enumerate(given)]
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return read
 
 
-class ChatForm(Form):
+class ChatForm(ChoicesForm):
     """Shape of the answers of ``/v1/chat/completions``.
 
     Args:
@@ -152,7 +152,7 @@ class ChatForm(Form):
         self._readers = [CallReader() if has_tools else None for _ in range(asking.params.n)]
         self._has_tools = has_tools
 
-    def opening(self) -> list[dict[str, Any]]:
+    def first_choices(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [self._choice(index, "delta", delta, None, None) for index in range(self._asking.params.n)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
-from foretoken.serve.form import Form
+from foretoken.serve.form import ChoicesForm
 from foretoken.serve.tokens import completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _prompt(prompt: Any, served: Served, add_special_tokens: bool) -> dict[str, 
     return {"prompt_token_ids": token_ids(prompt, served.llm.target.vocab_size, "prompt")}
 
 
-class CompletionForm(Form):
+class CompletionForm(ChoicesForm):
     """Shape of the answers of ``/v1/completions``.
 
     Args:
@@ -70,7 +70,7 @@ class CompletionForm(Form):
         self._tokenizer = served.llm.tokenizer
         self._length: dict[int, int] = {}  # of the text of each choice so far
 
-    def opening(self) -> list[dict[str, Any]]:
+    def first_choices(self) -> list[dict[str, Any]]:
         if not self._echo or self._learns_prompt:  # which is told once it is read
             return []
         texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]

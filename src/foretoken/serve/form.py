@@ -1,11 +1,12 @@
-"""The shape of an answer: what completions and chat have in common."""
+"""The shape of an answer, and what completions and chat have in common in it."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foretoken.serve.tokens import TokenNames
@@ -13,18 +14,73 @@ from foretoken.views.drafts import Drafts
 
 if TYPE_CHECKING:
     from foretoken.serve.asking import Asking
+    from foretoken.serve.errors import ApiError
     from foretoken.serve.served import Served
     from foretoken.sessions.outputs import RequestOutput, StreamOutput
 
 
+DONE = b"data: [DONE]\n\n"
+
+
 class Form(ABC):
-    """Makes the objects of an answer.
+    """Makes what a client is told of a request.
+
+    Attributes:
+      last: ends every stream.
+    """
+
+    last: ClassVar[bytes] = b""
+
+    @abstractmethod
+    def opening(self) -> list[bytes]:
+        """Events before the first token."""
+
+    @abstractmethod
+    def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
+        """Events for what steps have brought.
+
+        Args:
+          usage: counts the tokens up to now.
+        """
+
+    @abstractmethod
+    def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
+        """Events after the last token.
+
+        Args:
+          beside: counts of speculation, verdicts and notes.
+        """
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Events of a request that does not come to its end."""
+
+    @abstractmethod
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer at once."""
+
+
+def event(data: dict[str, Any], name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def parts_of(delta: StreamOutput, by_token: bool) -> list[slice]:
+    """Tokens of a step that an event holds, for each event."""
+    length = len(delta.token_ids)
+    return [slice(i, i + 1) for i in range(length)] if by_token else [slice(0, length)]
+
+
+class ChoicesForm(Form):
+    """Answers that are lists of choices.
 
     Attributes:
       prefix: of ids.
       kinds: of whole answers, and of chunks.
     """
 
+    last = DONE
     prefix: ClassVar[str]
     kinds: ClassVar[tuple[str, str]]
 
@@ -35,7 +91,9 @@ class Form(ABC):
         self._drafts = Drafts(served.llm.tokenizer)
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
-    def frame(self, is_chunk: bool) -> dict[str, Any]:
+        self._chunk = self._frame(is_chunk=True) | ({"usage": None} if asking.stream.include_usage else {})
+
+    def _frame(self, is_chunk: bool) -> dict[str, Any]:
         """What every object begins with."""
         return {
             "id": self._id,
@@ -45,8 +103,29 @@ class Form(ABC):
             "system_fingerprint": self._fingerprint,
         }
 
+    def opening(self) -> list[bytes]:
+        return self._chunks(self.first_choices())
+
+    def events(self, news: Sequence[StreamOutput], usage: Callable[[], dict[str, Any]]) -> list[bytes]:
+        choices = [choice for delta in news for choice in self.choices(delta)]
+        told = {"usage": usage()} if choices and self._asking.stream.continuous_usage_stats else {}
+        return self._chunks(choices, **told)
+
+    def _chunks(self, choices: Sequence[dict[str, Any]], **told: Any) -> list[bytes]:
+        return [event({**self._chunk, **told, "choices": [choice]}) for choice in choices]
+
+    def ending(self, usage: dict[str, Any], beside: dict[str, Any]) -> list[bytes]:
+        told = ({"usage": usage} if self._asking.stream.include_usage else {}) | beside
+        return [event({**self._chunk, "choices": [], **told})] if told else []
+
+    def failure(self, error: ApiError) -> list[bytes]:
+        return [event(error.body)]
+
+    def body(self, outputs: Sequence[RequestOutput], usage: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+        return {**self._frame(is_chunk=False), "choices": self.whole(outputs), "usage": usage, **beside}
+
     @abstractmethod
-    def opening(self) -> list[dict[str, Any]]:
+    def first_choices(self) -> list[dict[str, Any]]:
         """Choices of chunks before the first token."""
 
     @abstractmethod
@@ -58,9 +137,7 @@ class Form(ABC):
         """Choices of the whole answer."""
 
     def _parts(self, delta: StreamOutput) -> list[slice]:
-        """Tokens of a step that a chunk holds, for each chunk."""
-        length = len(delta.token_ids)
-        return [slice(i, i + 1) for i in range(length)] if self._asking.by_token else [slice(0, length)]
+        return parts_of(delta, self._asking.by_token)
 
     def _tell(self, choice: dict[str, Any], delta: StreamOutput, part: slice) -> dict[str, Any]:
         """A choice with what was asked for beside its text."""

@@ -27,6 +27,9 @@ STORE_BYTES = 100_000_000
 def start_ray(address: str | None, num_cpus: float) -> None:
     """Join a cluster, or begin one on this machine that has so many processors, whatever the machine has.
 
+    Ray runs its workers at niceness 15, where they hardly get a turn beside anything else that computes. Those of a
+    cluster that is begun here run as this process does; one that is joined has chosen for itself.
+
     Raises: ConfigError where there is no cluster at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -41,6 +44,7 @@ def start_ray(address: str | None, num_cpus: float) -> None:
                 address="local",
                 num_cpus=max(1, round(num_cpus)),
                 object_store_memory=STORE_BYTES,
+                _system_config={"worker_niceness": 0},
                 include_dashboard=False,
                 **quiet,
             )
