@@ -174,3 +174,22 @@ def test_partial_characters_and_stop_strings_are_held_back(running_server: Runni
         pieces = [chunk["choices"][0]["text"] for chunk in chunks]
         assert "".join(pieces) == whole["text"]
         assert not any(stop in whole["text"] for stop in body["stop"])
+
+
+@pytest.mark.parametrize("text", ["a 😀👩‍👩‍👧 b", "日本語、世界。", "<|im_start|>né", "plain words"])
+def test_offsets_are_characters_of_the_text(running_server: Running, text: str) -> None:
+    """Emoji and CJK are split over tokens, each of which was counted as a character of its own."""
+    ids = list(running_server.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+    bias = dict.fromkeys(ids, 100.0)  # texts of the very tokens that split
+    body = {"model": "tiny", "prompt": text, "max_tokens": 24, "seed": 3, "logprobs": 1, "echo": True}
+    body |= {"logit_bias": bias, "ignore_eos": True, "add_special_tokens": False, "return_token_ids": True}
+    body |= {"skip_special_tokens": False}
+    (choice,) = running_server.post("/v1/completions", **body).json()["choices"]
+    offsets, said = choice["logprobs"]["text_offset"], [*ids, *choice["token_ids"]]
+    tokenizer = running_server.llm.tokenizer
+    assert len(offsets) == len(said)
+    for place, offset in enumerate(offsets):
+        spelled = [tokenizer.decode(part) for part in (said[: min(place, len(ids))], said[len(ids) : place])]
+        assert offset == sum(len(part.rstrip("\ufffd")) for part in spelled)
+    chunks = running_server.events("/v1/completions", body)
+    assert [each for chunk in chunks for each in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets

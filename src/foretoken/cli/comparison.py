@@ -37,13 +37,14 @@ between them code, a correction and a summary. Not chosen for the gain."""
 
 TOY = "zoo:tiny"
 
-WARM_UP = "Which of these fruits and nuts grow in the north, and which of them only where it is warm? " + ", ".join(
-    "apples bananas cherries dates figs grapes kiwis lemons limes mangos melons olives oranges papayas peaches pears "
-    "pineapples plums pomegranates quinces raspberries strawberries blueberries apricots cranberries "
-    "almonds hazelnuts walnuts chestnuts".split()
+WARM_UP = (
+    "Which of these fruits and nuts grow in the north, and which of them only where it is warm? apples, bananas, "
+    "cherries, dates, figs, grapes, kiwis, lemons, limes, mangos, melons, olives, oranges, papayas, peaches, pears, "
+    "pineapples, plums, pomegranates, quinces, raspberries, strawberries, blueberries, apricots, cranberries, almonds, "
+    "hazelnuts, walnuts, chestnuts"
 )
-"""Asked beforehand, so that what the first prompt and the first steps load and compile is counted for neither way. Of more
-tokens than a step has nodes at most (64), since the layers of long prompts run in another way, which is made later."""
+"""Asked beforehand, so that what the first prompt and the first steps load and compile is counted for neither way. Of
+more tokens than a step has nodes at most (64), since the layers of long prompts run in another way, made later."""
 
 TOY_QUESTIONS = (
     "Tell me a story about a lion and a mouse.",

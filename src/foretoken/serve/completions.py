@@ -9,7 +9,7 @@ from foretoken.serve.asking import Asking, read_asking, with_prompts
 from foretoken.serve.errors import ApiError
 from foretoken.serve.fields import REFUSED, SHARED, Fields, wrong_field
 from foretoken.serve.form import ChoicesForm
-from foretoken.serve.tokens import completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
+from foretoken.serve.tokens import Offsets, completion_logprobs, echoed_logprobs, encode, prompt_tables, token_ids
 
 if TYPE_CHECKING:
     from foretoken.serve.served import Served
@@ -68,14 +68,17 @@ class CompletionForm(ChoicesForm):
         self._echo = echo
         self._learns_prompt = asking.params.prompt_logprobs is not None
         self._tokenizer = served.llm.tokenizer
-        self._length: dict[int, int] = {}  # of the text of each choice so far
+        self._offsets: dict[int, Offsets] = {}  # of each choice of a stream
 
     def first_choices(self) -> list[dict[str, Any]]:
         if not self._echo or self._learns_prompt:  # which is told once it is read
             return []
         texts = [self._prompt_text(prompt) for prompt in self._asking.prompts for _ in range(self._asking.params.n)]
-        self._length = {index: len(text) for index, text in enumerate(texts)}
+        self._offsets = {index: self._new_offsets(len(text)) for index, text in enumerate(texts)}
         return [self._choice(index, text, None, None) for index, text in enumerate(texts)]
+
+    def _new_offsets(self, start: int) -> Offsets:
+        return Offsets(self._tokenizer, start, skip_special_tokens=self._asking.params.skip_special_tokens)
 
     def _prompt_text(self, prompt: dict[str, Any]) -> str:
         if "prompt" in prompt or self._tokenizer is None:
@@ -94,32 +97,31 @@ class CompletionForm(ChoicesForm):
         """The choice that tells log-probabilities of the prompt, before the first token of a text."""
         prompt, tables = self._asking.prompts[delta.prompt_index], delta.prompt_logprobs
         choice = self._choice(index, self._prompt_text(prompt) if self._echo else "", None, None)
-        self._length[index] = len(choice["text"])
+        self._offsets[index] = self._new_offsets(len(choice["text"]))
         if self._echo:
-            choice["logprobs"] = self._of_prompt(prompt["prompt_token_ids"], tables)
+            choice["logprobs"] = self._of_prompt(prompt, tables)
         else:
             choice["prompt_logprobs"] = prompt_tables(tables)
         return choice
 
     def _part(self, index: int, delta: StreamOutput, part: slice, is_last: bool) -> dict[str, Any]:
-        pieces, ids = delta.texts[part], delta.token_ids[part]
         reasons = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
-        choice = self._choice(index, "".join(pieces), *reasons)
-        start = self._length.get(index, 0)
-        self._length[index] = start + len(choice["text"])
+        choice = self._choice(index, "".join(delta.texts[part]), *reasons)
         if delta.logprobs is not None:
-            choice["logprobs"] = self._logprobs(ids, delta.logprobs[part], pieces, start)
+            offsets = self._offsets.setdefault(index, self._new_offsets(0))
+            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part], offsets)
         return self._tell(choice, delta, part)
 
-    def _logprobs(self, ids: Any, tables: Any, pieces: Sequence[str], start: int) -> dict[str, Any]:
+    def _logprobs(self, ids: Any, tables: Any, offsets: Offsets) -> dict[str, Any]:
         most = self._asking.params.logprobs or 0
-        return completion_logprobs(self._names, ids, tables, pieces, start, most)
+        return completion_logprobs(self._names, ids, tables, offsets.read(ids), most)
 
-    def _of_prompt(self, ids: Sequence[int], tables: Sequence[Table | None] | None) -> dict[str, Any]:
+    def _of_prompt(self, prompt: dict[str, Any], tables: Sequence[Table | None] | None) -> dict[str, Any]:
         """Log-probabilities of a prompt that is echoed."""
         assert tables is not None
-        first = self._names.alone(ids[0])
-        return echoed_logprobs(self._names, ids, first, tables, self._asking.params.logprobs or 0)
+        ids = prompt["prompt_token_ids"]
+        offsets = Offsets.of_prompt(self._tokenizer, ids, self._prompt_text(prompt))
+        return echoed_logprobs(self._names, ids, tables, offsets, self._asking.params.logprobs or 0)
 
     @staticmethod
     def _choice(index: int, text: str, finish_reason: str | None, stop_reason: Any) -> dict[str, Any]:
@@ -138,11 +140,9 @@ class CompletionForm(ChoicesForm):
             for text in output.outputs:
                 choice = self._choice(len(choices), before + text.text, text.finish_reason, text.stop_reason)
                 if text.logprobs is not None:
-                    found = zip(text.token_ids, text.logprobs, strict=True)
-                    pieces = [table[token].decoded_token or "" for token, table in found]
-                    logprobs = self._logprobs(text.token_ids, text.logprobs, pieces, len(before))
+                    logprobs = self._logprobs(text.token_ids, text.logprobs, self._new_offsets(len(before)))
                     if self._echo:
-                        read = self._of_prompt(output.prompt_token_ids, output.prompt_logprobs)
+                        read = self._of_prompt(prompt, output.prompt_logprobs)
                         logprobs = {name: [*read[name], *logprobs[name]] for name in logprobs}
                     choice["logprobs"] = logprobs
                 if self._learns_prompt and not self._echo:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from foretoken.config.keywords import check_unicode
-from foretoken.engine.stopping import REPLACEMENT
+from foretoken.engine.stopping import REPLACEMENT, Detokenizer
 from foretoken.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -68,6 +68,38 @@ def _bytes_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+class Offsets:
+    """Where tokens begin in the text that they add up to, in characters.
+
+    A character that is split over tokens comes with the last of them, so that all of them begin where it does. A stop
+    string counts as text, also where it is cut off in the end.
+
+    Args:
+      start: of the first token.
+    """
+
+    def __init__(self, tokenizer: Any, start: int = 0, *, skip_special_tokens: bool = True) -> None:
+        self._start = start
+        self._text = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+
+    def read(self, ids: Sequence[int]) -> list[int]:
+        """Of the tokens that come next."""
+        offsets = []
+        for token in ids:
+            offsets.append(self._start + (0 if self._text is None else len(self._text.text)))
+            if self._text is not None:
+                self._text.append(token)
+        return offsets
+
+    @classmethod
+    def of_prompt(cls, tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
+        """Those of a prompt; special tokens before it, which its text has not, begin where it does."""
+        offsets = cls(tokenizer, skip_special_tokens=False).read(ids)
+        spelled = "" if tokenizer is None else str(tokenizer.decode(ids, skip_special_tokens=False))
+        surplus = len(spelled) - len(text) if spelled.endswith(text) else 0
+        return [max(0, offset - surplus) for offset in offsets]
+
+
 def number(logprob: float) -> float:
     return max(logprob, LOWEST)
 
@@ -84,39 +116,29 @@ def _entry(entry: Logprob) -> dict[str, Any]:
 
 
 def echoed_logprobs(
-    names: TokenNames, ids: Sequence[int], first: str, tables: Sequence[Table | None], most: int
+    names: TokenNames, ids: Sequence[int], tables: Sequence[Table | None], offsets: Sequence[int], most: int
 ) -> dict[str, Any]:
-    """``logprobs`` of a prompt, as completions have them.
-
-    Args:
-      first: text of the first token, which has no log-probability.
-    """
+    """``logprobs`` of a prompt, as completions have them; the first token has none."""
     rest = [table for table in tables if table is not None]
-    pieces = [table[token].decoded_token or "" for token, table in zip(ids[1:], rest, strict=True)]
-    found = completion_logprobs(names, ids[1:], rest, pieces, len(first), most)
-    before = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
-    return {name: [before[name], *found[name]] for name in found}
+    found = completion_logprobs(names, ids[1:], rest, offsets, most)
+    first = {"tokens": [names.alone(ids[0])], "token_logprobs": [None], "top_logprobs": [None], "text_offset": []}
+    return {name: first[name] + found[name] for name in found}
 
 
 def completion_logprobs(
-    names: TokenNames, ids: Sequence[int], tables: Sequence[Table], pieces: Sequence[str], start: int, most: int
+    names: TokenNames, ids: Sequence[int], tables: Sequence[Table], offsets: Sequence[int], most: int
 ) -> dict[str, Any]:
     """``logprobs`` of completions.
 
     Args:
-      pieces: text that each token has brought.
-      start: where the text of the first one begins.
+      offsets: where each token begins in the text.
       most: most likely tokens that were asked for.
     """
-    offsets = []
-    for piece in pieces:
-        offsets.append(start)
-        start += len(piece)
     return {
         "tokens": [names.text(token, table[token]) for token, table in zip(ids, tables, strict=True)],
         "token_logprobs": [number(table[token].logprob) for token, table in zip(ids, tables, strict=True)],
         "top_logprobs": [_tops(names, table, most) for table in tables],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 
