@@ -23,6 +23,7 @@ from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
+from foretoken.llm import LLM
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM, Nodes, Wanted
@@ -104,6 +105,55 @@ def test_only_new_text_is_fed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if kind in ("chain", "tree"):
         assert sum(of_drafter) <= len(TURN) + 5  # and what was drafted last, at most, which it had not fed itself
         assert sum(of_drafter) >= len(TURN)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_samples_without_a_slot_do_not_read_their_prompt_again(
+    kind: str, prompt_logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven samples in two slots read one prompt, in chunks, and say what they say in seven; each read it anew."""
+    params = replace(SAMPLED, n=7, seed=5, prompt_logprobs=prompt_logprobs)
+    prompt = tuple(range(1, 24))
+    wide, narrow = engine(kind, max_num_seqs=8), engine(kind, max_num_seqs=2, prefill_chunk_size=8)
+    expected = wide.add_request(prompt, params)
+    list(wide.run())
+    of_drafter = fed(draft_model(), monkeypatch)
+    rows = narrow.add_request(prompt, params)
+    list(narrow.run())
+    assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+    assert narrow.profile.num_prefill_tokens == len(prompt) - 1
+    assert [row.num_cached_tokens for row in rows] == [0] * 7
+    assert all(row.beginning is None for row in rows)
+    if kind == "chain":
+        num_said = sum(row.num_output_tokens for row in rows)
+        assert sum(of_drafter) < len(prompt) + 6 * num_said, "its drafter reads it once, too"
+
+
+def test_other_weights_read_a_prompt_again() -> None:
+    """What was read with weights that have changed since is not handed down."""
+    narrow = engine(max_num_seqs=1)
+    rows = narrow.add_request(PROMPTS[0], replace(SAMPLED, n=3, seed=5))
+    while not rows[0].num_output_tokens:
+        narrow.step()
+    narrow.forget_prefixes()
+    list(narrow.run())
+    assert narrow.profile.num_prefill_tokens == 3 * (len(PROMPTS[0]) - 1)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "sparse_kv", "draft_model"])
+@pytest.mark.parametrize(("size", "num_again"), [(16, 1), (512, 39)])
+def test_heads_read_again_what_their_states_are_made_from(method: str, size: int, num_again: int) -> None:
+    """The state of the last token: it alone is read again, or its whole chunk where that has other kernels."""
+    narrow = LLM("zoo:tiny", method, max_num_seqs=2, prefill_chunk_size=size)
+    wide = narrow.with_speculative_config(None)
+    prompt = {"prompt_token_ids": list(range(40, 80))}
+    params = SamplingParams(n=5, max_tokens=12, seed=3, ignore_eos=True)
+    before = narrow.profile.num_prefill_tokens
+    ids = [text.token_ids for text in narrow.generate(prompt, params)[0].outputs]
+    assert ids == [text.token_ids for text in wide.generate(prompt, params)[0].outputs]
+    num_again = num_again if method in ("eagle3", "medusa") else 0
+    assert narrow.profile.num_prefill_tokens - before == 39 + 3 * num_again
 
 
 def test_methods_take_over_from_each_other() -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate, islice, takewhile
 from typing import TYPE_CHECKING
 
+from foretoken.model.cache.prefixes import Prefix
 from foretoken.model.promise import MOST_NODES
 
 if TYPE_CHECKING:
@@ -156,11 +157,14 @@ class Scheduler:
     def _recall(self, row: Sequence) -> int:
         """Take over what is known of the prompt's beginning, as far as the drafter can go on: so many tokens."""
         row.num_changes = self._target.num_changes
+        grain, remembered = self._grain, partial(self._drafter.recall, row)
+        if row.beginning is not None:
+            row.num_prefilled = row.beginning.load(self._cache, self.slot_of(row), remembered, grain)
+            row.beginning = None
+            return 0  # as for samples that had a slot at once
         if self._prefixes is None or row.params.prompt_logprobs is not None:
             return 0
-        grain = self._grain
         prompt = row.token_ids[: row.num_to_prefill if grain == 1 else row.num_prompt_to_read]
-        remembered = partial(self._drafter.recall, row)
         row.num_prefilled = self._prefixes.load(prompt, self._cache, self.slot_of(row), remembered, grain)
         row.num_cached_tokens = row.num_prefilled
         return row.num_prefilled
@@ -264,9 +268,20 @@ class Scheduler:
             self._rows.append(fork)
             self._swap(self._cache.fork(slot), self.num_decoding)
             self.num_decoding += 1
+        if left:
+            self._hand_down(row, slot, left)
         self.waiting.extendleft(reversed(left))
         row.forks = []
         return entered
+
+    def _hand_down(self, row: Sequence, slot: int, waiting: Seq[Sequence]) -> None:
+        """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again."""
+        length = row.num_prompt_to_read
+        if length and row.num_changes == self._target.num_changes:
+            states, memory = self._cache.export(slot, length), self._drafter.keep(row)
+            beginning = Prefix(tuple(row.token_ids[: row.num_prompt_tokens]), length, states, memory)
+            for each in waiting:
+                each.beginning = beginning
 
     def to_decode(self) -> list[Sequence]:
         """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
@@ -310,6 +325,8 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Drop all that earlier rows have left."""
+        for row in self.waiting:
+            row.beginning = None
         if self._prefixes is not None:
             self._prefixes.clear()
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from foretoken.engine.prediction import Prediction
     from foretoken.engine.stopping import Detokenizer, StopChecker
     from foretoken.law.sampling import SamplingLaw
+    from foretoken.model.cache.prefixes import Prefix
     from foretoken.tree import DraftTree
 
 
@@ -42,6 +43,7 @@ class Sequence:
       num_cached_tokens: how many tokens of the prompt were in the cache already, from rows that have ended.
       trace: one entry per step.
       forks: the other samples of its request, which copy its cache once its prompt is in.
+      beginning: what another sample of its request has read of their prompt, while this one waits for a slot.
       num_prefilled: tokens in the cache, until the row decodes.
       num_replayed: length of its output when it last had to leave the cache, to be read again.
       is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
@@ -67,6 +69,7 @@ class Sequence:
     num_cached_tokens: int = 0
     trace: list[StepTrace] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
+    beginning: Prefix | None = None
     num_prefilled: int = 0
     num_replayed: int = 0
     is_in_doubt: bool = False

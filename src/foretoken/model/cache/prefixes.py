@@ -25,6 +25,14 @@ class Prefix:
         """Whether another text is its beginning, with as many columns or fewer."""
         return num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
 
+    def load(self, cache: KVCache, row: int, recall: Callable[[object, int], int], grain: int) -> int:
+        """Fill an empty row with all columns, or, where not all are recalled, with whole grains; how many."""
+        known, length = partial(recall, self.memory), self.num_columns
+        if known(length) < length:
+            length = _recalled(known, length // grain * grain, length, grain)
+        cache.load(row, self.states, length)
+        return length
+
 
 class PrefixStore:
     """The most recent rows that have ended, each as far as a cache held it.
