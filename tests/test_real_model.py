@@ -1,144 +1,93 @@
-"""A real chat model, every method: drafted texts are plain texts, and those of transformers.
+"""A real chat model: drafted texts are plain texts, and plain texts those of transformers.
 
 zoo:smollm2 on prompts through its chat template, greedy and sampled. Plain decoding runs every request alone, drafting
-runs them in batches which rows join and leave.
+runs them in a batch. Cells are those of ``benchmarks/promise.py``: where the library's own kernels run, texts have the
+bits of plain decoding; elsewhere what differs is a near-tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
 
+import promise
 import pytest
 import torch
+from promise import Said, Study, gap_of
 
-from foretoken import zoo
-from real_model import CHAINS, METHODS, QUESTIONS, TREES, Evidence, Study, chat_requests
+from foretoken import SamplingParams, zoo
 
 pytestmark = pytest.mark.smollm2
 
-
-@dataclass(frozen=True)
-class Size:
-    """How much is decoded: so many questions, greedy and sampled, and tokens of each answer."""
-
-    num_questions: int
-    max_new_tokens: int
-    batch_size: int
-
-
-SIZES = [
-    pytest.param(Size(2, 16, 3), id="covering"),
-    pytest.param(Size(len(QUESTIONS), 48, 8), id="whole", marks=pytest.mark.full),
-]
-
-
-FAST = {"ngram", "ngram, tree"}
-COVERING = {
-    *("draft_model", "jacobi", "layer_skip, swift", "quantized_self", "rest, tree"),
-    *("token_recycling", "draft_model, tree", "token_recycling+ngram"),
+QUESTIONS = (
+    "Copy this line twice: ha ha ha ha ha ha ha ha, said the cat on the mat.",
+    "Write a Python function add(a, b) that returns the sum of a and b, then a function sub(a, b) in the same style.",
+    'Turn this into JSON with the keys name, age and city: "Maria is 34 years old and lives in Lisbon."',
+    "Why is the sky blue? Explain it to a child in three sentences.",
+)
+"""Some repeat what was said, some do not."""
+MODES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=24),
+    "sampled": SamplingParams(temperature=0.8, top_p=0.95, seed=100, max_tokens=24),
 }
-"""What `make test` runs: chains and trees, drafts from models, lookups and the target itself."""
+OWN = {
+    "layer_skip": {"method": "layer_skip", "exit_layer": 26, "num_speculative_tokens": 3},
+    "layer_skip, swift": {"method": "layer_skip", "layer_search": "swift", "num_speculative_tokens": 3},
+    "quantized_self, tree": {"method": "quantized_self", "num_draft_branches": 2, "max_draft_nodes": 12},
+}
+METHODS = (
+    *("ngram", "nasd", "suffix", "token_recycling", "lookahead", "jacobi", "quantized_self", "sparse_kv", "eagle3"),
+    *("suffix+eagle3", "ngram>token_recycling", *OWN),
+)
+"""Those for which zoo:smollm2 needs nothing beside it."""
+COVERING = {
+    *(("ngram", "bfloat16", "default", "greedy"), ("ngram", "bfloat16", "strict", "sampled")),
+    *(("jacobi", "bfloat16", "default", "sampled"), ("token_recycling", "bfloat16", "default", "greedy")),
+    *(("eagle3", "bfloat16", "default", "greedy"), ("quantized_self, tree", "bfloat16", "default", "sampled")),
+    *(("layer_skip", "bfloat16", "default", "greedy"), ("token_recycling", "float32", "default", "sampled")),
+}
+"""What `make test` runs: chains and trees, from lookups, a head and the target itself, in both dtypes."""
 
 
-def params(methods: Iterable[str], covering: Iterable[str] = COVERING) -> list[object]:
-    """Lookups belong to the fast part, what is covering to the slow one, the rest to the whole matrix."""
-    return [
-        pytest.param(
-            method, marks=() if method in FAST else pytest.mark.slow if method in covering else pytest.mark.full
-        )
-        for method in methods
-    ]
+@pytest.fixture(scope="module", autouse=True)
+def _own_methods() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(promise, "METHODS", {**promise.METHODS, **OWN})
+        yield
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Study]:
-    """(dtype, exactness) -> the study; every model is loaded once."""
-    size: Size = request.param
-    made: dict[tuple[str, str], Study] = {}
-    models = {}
-
-    def get(dtype: str, exactness: str) -> Study:
-        if (dtype, exactness) not in made:
-            for wanted in {"float32", dtype} - set(models):
-                models[wanted] = zoo.load("smollm2", dtype=getattr(torch, wanted))
-            model, _, tokenizer = models[dtype]
-            made[dtype, exactness] = Study(
-                model,
-                tokenizer,
-                chat_requests(tokenizer, QUESTIONS[: size.num_questions], size.max_new_tokens),
-                exactness=exactness,
-                exact=None if dtype == "float32" else get("float32", "default").llm.target,
-                batch_size=size.batch_size,
-                folder=tmp_path_factory.mktemp("store") / "datastore",
-            )
-        return made[dtype, exactness]
-
-    return get
+@cache
+def study(dtype: str, exactness: str) -> Study:
+    tokenizer = zoo.load("smollm2", dtype=torch.float32)[2]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return Study("zoo:smollm2", exactness, prompts=prompts, dtype=dtype, max_num_seqs=3)
 
 
-GetStudy = Callable[[str, str], Study]
+@pytest.mark.parametrize(
+    ("method", "dtype", "exactness", "mode"),
+    [
+        pytest.param(*cell, marks=pytest.mark.slow if cell in COVERING else pytest.mark.full)
+        for cell in product(METHODS, ("float32", "bfloat16"), ("default", "strict"), MODES)
+    ],
+)
+def test_drafts_change_no_text(method: str, dtype: str, exactness: str, mode: str) -> None:
+    cell = study(dtype, exactness).cell(method, MODES[mode], 3)
+    assert cell.is_good, cell.line()
 
 
-def check_drafts_were_taken(found: Evidence) -> None:
-    """Some and not all, but for a drafter whose 4-bit grid is nearly that on which this model was stored."""
-    assert found.num_accepted > 0, found
-    assert found.num_accepted < found.num_drafted or "quantized_self" in found.method, found
-
-
-@pytest.mark.parametrize("method", params(METHODS))
-def test_single_precision_is_plain_decoding_and_that_of_transformers(
-    method: str, study: GetStudy, record_property: Callable[[str, object], None]
-) -> None:
-    """But for ties closer than 1e-4, noise of the draw and the edge of the nucleus included."""
-    found = study("float32", "default").evidence(method, with_generate=True)
-    record_property("evidence", str(found))
-    for difference in (*found.differences, *found.from_generate):
-        assert difference.gap < difference.bound, difference
-    check_drafts_were_taken(found)
-
-
-@pytest.mark.parametrize("method", params(METHODS, {*CHAINS, "token_recycling"} & COVERING))
-def test_strict_half_precision_is_plain_decoding(method: str, study: GetStudy) -> None:
-    """Every token; trees are reduced to chains."""
-    found = study("bfloat16", "strict").evidence(method)
-    assert found.differences == ()
-    check_drafts_were_taken(found)
-
-
-@pytest.mark.parametrize("method", params(CHAINS))
-def test_chains_in_half_precision_are_plain_decoding(
-    method: str, study: GetStudy, record_property: Callable[[str, object], None]
-) -> None:
-    """Every token by default, where the machine has shapes that keep bits; elsewhere but for near-ties."""
-    half = study("bfloat16", "default")
-    found = half.evidence(method)
-    record_property("evidence", str(found))
-    if half.keeps_bits:
-        assert found.differences == ()
-    check_gaps(found)
-    check_drafts_were_taken(found)
-
-
-@pytest.mark.parametrize("method", params(TREES))
-def test_trees_in_half_precision_differ_at_near_ties_only(
-    method: str, study: GetStudy, record_property: Callable[[str, object], None]
-) -> None:
-    """The share of equal texts is recorded; each first difference is one that measured rounding explains."""
-    found = study("bfloat16", "default").evidence(method)
-    record_property("evidence", str(found))
-    check_gaps(found)
-    check_drafts_were_taken(found)
-
-
-def check_gaps(found: Evidence) -> None:
-    for difference in found.differences:
-        assert difference.gap <= difference.bound, difference
-
-
-def test_the_bound_of_half_precision_tells_a_fault_from_rounding(study: GetStudy) -> None:
-    """The tokens of another answer in place of this one's are no near-tie."""
-    half = study("bfloat16", "default")
-    texts = [half.plain[(place + 2) % len(half.plain)] for place in range(len(half.plain))]
-    found = half.differences(texts, dict(enumerate(half.plain)))
-    assert any(difference.gap > difference.bound for difference in found), found
+def test_plain_texts_are_those_of_transformers() -> None:
+    """In single precision, but for ties closer than 1e-4; another answer in place of this one's is none."""
+    found = study("float32", "default")
+    model, _, tokenizer = zoo.load("smollm2", dtype=torch.float32)
+    rows, params = found.plain(MODES["greedy"]), MODES["greedy"]
+    for row in rows:
+        ids = torch.tensor([row.prompt])
+        given = {"max_new_tokens": params.max_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id or 0}
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **given)[0, ids.shape[1] :]
+        want = Said(row.prompt, tuple(text.tolist()), (), {})
+        assert (gap_of(row, want, found.target, params) or 0.0) < 1e-4
+        assert len(row.token_ids) == len(want.token_ids)
+    assert (gap_of(rows[0], rows[3], found.target, params) or 0.0) > 1e-2

@@ -149,9 +149,14 @@ def p_value(run: Callable[[], list[int]], processor: Any, num_samples: int = NUM
     return float(chisquare(observed, [w * scale for w in wanted]).pvalue)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("name", ["multinomial", "top-k", "nucleus"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    [
+        pytest.param(name, temperature, marks=pytest.mark.slow if row == column else pytest.mark.full)
+        for row, name in enumerate(["nucleus", "top-k", "multinomial"])
+        for column, temperature in enumerate(reversed(TEMPERATURES))
+    ],
+)
 @pytest.mark.parametrize("run", [speculative, ngram])
 def test_samples_of_the_loop_have_the_law(run: Any, name: str, temperature: float, monkeypatch: Any) -> None:
     processor = MAKERS[name](temperature)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from classic_models import PROMPT, difference, drafter, enumerated, hf_greedy, plain_law, target
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import BloomConfig, BloomForCausalLM
 
 from foretoken.classic import last_trace
 from foretoken.classic.adapters import adapter_of, opened, ready
@@ -211,12 +211,6 @@ def test_a_model_whose_cache_the_engine_refuses_is_read_from_the_beginning() -> 
     model = BloomForCausalLM(config).double().eval()
     expected = naive(model, PROMPT, 9)
     assert all_four(model, drafter(), PROMPT, use_cache=True) == [expected] * 4
-
-
-def test_encoder_decoders_stay_refused_by_name() -> None:
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration"):
-        autoregressive_generate(PROMPT, T5ForConditionalGeneration(config).eval())
 
 
 def test_a_trace_is_kept_and_greedy_is_the_default() -> None:

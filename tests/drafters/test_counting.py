@@ -5,17 +5,13 @@ Counted from outside: by hooks on every module that torch runs, not by the libra
 
 from __future__ import annotations
 
-from atexit import register
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import torch
+from test_drafters import DRAFTERS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
@@ -23,24 +19,14 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.datastore import Datastore
-from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import PROMPTS, perturbed, toy_model
 
 VOCAB_SIZE = 64
@@ -72,71 +58,28 @@ def counted() -> Iterator[Counter[int]]:
         handle.remove()
 
 
-@cache
-def datastore() -> Datastore:
-    folder = mkdtemp()
-    register(rmtree, folder)
-    generator = torch.Generator().manual_seed(0)
-    texts = torch.randint(0, VOCAB_SIZE, (40, 30), generator=generator).tolist()
-    from_tokens([*PROMPTS, *texts], folder, vocab_size=VOCAB_SIZE)
-    return Datastore.open(folder)
-
-
 def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
-    if kind == "none":
-        return EmptyDrafter()
-    if kind == "ngram":
-        return NGramDrafter(depth, prompt_lookup_min=1, num_candidates=2)
-    if kind == "nasd":
-        return NasdDrafter(depth, num_branches=2)
-    if kind == "jacobi":
-        return JacobiDrafter(depth)
-    if kind == "lookahead":
-        return LookaheadDrafter(depth, window_size=4, guess_set_size=3)
-    if kind == "suffix":
-        return SuffixDrafter(depth, min_token_prob=0.0)
-    if kind == "token_recycling":
-        return TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=16)
-    if kind == "rest":
-        return RestDrafter(datastore(), depth)
-    if kind == "ngram>token_recycling":
-        parts = [NGramDrafter(depth, prompt_lookup_min=1), TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=8)]
-        return FirstDrafter(parts)
-    if kind in ("suffix+chain", "suffix>chain"):
-        composed = UnionDrafter if "+" in kind else FirstDrafter
-        return composed([SuffixDrafter(depth, min_token_prob=0.0), drafter_of("chain", model, depth)])
-    if kind == "rest+layer_skip":
-        return UnionDrafter([RestDrafter(datastore(), depth), drafter_of("layer_skip", model, depth)])
-    if kind == "layer_skip":
-        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
-    if kind == "layer_skip_tree":
-        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth), num_branches=2)
-    if kind == "quantized_self":
-        return QuantizedSelfDrafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
-    return DraftModelDrafter(
-        CausalLM(model),
-        target_vocab_size=VOCAB_SIZE,
-        num_speculative_tokens=depth,
-        num_branches=3 if kind == "tree" else 1,
-    )
+    own: dict[str, Any] = {"target_vocab_size": VOCAB_SIZE, "policy": Fixed(depth)}
+    made: dict[str, Callable[[], Drafter]] = {
+        "chain": lambda: DraftModelDrafter(CausalLM(model), **own),
+        "tree": lambda: DraftModelDrafter(CausalLM(model), **own, num_branches=3),
+        "layer_skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), **own),
+        "layer_skip_tree": lambda: LayerSkipDrafter(LayerSet((1,), ()), **own, num_branches=2),
+        "quantized_self": lambda: QuantizedSelfDrafter(**own),
+    }
+    for sign, composed in (("+", UnionDrafter), ("-then-", FirstDrafter)):
+        if sign in kind:
+            return composed([drafter_of(part, model, depth) for part in kind.split(sign)])
+    return made[kind]() if kind in made else DRAFTERS[kind](depth)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("batch_size", [1, 5, 16])
+@pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.9), (5, 0.0), (16, 0.9)])
 @pytest.mark.parametrize(
     ("kind", "depth"),
     [
-        ("none", 1),
-        ("ngram", 4),
-        ("nasd", 4),
-        ("jacobi", 6),
-        ("lookahead", 3),
-        ("suffix", 4),
-        ("token_recycling", 4),
-        ("rest", 4),
-        ("chain", 1),
-        ("chain", 5),
-        ("tree", 3),
+        *(("none", 1), ("ngram-tree", 4), ("nasd-tree", 4), ("jacobi", 6), ("lookahead", 3), ("suffix", 4)),
+        *(("token-recycling", 4), ("rest", 4), ("chain", 1), ("chain", 5), ("tree", 3)),
+        *(("ngram-then-token-recycling", 3), ("suffix+chain", 3), ("suffix-then-chain", 3)),
     ],
 )
 def test_a_step_makes_one_target_forward_and_few_draft_forwards(
@@ -158,11 +101,6 @@ def test_a_step_makes_one_target_forward_and_few_draft_forwards(
             assert counts[DRAFTER_LAYERS] <= depth + 1
         most = max(most, counts[DRAFTER_LAYERS])
     assert (most > 0) == ("chain" in kind or kind == "tree")  # the hooks do see the drafter
-
-
-@pytest.mark.parametrize("kind", ["ngram>token_recycling", "suffix+chain", "suffix>chain"])
-def test_compositions_make_the_forwards_of_their_parts(kind: str) -> None:
-    test_a_step_makes_one_target_forward_and_few_draft_forwards(kind, depth=3, batch_size=5, temperature=0.9)
 
 
 @pytest.mark.parametrize(("batch_size", "temperature"), [(1, 0.0), (5, 0.9)])

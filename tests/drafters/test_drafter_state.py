@@ -5,7 +5,7 @@ from __future__ import annotations
 from atexit import register
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -13,15 +13,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import test_drafters
 import torch
+from test_drafters import VOCAB_SIZE, target
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookup.nasd import NasdDrafter, NGramStorage
+from foretoken.drafters.lookup.nasd import NGramStorage
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
@@ -33,20 +33,13 @@ from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirement
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, TokenizerMismatchError
-from foretoken.model.lm import CausalLM
 from foretoken.retrieval.datastore import Datastore, Lookup
 from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
 from foretoken.tree import DraftTree
 
-VOCAB_SIZE = 64
 STORED = ((0, 1, 2, 3, 4, 5), (7, 2, 9, 9), (5, 6, 8))
-
-
-@cache
-def target() -> CausalLM:
-    return CausalLM(toy_model(VOCAB_SIZE), execution="eager")
 
 
 @cache
@@ -58,16 +51,13 @@ def datastore() -> Datastore:
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: NGramDrafter(3, prompt_lookup_min=1, num_candidates=2),
-    "nasd": lambda: NasdDrafter(3, num_branches=2),
-    "nasd-random": lambda: NasdDrafter(3, storage="single", unknown="random", vocab_size=VOCAB_SIZE),
-    "jacobi": lambda: JacobiDrafter(4),
-    "jacobi-from-prompt": lambda: JacobiDrafter(4, initial_guess="prompt"),
-    "lookahead": lambda: LookaheadDrafter(3, window_size=3, guess_set_size=2),
-    "suffix": lambda: SuffixDrafter(4, min_token_prob=0.0),
-    "rest": lambda: RestDrafter(datastore(), 3),
-    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10, initial_state="prompt"),
+    name: partial(test_drafters.DRAFTERS[name], 4)
+    for name in (
+        *("ngram", "ngram-tree", "nasd", "nasd-tree", "nasd-single-random", "jacobi", "jacobi-from-prompt"),
+        *("lookahead", "suffix", "token-recycling"),
+    )
 }
+DRAFTERS["rest"] = lambda: RestDrafter(datastore(), 3)
 OTHERS: dict[str, Callable[[], Drafter]] = {
     "layer-skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
     "union": lambda: UnionDrafter([DRAFTERS["suffix"](), DRAFTERS["lookahead"](), DRAFTERS["token-recycling"]()], 12),
@@ -219,14 +209,6 @@ def test_rest_merges_the_datastore_with_the_text() -> None:
     assert paths(proposal(drafter, row)) == {(8,), (50,)}
 
 
-def test_lookahead_proposes_what_followed_the_pending_token() -> None:
-    drafter, row = LookaheadDrafter(3, window_size=1), row_of(0, [7, 1, 2, 3, 4, 1])
-    row.law, row.params = SimpleNamespace(eos_token_ids=()), SimpleNamespace(stop_token_ids=None)
-    row.seed, row.pending = 3, 1
-    drafter.start([row])
-    assert (2, 3, 4) in paths(proposal(drafter, row))
-
-
 def test_a_place_in_the_history_outlives_what_is_added_meanwhile() -> None:
     history = OutputHistory(8)
     history.add([1, 2, 3, 4])
@@ -267,12 +249,6 @@ def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
     drafter.read([row], [PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]]))])
     drafter.start([row])
     assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
-
-
-def test_runners_up_are_learned_in_their_places() -> None:
-    storage = NGramStorage(2, 4)
-    storage.extend([1, 2, 3], [[5], [6]], first=1)
-    assert [[token for token, _ in storage.successors([last])] for last in (1, 2, 3)] == [[2, 5], [3, 6], []]
 
 
 def test_every_node_of_a_tree_of_counts_follows_its_own_path() -> None:

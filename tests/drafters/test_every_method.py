@@ -38,11 +38,6 @@ STRICT = {"ngram", "token_recycling", "draft_model, tree", "jacobi", "eagle3"}
 ELSEWHERE = ("ngram", "token_recycling", "draft_model, tree", "eagle3")
 """What `make test` runs over stock kernels: chains and trees, of lookups, of a model and of a head."""
 
-OF_SMOLLM2 = (
-    *("ngram", "nasd", "suffix", "token_recycling", "lookahead", "jacobi", "quantized_self", "sparse_kv", "eagle3"),
-    *("suffix+eagle3", "ngram>token_recycling"),
-)
-"""Methods for which zoo:smollm2 needs nothing beside it."""
 
 SHAPE = {"max_model_len": 192, "prefill_chunk_size": 64, "strict_width": 8}
 """Of which every step of the fixed promise is; prompts are read in pieces."""
@@ -84,17 +79,6 @@ CELLS = list(product(METHODS, EXACTNESS, MODES, BATCHES))
 @pytest.mark.parametrize(("method", "exactness", "mode", "batch_size"), [marked(*cell) for cell in CELLS])
 def test_the_promise_is_native(method: str, exactness: str, mode: str, batch_size: int) -> None:
     check(study(exactness=exactness).cell(method, MODES[mode], batch_size), "native")
-
-
-@pytest.mark.smollm2
-@pytest.mark.full
-@pytest.mark.skipif(not has_kernels, reason="no kernels here")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("exactness", EXACTNESS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", OF_SMOLLM2)
-def test_the_promise_of_a_real_model_is_native(method: str, dtype: str, exactness: str, mode: str) -> None:
-    check(study("zoo:smollm2", dtype, exactness).cell(method, MODES[mode], max(BATCHES)), "native")
 
 
 def check(cell: Cell, promise: str) -> None:

@@ -513,20 +513,6 @@ def test_length_asks_before_every_token_and_shows_no_law() -> None:
     assert policy.asked == [(0, None), (1, None), (2, None)]
 
 
-def test_make_policy() -> None:
-    assert isinstance(make_policy("fixed", 3), Fixed)
-    assert isinstance(make_policy("heuristic", 3), Heuristic)
-    assert make_policy("heuristic", 3).begin(row(1)) == 3
-    with pytest.raises(ConfigError, match=r"'entropy'.*fixed, heuristic"):
-        make_policy("entropy", 3)
-
-
-@pytest.mark.parametrize("name", ["fixed", "heuristic"])
-def test_negative_lengths_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="-1"):
-        make_policy(name, -1)
-
-
 def test_a_policy_has_to_say_where_it_begins() -> None:
     with pytest.raises(TypeError):
         LengthPolicy()  # type: ignore[abstract]

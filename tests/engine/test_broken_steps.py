@@ -39,14 +39,27 @@ TOY_IDS = [[5, 6, 7, 5, 6], [9, 3, 9, 3, 9, 3, 9], [11], [2, 4], [5, 6, 7]]
 HEADS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3")
 FAST = frozenset({"none", "ngram", "draft_model", "layer_skip"})
 """Entries that belong to the fast part."""
+COVERING = (
+    "rest",
+    "token_recycling",
+    "lookahead",
+    "quantized_self",
+    "sparse_kv",
+    "hydra++",
+    "eagle3",
+    "draft_model-2-3",
+)
+"""What `make test` runs besides: state of lookups, of windows, of views of the target's cache, and of heads."""
+
+
+def mark_of(name: str) -> Any:
+    """Of an entry, which begins with its method."""
+    return () if name in FAST else pytest.mark.slow if name.startswith((*COVERING, "union")) else pytest.mark.full
 
 
 def entries() -> list[Any]:
     names = ["-".join(map(str, config.values())) for config in CONFIGS]
-    slow = [[pytest.mark.slow] * (name not in FAST) for name in names]
-    return [
-        pytest.param(config, id=name, marks=marks) for config, name, marks in zip(CONFIGS, names, slow, strict=True)
-    ]
+    return [pytest.param(config, id=name, marks=mark_of(name)) for config, name in zip(CONFIGS, names, strict=True)]
 
 
 def head_of(method: str, folder: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_steps import CONFIGS, completed, given
+from test_broken_steps import CONFIGS, completed, given, mark_of
 
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
@@ -26,7 +26,9 @@ LIMIT = 60
 SMALL_VIEW = {"method": "sparse_kv", "kv_budget": 12, "kv_sinks": 2, "kv_refresh": 4}
 NAMED = {"-".join(map(str, config.values())): config for config in [*CONFIGS, SMALL_VIEW]}
 METHODS = [
-    pytest.param(config, id=name, marks=() if name in ("ngram", "sparse_kv-12-2-4") else pytest.mark.slow)
+    pytest.param(
+        config, id=name, marks=() if name in ("ngram", "sparse_kv-12-2-4") else mark_of(name) or pytest.mark.slow
+    )
     for name, config in NAMED.items()
 ]
 

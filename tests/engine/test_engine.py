@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_broken_steps import Interrupt, breaking
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from foretoken.config.engine import EngineConfig
@@ -80,25 +80,6 @@ def plain_outputs() -> tuple[tuple[int, ...], ...]:
 # -- steps that break off --------------------------------------------------------------------------------------------
 
 
-class Interrupt(BaseException):
-    """What Ctrl-C does, at a chosen place."""
-
-
-def breaking(function: Callable[..., Any], countdown: list[int], *, after: bool) -> Callable[..., Any]:
-    """The function, raising on its n-th call, before or after its work."""
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        countdown[0] -= 1
-        if countdown[0] == 0 and not after:
-            raise Interrupt
-        result = function(*args, **kwargs)
-        if countdown[0] == 0:
-            raise Interrupt
-        return result
-
-    return broken
-
-
 def places(engine: Engine) -> list[tuple[Any, str]]:
     """Objects and methods of a step that may be cut off."""
     found: list[tuple[Any, str]] = [
@@ -131,7 +112,7 @@ def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(
         setting = f"{kind}, {owner}, {name}, {'after' if is_after else 'before'} its work"
         rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
         with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
-            patch.setattr(owner, name, breaking(getattr(owner, name), [2], after=is_after))
+            patch.setattr(owner, name, breaking(getattr(owner, name), 2, after=is_after))
             for _ in engine.run():
                 pass
         assert engine.num_running == engine.cache.num_rows == 0, setting
@@ -227,40 +208,6 @@ def test_a_row_with_nan_leaves_nothing_to_those_after_it(is_aborted: bool) -> No
 
 
 # -- rows that come and go -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["nasd", "chain", "tree"])
-def test_aborts_in_any_state_harm_nobody(kind: str) -> None:
-    """Waiting, prefilling, decoding, samples still without a row: ended rows keep a true beginning, others all."""
-    rng = random.Random(len(kind))
-    requests = [(prompt, replace(SAMPLED, n=n)) for prompt, n in zip(PROMPTS, (4, 1, 2, 1), strict=True)]
-    whole = iter(finish(Engine(target(), EmptyDrafter()), requests))
-    want = [[next(whole) for _ in range(params.n)] for _, params in requests]
-    drafter = drafter_of(kind)
-    for max_num_seqs, chunk in ((1, 8), (2, 1), (3, 3), (5, 2)):
-        config = EngineConfig(max_num_seqs=max_num_seqs, prefill_chunk_size=chunk)
-        engine = Engine(target(), drafter, config)
-        rows = [engine.add_request(prompt, params, str(i)) for i, (prompt, params) in enumerate(requests)]
-        for _ in engine.run():
-            if rng.random() < 0.2:
-                engine.abort(str(rng.randrange(len(requests))))
-            check_cache_lengths(engine)
-        for row, tokens in [pair for i, group in enumerate(rows) for pair in zip(group, want[i], strict=True)]:
-            is_whole = row.finish_reason == "length"
-            assert is_whole or row.finish_reason == "abort"
-            assert tuple(row.output_ids) == (tokens if is_whole else tokens[: row.num_output_tokens])
-    if isinstance(drafter, DraftModelDrafter):
-        assert drafter._cache.num_rows == len(drafter._rows) == len(drafter._drafts) == 0
-
-
-@pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_a_drafter_equal_to_the_target_is_never_wrong(kind: str) -> None:
-    """One forgotten, stale or shifted column of the drafter's cache would cost an accepted token."""
-    engine = Engine(target(), drafter_of(kind, target()), EngineConfig(max_num_seqs=3, prefill_chunk_size=4))
-    rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
-    for _ in engine.run():
-        check_cache_lengths(engine)
-    assert all(row.num_steps == -(-row.num_output_tokens // 4) for row in rows)
 
 
 def test_ids_of_rows_stay_unique_when_threads_add_requests() -> None:

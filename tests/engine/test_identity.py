@@ -1,9 +1,9 @@
 """Speculative decoding gives the tokens of plain decoding, and plain decoding those of transformers.
 
 In float64, so that a tie that rounding could decide never comes up: for every architecture, drafter, way of
-choosing tokens, batch and draft shape. What always runs puts rows of all ways into one ragged batch, which covers
-every architecture with every drafter and every mode; the whole product, each mode in a batch of its own, is marked
-full.
+choosing tokens, batch and draft shape. What always runs puts rows of all ways into one ragged batch, and gives every
+architecture a tree of a draft model and some of the others by turns; the whole product, each mode in a batch of its
+own, is marked full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, target_model
+from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, in_turns, target_model
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter
@@ -143,18 +143,19 @@ def plain_mixed(name: str) -> Trace:
 
 # -- what always runs ------------------------------------------------------------------------------------------------
 
-BATCHED = [(name, drafter) for name in NAMES for drafter in DRAFTERS]
+TREES = "draft-model-tree"
+"""What every architecture has, beside two others; each pair of them belongs to the whole matrix."""
+BATCHED = in_turns(DRAFTERS, 2, [TREES], pytest.mark.every_version)
 ALONE = [
-    (name, list(DRAFTERS)[(number + 3 * row) % len(DRAFTERS)], row)
+    pytest.param(name, drafters[(number + 3 * row) % len(DRAFTERS)], row, marks=marks)
+    for drafters in [list(DRAFTERS)]
     for number, name in enumerate(NAMES)
     for row in range(len(MODES))
+    for marks in [() if (row - number) % len(MODES) < 2 else pytest.mark.full]
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [pytest.param(*pair, marks=[pytest.mark.every_version] * (pair[1] == "draft-model-tree")) for pair in BATCHED],
-)
+@pytest.mark.parametrize(("name", "drafter"), BATCHED)
 def test_drafting_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch: greedy and seeded, with and without processors, with and without EOS."""
     trace = run_mixed(name, DRAFTERS[drafter](name))
@@ -169,15 +170,14 @@ def test_a_row_alone_gives_the_tokens_it_gives_in_a_batch(name: str, drafter: st
     assert alone.reasons["0.0"] == plain_mixed(name).reasons[f"{row}.0"]
 
 
-def test_what_always_runs_covers_every_pair() -> None:
-    """Architectures with drafters and modes, drafters with modes, prompts with modes; in batches and alone."""
+def test_what_always_runs_covers_what_differs() -> None:
+    """Architectures with modes, and with a tree and a lookup or a chain; drafters with modes, prompts with modes."""
     modes = set(MODES)
-    assert {(name, drafter) for name, drafter in BATCHED} == set(product(NAMES, DRAFTERS))
-    assert all(set(row_modes(name)) == modes for name in NAMES)  # hence every drafter in every mode, too
+    assert all(set(row_modes(name)) == modes for name in NAMES)
     assert {pair for name in NAMES for pair in enumerate(row_modes(name))} == set(product(range(len(PROMPTS)), modes))
-    alone = [(name, drafter, row_modes(name)[row]) for name, drafter, row in ALONE]
-    assert {(name, mode) for name, _, mode in alone} == set(product(NAMES, modes))
-    assert {(drafter, mode) for _, drafter, mode in alone} == set(product(DRAFTERS, modes))
+    taken = [param.values for param in BATCHED if "full" not in {mark.name for mark in param.marks}]
+    assert all(sum(name == other for other, _ in taken) >= 3 for name in NAMES)
+    assert {drafter for _, drafter in taken} == set(DRAFTERS)  # hence every drafter in every mode
 
 
 # -- the whole product -----------------------------------------------------------------------------------------------

@@ -213,10 +213,8 @@ def test_where_memory_ends_the_step_breaks_off_and_a_plan_keeps_within_it() -> N
 # -- long texts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("num_requests", "length", "max_tokens"),
-    [(6, 500, 100), pytest.param(64, 4000, 130, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("num_requests", "length", "max_tokens"), [(6, 500, 100), (64, 4000, 130)])
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["none", "ngram"])
 def test_long_texts_under_a_plan_for_few_finish_as_without_one(
     num_requests: int, length: int, max_tokens: int, method: str

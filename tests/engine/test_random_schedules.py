@@ -145,7 +145,7 @@ def run_schedule(seed: int, lm: CausalLM, config: EngineConfig | None = None) ->
 
 
 def _marks(seed: int) -> Any:
-    return () if seed < 8 else pytest.mark.slow if seed < 24 else pytest.mark.full
+    return () if seed < 6 else pytest.mark.slow if seed < 16 else pytest.mark.full
 
 
 SEEDS = [pytest.param(seed, marks=_marks(seed)) for seed in range(60)]

@@ -14,7 +14,7 @@ import transformers
 from test_mutations import MUTATIONS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ALWAYS, ARCHITECTURES, Architecture
+from architectures import ARCHITECTURES, Architecture, in_turns
 from foretoken import LLM, zoo
 from foretoken.errors import ProbeError
 from foretoken.model import lm as model_module
@@ -39,13 +39,9 @@ KINDS = ("eager", "packed")
 MAX_FORWARDS, MAX_WIDTH = 12, 20
 NUM_SEEDS = 20
 
-EVERYWHERE = [
-    pytest.param(name, dtype, marks=() if number % 3 == turn or name in ALWAYS else pytest.mark.full)
-    for number, name in enumerate(ARCHITECTURES)
-    for turn, dtype in enumerate(DTYPES)
-]
-"""Every architecture in one dtype, by turns, and every dtype with three builds; else in the whole matrix. What the
-probe compares runs in float32, whatever the dtype; a third of the architectures show all that is done in the others."""
+EVERYWHERE = in_turns(DTYPES)
+"""What the probe compares runs in float32, whatever the dtype; a third of the architectures show all that is done in
+the others."""
 
 
 def build(name: str, dtype: torch.dtype, seed: int = 0, *, is_strong: bool = True) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ARCHITECTURES, REFUSED, target_model
+from architectures import ARCHITECTURES, REFUSED, in_turns, target_model
 from foretoken import LLM, speculate
 from foretoken.classic.sampling import autoregressive_generate
 from foretoken.config.sampling import SamplingParams
@@ -154,8 +154,7 @@ def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert before == after
 
 
-@pytest.mark.parametrize("execution", ["eager", "packed"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "execution"), in_turns(["eager", "packed"]))
 def test_the_users_model_stays_as_it_is(name: str, execution: str) -> None:
     """Weights, configs, hooks, modes and methods, in float32; also its own logits afterwards."""
     model = ARCHITECTURES[name].build(first_attention(name), torch.float32).train()

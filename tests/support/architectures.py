@@ -7,10 +7,12 @@ that they fill.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -233,6 +235,28 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 ALWAYS = frozenset({"llama", "gemma3", "gpt2"})
 """What the fast part has of them: rotary positions, windows and learned positions."""
+
+
+def in_turns(others: Iterable[str], each: int = 1, whole: Collection[str] = (), marks: Any = ()) -> list[Any]:
+    """Pairs (name, other): what differs in kind always, the rest of the product in the whole matrix.
+
+    Args:
+      each: how many of the others an architecture has, by turns; those of `ALWAYS` have all.
+      whole: of the others, those that every architecture has besides, with these ``marks``.
+    """
+    rest = [other for other in others if other not in whole]
+    turns = {
+        (name, rest[(number * each + place) % len(rest)])
+        for number, name in enumerate(ARCHITECTURES)
+        for place in range(min(each, len(rest)))
+    }
+    return [
+        pytest.param(name, other, marks=marks if other in whole else () if is_taken else pytest.mark.full)
+        for other in others
+        for name in ARCHITECTURES
+        for is_taken in [name in ALWAYS or (name, other) in turns]
+    ]
+
 
 REFUSED: dict[str, Architecture] = {
     "bloom": Architecture("Bloom", _only(hidden_size=64, n_layer=2, n_head=4, **_IDS), attention=("eager",)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.drafter import Drafter
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
@@ -159,3 +161,16 @@ def trained(generation: int) -> EagleHead:
     for parameter in head.parameters():
         parameter.requires_grad_(False)
     return head.double().eval()
+
+
+class HandsOn(EmptyDrafter):
+    """Hands every verb to another drafter but those that a subclass answers itself."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.requires = drafter, drafter.requires
+
+    def __getattribute__(self, name: str) -> Any:
+        is_verb = name in ("recall", "read", "fork", "keep", "forget", "start", "bind", "propose", "observe")
+        own = getattr(type(self), name, None)
+        is_handed_on = is_verb and own is getattr(EmptyDrafter, name)
+        return getattr(self.drafter, name) if is_handed_on else super().__getattribute__(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -35,17 +35,12 @@ class Mutant:
       apply: makes the fault; whoever hands out the `pytest.MonkeyPatch` undoes it.
       caught_by: the test function, as it stands in its file.
       arguments: of that test; "tmp_path" and "monkeypatch" stand for the fixtures.
-      keeps_tokens: a method under which the fault changes no token, since verification protects them; "" where the
-        tokens do change, or the fault breaks the run. None: what `keeping` says of the whole table.
-      raises: how the test fails.
     """
 
     name: str
     apply: Apply
     caught_by: Callable[..., None]
     arguments: tuple[Any, ...] = ()
-    keeps_tokens: str | None = field(default=None, kw_only=True)
-    raises: type[Exception] = field(default=AssertionError, kw_only=True)
 
     def test(self, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Run the test."""
@@ -53,11 +48,6 @@ class Mutant:
         if hasattr(self.caught_by, "hypothesis"):
             patch.setattr(self.caught_by, "_hypothesis_internal_use_settings", EXAMPLES)
         self.caught_by(*(fixtures.get(one, one) if isinstance(one, str) else one for one in self.arguments))
-
-
-def keeping(method: str, *mutants: Mutant) -> tuple[Mutant, ...]:
-    """Mutants that change no token of this method, but for those that say otherwise."""
-    return tuple(replace(one, keeps_tokens=method) if one.keeps_tokens is None else one for one in mutants)
 
 
 # -- ways to make a fault ------------------------------------------------------------------------------------------

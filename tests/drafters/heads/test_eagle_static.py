@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_eagle import from_scratch
+from test_eagle import check_accepted_to_the_end, from_scratch
 
-from eagle_heads import VOCAB_SIZE, kept_vocabulary, logits_of, model, random_head, target, texts, trained
+from eagle_heads import VOCAB_SIZE, HandsOn, kept_vocabulary, logits_of, model, random_head, target, texts, trained
 from foretoken import LLM, SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.heads.eagle import EagleDrafter
@@ -51,25 +51,15 @@ def test_smaller_trees_and_hopeless_heads_conform() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(params: Any) -> None:
-    engine = Engine(target(), drafter(trained(1), 5))
-    rows = [engine.add_request(prompt, replace(params, max_tokens=24))[0] for prompt in (PROMPTS[0], PROMPTS[4])]
-    while engine.has_unfinished:
-        engine.step()
-    for row in rows:
-        assert row.stats.num_steps <= 6
-        assert row.stats.num_accepted_draft_tokens >= 18
+    check_accepted_to_the_end(drafter(trained(1), 5), params)
 
 
-class Watched(EmptyDrafter):
+class Watched(HandsOn):
     """Hands everything on, and compares drafts of greedy rows with a head that is run from scratch."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
-        self.drafter, self.requires = drafter, drafter.requires
+        super().__init__(drafter)
         self.num_trees = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        handed_on = ("recall", "read", "fork", "keep", "forget", "start", "bind", "observe")
-        return getattr(self.drafter, name) if name in handed_on else super().__getattribute__(name)
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         trees = self.drafter.propose(rows, budgets)
@@ -104,21 +94,6 @@ def test_drafts_are_those_of_a_head_that_is_run_from_scratch(name: str) -> None:
         while engine.has_unfinished:
             engine.step()
     assert watched.num_trees >= 6
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 8, 26])
-def test_budgets_are_obeyed_to_the_node(nodes: int) -> None:
-    own = drafter(trained(1), 5)
-    engine = Engine(target(), own)
-    (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=30))
-    while not row.output_ids:
-        engine.step()
-    for depth in (0, 2, 5):
-        for chains_only in (False, True):
-            (tree,) = own.propose([row], [Budget(depth, nodes, chains_only)])
-            limit = depth + 1 if chains_only else len([path for path in EAGLE_TREE.paths if len(path) <= depth]) + 1
-            assert len(tree) == min(nodes, limit)
-            assert tree.depth <= depth
 
 
 def test_under_standard_all_draws_stay_and_carry_their_laws() -> None:

@@ -26,6 +26,7 @@ from foretoken.heads.medusa_hydra import HydraHeads, PrefixLayer
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode
+from mutants import Apply, Call, skipped, with_arguments
 from toy_heads import HIDDEN, NUM_HEADS, VOCAB_SIZE, hydra_heads, medusa_heads, states_along, target
 
 KINDS = ("medusa", "medusa-shared", "hydra", "hydra++")
@@ -313,66 +314,6 @@ def test_an_earlier_state_of_the_target_is_read_where_heads_want_it() -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def shifts_features_by_one(patch: pytest.MonkeyPatch) -> None:
-    """Heads get the state of the token before."""
-    right = LastStates._take_in
-
-    def wrong(self: LastStates, rows: Any, states: Any, starts: Any) -> None:
-        right(self, rows, [state[: max(1, len(state) - 1)] for state in states], starts)
-
-    patch.setattr(LastStates, "_take_in", wrong)
-
-
-def keeps_stale_features(patch: pytest.MonkeyPatch) -> None:
-    """What steps commit is never taken in."""
-    patch.setattr(HeadStates, "observe", lambda *_: None)
-
-
-def takes_features_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
-    right = LastStates._take_in
-    patch.setattr(
-        LastStates, "_take_in", lambda self, rows, states, starts: right(self, rows, [*states[1:], *states[:1]], starts)
-    )
-
-
-def shifts_positions(patch: pytest.MonkeyPatch) -> None:
-    """The prefix layer counts from one."""
-    right = PrefixLayer.placed
-
-    def wrong(self: PrefixLayer, positions: Any, *rest: Any) -> Any:
-        return right(self, positions + positions.ne(0), *rest)
-
-    patch.setattr(PrefixLayer, "placed", wrong)
-
-
-def counts_positions_from_each_chunk(patch: pytest.MonkeyPatch) -> None:
-    right = PrefixLayer.placed
-    patch.setattr(
-        PrefixLayer, "placed", lambda self, positions, *rest: right(self, positions - positions[:, :1], *rest)
-    )
-
-
-def hides_the_node_itself(patch: pytest.MonkeyPatch) -> None:
-    right = PrefixLayer.placed
-
-    def wrong(self: PrefixLayer, positions: Any, dtype: Any, mask: Any, cache: Any = None) -> Any:
-        own = torch.arange(mask.shape[-1]) == positions[:, None, :, None]
-        return right(self, positions, dtype, mask & (~own | (positions[:, None, :, None] == 0)), cache)
-
-    patch.setattr(PrefixLayer, "placed", wrong)
-
-
-def shows_what_comes_later(patch: pytest.MonkeyPatch) -> None:
-    right = PrefixLayer.placed
-    patch.setattr(
-        PrefixLayer,
-        "placed",
-        lambda self, positions, dtype, mask, cache=None: right(
-            self, positions, dtype, mask.any(2, True).expand_as(mask), cache
-        ),
-    )
-
-
 def loses_a_column(patch: pytest.MonkeyPatch) -> None:
     """The prefix layer's cache takes in one column less than were committed."""
     commit = KVCache.commit
@@ -384,26 +325,51 @@ def loses_a_column(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "commit", wrong)
 
 
-FAULTS = [
-    ("medusa", shifts_features_by_one),
-    ("medusa", keeps_stale_features),
-    ("medusa", takes_features_of_the_next_row),
-    ("hydra", shifts_features_by_one),
-    ("hydra", keeps_stale_features),
-    ("hydra++", keeps_stale_features),
-    ("hydra++", shifts_positions),
-    ("hydra++", counts_positions_from_each_chunk),
-    ("hydra++", hides_the_node_itself),
-    ("hydra++", shows_what_comes_later),
-]
+def _takes_in(change: Callable[[Any], Any]) -> Apply:
+    """What is taken in of rows is not what came of them."""
+    return with_arguments(LastStates, "_take_in", lambda call: {"states": change(call.states)})
 
 
-@pytest.mark.parametrize(("kind", "fault"), FAULTS)
-def test_faults_of_features_and_positions_are_found(
-    kind: str, fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _places(change: Callable[[Call], dict[str, Any]]) -> Apply:
+    """The prefix layer has other positions, or another mask."""
+    return with_arguments(PrefixLayer, "placed", change)
+
+
+def _without_the_node_itself(call: Call) -> dict[str, Any]:
+    rows = call.positions[:, None, :, None]
+    return {"mask": call.mask & ((torch.arange(call.mask.shape[-1]) != rows) | (rows == 0))}
+
+
+_STALE = skipped(HeadStates, "observe")
+FAULTS: dict[str, tuple[str, Apply]] = {
+    "heads get the state of the token before": (
+        "medusa",
+        _takes_in(lambda states: [state[: max(1, len(state) - 1)] for state in states]),
+    ),
+    "rows get the states of the next one": ("medusa", _takes_in(lambda states: [*states[1:], *states[:1]])),
+    "what steps commit is never taken in": ("medusa", _STALE),
+    "hydra takes nothing in": ("hydra", _STALE),
+    "hydra++ takes nothing in": ("hydra++", _STALE),
+    "positions count from one": (
+        "hydra++",
+        _places(lambda call: {"positions": call.positions + call.positions.ne(0)}),
+    ),
+    "positions count from each chunk": (
+        "hydra++",
+        _places(lambda call: {"positions": call.positions - call.positions[:, :1]}),
+    ),
+    "a node does not see itself": ("hydra++", _places(_without_the_node_itself)),
+    "a node sees what comes later": (
+        "hydra++",
+        _places(lambda call: {"mask": call.mask.any(2, True).expand_as(call.mask)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_features_and_positions_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the comparison with a fresh pass; tokens never change, so that nothing else would show it."""
-    heads_of(kind)
+    kind, apply = FAULTS[fault]
     reference = {}
 
     def contexts_of(engine: Engine) -> None:
@@ -419,7 +385,7 @@ def test_faults_of_features_and_positions_are_found(
     right = {text: states[0] for text, states in reference.items()}
     reference.clear()
     plain = [row.output_ids for row in run(EmptyDrafter(), replace(PARAMS, max_tokens=10))]
-    fault(monkeypatch)
+    apply(monkeypatch)
     rows = run(make(kind), replace(PARAMS, max_tokens=10), after=contexts_of)
     assert [row.output_ids for row in rows] == plain
     common = [text for text in reference if text in right]

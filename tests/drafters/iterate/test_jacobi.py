@@ -18,7 +18,6 @@ from foretoken.cli import app
 from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import CAUSES, Budget
-from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, PromptError
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw, choose
@@ -288,15 +287,6 @@ def test_unknown_guesses_of_the_method_are_refused() -> None:
         JacobiDrafter(initial_guess="oracle")
     with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
         JacobiDrafter(-1)
-
-
-def test_state_ends_with_its_row() -> None:
-    drafter = JacobiDrafter(4)
-    engine = Engine(CausalLM(MODEL), drafter)
-    engine.add_request(PROMPTS[0], PARAMS["greedy"])
-    for _ in engine.run():
-        pass
-    assert not drafter._guesses_of
 
 
 def test_the_command_line_shows_and_writes_a_trajectory(tmp_path: Path) -> None:

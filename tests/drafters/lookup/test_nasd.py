@@ -151,26 +151,6 @@ def test_a_tree_keeps_to_its_limits_and_contains_the_chain(tokens: list[int], br
 # --- literal texts ---------------------------------------------------------------------------------
 
 
-def test_most_frequent_successor() -> None:
-    assert proposal([1, 5, 1, 5, 1, 6, 1], num_speculative_tokens=1).tokens == (1, 5)
-
-
-def test_ties_go_to_the_most_recent() -> None:
-    assert proposal([1, 5, 1, 6, 1], num_speculative_tokens=1, ngram_size=2).tokens == (1, 6)
-
-
-def test_longest_context_first_then_shorter_ones() -> None:
-    """After 3 1 always 5, after 1 mostly 6: the context 3 1 decides; after 9 1, never seen, the context 1 does."""
-    tokens = [3, 1, 5, 2, 1, 6, 2, 1, 6, 3, 1]
-    assert proposal(tokens, num_speculative_tokens=1, ngram_size=3).tokens == (1, 5)
-    assert proposal([*tokens[:-2], 9, 1], num_speculative_tokens=1, ngram_size=3).tokens == (1, 6)
-
-
-def test_bigrams_are_stored_with_every_size() -> None:
-    for size in (2, 3, 6):
-        assert proposal([1, 2, 3, 1], num_speculative_tokens=2, ngram_size=size).tokens == (1, 2, 3)
-
-
 def test_unknown_context_ends_the_draft() -> None:
     assert proposal([1, 2, 3]).tokens == (3,)
     assert proposal([1]).tokens == (1,)
@@ -225,18 +205,6 @@ def test_tree_takes_the_likeliest_paths() -> None:
 
 
 # --- rows and options ------------------------------------------------------------------------------
-
-
-def test_rows_are_apart_and_leave_nothing_behind() -> None:
-    drafter = NasdDrafter(num_speculative_tokens=1, length_policy=Heuristic(1))
-    first, second = started(drafter, [1, 2, 1], id=1), started(drafter, [1, 9, 1], id=2)
-    trees = drafter.propose([second, first], [2, 2])
-    assert [tree.tokens for tree in trees] == [(1, 9), (1, 2)]
-    observed(drafter, first, trees[1], [2, 1])
-    drafter.forget([first, second])
-    assert not drafter._storage_of
-    again = started(drafter, [5, 1], id=1)
-    assert drafter.propose([again], [2])[0].tokens == (1,)
 
 
 def test_policy_hears_the_outcome() -> None:

@@ -303,16 +303,6 @@ def test_shared_requests_learn_from_outputs_and_not_from_prompts() -> None:
     assert drafted(drafter, row(3, [9, 40, 41])) == ()
 
 
-def test_state_ends_with_the_rows() -> None:
-    drafter = SuffixDrafter()
-    rows = [row(i, [1, 2, 1]) for i in range(3)]
-    for one in rows:
-        drafted(drafter, one)
-    drafter.forget(rows)
-    assert not drafter._text_of
-    assert not drafter._spot_of
-
-
 def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
     text = [*range(1, 30), 99, 1, 2]
     for factor, depth in ((0.5, 1), (1.0, 2), (3.0, 6)):

@@ -88,7 +88,11 @@ CELLS = [
         mutation,
         name,
         drafter,
-        marks=() if (name, is_tree) == ("llama", bool(number % 2)) else pytest.mark.slow,
+        marks=()
+        if (name, is_tree) == ("llama", bool(number % 2))
+        else pytest.mark.slow
+        if name in ("llama", SELF_DRAFTED[number % len(SELF_DRAFTED)])
+        else pytest.mark.full,
         id=f"{mutation.name}-{name}-{drafter}",
     )
     for number, mutation in enumerate(MUTATIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,8 +10,7 @@ import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from transformers import DynamicCache
 
-from architectures import ARCHITECTURES, VOCAB_SIZE, target_model
-from compiled_models import FAST as COMPILED
+from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
@@ -58,21 +57,19 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "snapkv-tree": lambda: sparse("snapkv", num_branches=3),
     "union": lambda: UnionDrafter([NGramDrafter(4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),
 }
-FAST = {"streaming": COMPILED, "snapkv": COMPILED, "streaming-tree": ("gemma3",), "union": ("llama",)}
 OWN_ATTENTION = ("gemma2", "gpt-oss", "falcon", "falcon-multi-query")
 
 
-def everywhere(drafters: Iterable[str], fast: Mapping[str, Collection[str]]) -> list[Any]:
-    """Every architecture with every drafter that can run on it; those that are not named as fast are slow."""
+def everywhere(drafters: Iterable[str]) -> list[Any]:
+    """Architectures with the first of these drafters, and with others that can run on them by turns."""
     return [
-        pytest.param(name, drafter, marks=[] if name in fast.get(drafter, ()) else pytest.mark.slow)
-        for drafter in drafters
-        for name in ARCHITECTURES
-        if "streaming" in drafter or name not in OWN_ATTENTION
+        pytest.param(*pair.values, marks=pair.marks or pytest.mark.slow) if pair.values[0] != "llama" else pair
+        for pair in in_turns(drafters, 1, ["streaming"])
+        if "streaming" in pair.values[1] or pair.values[0] not in OWN_ATTENTION
     ]
 
 
-@pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS, FAST))
+@pytest.mark.parametrize(("name", "drafter"), everywhere(DRAFTERS))
 def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
     """Five ragged rows in one batch, greedy and sampled, float64, most of them longer than the budget."""
     compare(run_mixed(name, DRAFTERS[drafter]()), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, in_turns
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.views import ViewCache
@@ -108,12 +108,11 @@ def close(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return all(float((a - b).norm()) <= TOLERANCE[want[0].dtype] * float(b.norm()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures_compute_what_their_modules_do(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turns(["float32", "bfloat16", "float16"]))
+def test_architectures_compute_what_their_modules_do(name: str, dtype: str) -> None:
     """And a node has its bits in any tree, row and batch."""
     architecture = ARCHITECTURES[name]
-    lm = CausalLM(architecture.build(architecture.attention[0], dtype), execution="packed", probe=False)
+    lm = CausalLM(architecture.build(architecture.attention[0], getattr(torch, dtype)), execution="packed", probe=False)
     if name in BY_MODULES:
         assert lm.execution.program is None
         assert BY_MODULES[name] in lm.execution.why_no_program

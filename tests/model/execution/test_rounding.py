@@ -6,7 +6,7 @@ import pytest
 import torch
 from promise import Cell, Study
 
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, in_turns
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError
 from foretoken.loading.models import load_model
@@ -109,8 +109,7 @@ def test_what_is_no_number_stays_in_its_row() -> None:
     assert torch.equal(got[[0, 3]], want[[0, 3]])
 
 
-@pytest.mark.parametrize("quantization", NAMES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "quantization"), in_turns(NAMES))
 def test_logits_are_those_of_transformers_on_the_rounded_weights(name: str, quantization: str) -> None:
     architecture = ARCHITECTURES[name]
     model, reference = (architecture.build(architecture.attention[0], torch.float32) for _ in range(2))
