@@ -24,8 +24,9 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
+from foretoken.engine.memory import MemoryUse
 from foretoken.engine.profiles import Profile
-from foretoken.engine.stats import StepProfile
+from foretoken.engine.stats import StepProfile, Totals
 from foretoken.errors import CopyError
 from foretoken.loading.announcing import announce, announce_notes
 from foretoken.loading.applicability import applicable
@@ -328,6 +329,18 @@ class LLM:
     def profile(self) -> StepProfile:
         """Where the time has gone so far."""
         return self._runner.profile
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Keys and values in memory, and what is planned for them."""
+        engine, prefix_bytes = self._runner.engine, 0 if self._prefixes is None else self._prefixes.num_bytes
+        return MemoryUse.of(engine.plan, engine.cache, engine.drafter.own_caches(), prefix_bytes)
+
+    @property
+    def governed(self) -> Totals | None:
+        """Steps so far with what plain decoding would have taken, by estimate; None where nothing is governed."""
+        governor = self._runner.engine.governor
+        return None if governor is None else governor.totals
 
     @property
     def num_unfinished(self) -> int:

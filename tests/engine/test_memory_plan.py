@@ -29,7 +29,7 @@ from foretoken.drafters.parts.sparse_view import SparseView
 from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
-from foretoken.engine.memory import bytes_per_token
+from foretoken.engine.memory import MemoryUse, bytes_per_token
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError, ContextLengthError
 from foretoken.model.cache.ragged import KVCache
@@ -120,6 +120,21 @@ def test_rows_that_grow_too_long_leave_for_a_while_and_are_counted() -> None:
         assert rows[0].stats.num_preemptions == 0  # who came first stays
         assert most_rows == 3
         assert most_cells <= 576
+
+
+def test_what_rows_take_of_the_plan_is_told_while_they_run() -> None:
+    engine = Engine(target(), EmptyDrafter(), plan(512))
+
+    def use() -> MemoryUse:
+        return MemoryUse.of(engine.plan, engine.cache, engine.drafter.own_caches())
+
+    assert (use().planned_share, use().planned_bytes) == (0.0, 512 * bytes_per_token(target()))
+    engine.add_request(text(0, 30), params(0, 60, n=2))
+    shares = [use().planned_share for _ in engine.run()]
+    assert set(shares) == {2 * 128 / 512, 2 * 192 / 512, 0.0}  # two rows, beyond 64 tokens, none
+    assert use().allocated_bytes == engine.cache.num_bytes > 0
+    free = MemoryUse.of(None, engine.cache, ())
+    assert (free.planned_share, free.planned_bytes) == (None, None)
 
 
 def test_one_long_row_and_many_short_ones_share_a_plan() -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,10 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foretoken.llm import LLM
 from foretoken.serve.completions import KNOWN
 from foretoken.serve.fields import IGNORED, REFUSED
 from foretoken.serve.responses import KNOWN as OF_RESPONSES
-from serving import Running
+from foretoken.serve.served import Served
+from serving import MODEL, Running
 
 NUM_CLIENTS = 32
 WORDS = ["the", "one two three", "Once upon", "fox", "a a a a", "日本", "def f(x):", "I am"]
@@ -155,6 +158,42 @@ def test_figures_equal_what_clients_count(start: Callable[..., Running]) -> None
     accepted = figure(page, "spec_decode_num_accepted_tokens_total")
     assert sum(figures(page, "spec_decode_num_accepted_tokens_per_pos_total")) == accepted > 0
     assert sum(figures(page, "spec_decode_drafter_accepted_tokens_total")) == accepted
+
+
+@pytest.mark.usefixtures("_governed")
+def test_the_page_tells_what_governors_estimate_and_what_memory_holds(start: Callable[..., Running]) -> None:
+    """Under both prefixes, by method."""
+    llm = LLM(MODEL, "ngram", max_num_seqs=2, max_kv_bytes="1MB", num_cached_prefixes=2, prefill_chunk_size=2)
+    server = start(served=Served({"tiny": llm}))
+
+    def told(name: str) -> float:
+        page = server.http.get("/metrics").text
+        assert figure(page, name) == figure(page, name, "vllm")
+        return figure(page, name)
+
+    before = {name: told(name) for name in ("governor_steps_total", "governor_seconds_total")}
+    server.post("/v1/completions", prompt="one two three", max_tokens=20, temperature=0)
+    assert all(told(name) > value for name, value in before.items())
+    assert told("governor_estimated_speedup") == pytest.approx(
+        told("governor_plain_seconds_total") / told("governor_seconds_total")
+    )
+    assert told("governor_steps_total") >= told("governor_drafted_steps_total")
+    assert 0 < told("kv_cache_bytes") <= told("kv_cache_planned_bytes") == 1e6
+    assert told("prefix_cache_bytes") > 0
+    assert told("num_preemptions_total") == told("kv_cache_usage_perc") == 0
+    labels = re.findall(r"^foretoken:kv_cache_bytes\{(.*)\}", server.http.get("/metrics").text, flags=re.MULTILINE)
+    assert labels == ['method="ngram",model_name="tiny"']
+
+
+@pytest.mark.usefixtures("_governed")
+def test_the_dashboard_asks_for_figures_that_there_are(start: Callable[..., Running]) -> None:
+    llm = LLM(MODEL, "ngram", max_num_seqs=2, max_kv_bytes="1MB")
+    server = start(served=Served({"tiny": llm}))
+    server.post("/v1/completions", prompt="a", max_tokens=4)
+    told = set(re.findall(r"^# TYPE (\S+)", server.http.get("/metrics").text, flags=re.MULTILINE))
+    dashboard = (Path(__file__).parents[2] / "examples" / "serve" / "grafana.json").read_text(encoding="utf-8")
+    asked = {name.removesuffix("_bucket") for name in re.findall(r"foretoken:\w+", dashboard)}
+    assert asked <= told
 
 
 # -- hostile bodies ------------------------------------------------------------------------------------------------

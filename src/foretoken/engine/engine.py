@@ -96,8 +96,8 @@ class Engine:
         self._drafting = JoiningDrafter(guarded, self.config.rule)
         self._drafting.bind(target, self.cache)
         self._forwards = Forwards(target, self.cache, self.config, self.max_model_len, drafter.requires)
-        self._plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
-        self._scheduler = Scheduler(target, self.cache, self._drafting, self.config, plan=self._plan, prefixes=prefixes)
+        self.plan = MemoryPlan.of(self.config, target, self._forwards, self.cache, self._drafting)
+        self._scheduler = Scheduler(target, self.cache, self._drafting, self.config, plan=self.plan, prefixes=prefixes)
         self._governing = Governing(self.governor, self._forwards, self._scheduler)
         self._use = ExclusiveUse()
         self._is_broken = False
@@ -132,8 +132,8 @@ class Engine:
         rows = self._admission.rows(prompt_ids, params, request_id, history_ids, output_ids)
         if self._scheduler.holds(rows[0].request_id):
             raise ConfigError(f"request {request_id!r} is still running; give every request an id of its own")
-        if self._plan is not None:
-            self._plan.check(rows[0].num_prompt_tokens, rows[0].max_length)
+        if self.plan is not None:
+            self.plan.check(rows[0].num_prompt_tokens, rows[0].max_length)
         self._scheduler.queue(rows, are_alike=not output_ids)
         return rows
 

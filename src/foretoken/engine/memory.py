@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from foretoken.errors import ConfigError, ContextLengthError
@@ -21,6 +22,31 @@ logger = logging.getLogger("foretoken")
 
 STEP = 64
 """Columns by which rows are counted. Drafts and padding of a step lie within the next one."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Keys and values of an engine, and the plan for them.
+
+    Args:
+      allocated_bytes: of the target and of its drafter, views of constant size included.
+      planned_bytes: that may be taken; None without a plan.
+      planned_share: of the plan that the rows count as, see `MemoryPlan.fits`; None without a plan.
+      prefix_bytes: of what rows that have ended left for later prompts, which comes besides.
+    """
+
+    allocated_bytes: int
+    planned_bytes: int | None = None
+    planned_share: float | None = None
+    prefix_bytes: int = 0
+
+    @classmethod
+    def of(cls, plan: MemoryPlan | None, cache: KVCache, own_caches: Seq[OwnCache], prefix_bytes: int = 0) -> MemoryUse:
+        """As it is now, of the cache of a target, and those of its drafter."""
+        allocated = sum(each.num_bytes for each in (cache, *(own.cache for own in own_caches)))
+        if plan is None:
+            return cls(allocated, prefix_bytes=prefix_bytes)
+        return cls(allocated, plan.num_bytes, plan.share(cache.lengths), prefix_bytes)
 
 
 class MemoryPlan:
@@ -87,6 +113,10 @@ class MemoryPlan:
         """
         longest = max((min(len(row.token_ids) + room, row.max_length) for row in rows), default=0)
         return len(rows) * self._columns(longest) <= self.max_cells
+
+    def share(self, lengths: Seq[int]) -> float:
+        """Of the plan that rows of these lengths count as."""
+        return len(lengths) * self._columns(max(lengths)) / self.max_cells if lengths else 0.0
 
     def max_nodes(self, lengths: Seq[int]) -> int:
         """Largest number of nodes of a draft so that the cache need not grow beyond the plan.

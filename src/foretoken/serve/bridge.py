@@ -141,6 +141,7 @@ class Bridge:
     def _run(self, when_loaded: Callable[[], None]) -> None:
         try:
             self._llms = self._load()
+            self._metrics.watch(self._llms)
             self.is_ready = True
         except BaseException as error:
             self.error = error

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from foretoken.llm import LLM
     from foretoken.serve.bridge import Ticket
     from foretoken.sessions.outputs import StreamOutput
 
@@ -54,6 +56,10 @@ class Metrics:
         )
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", LONG)
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", LONG)
+
+    def watch(self, llms: Sequence[LLM]) -> None:
+        """Tell of the engines of these, too."""
+        self.registry.register(_Engines(self._model, llms))
 
     def page(self) -> bytes:
         """What Prometheus reads."""
@@ -121,6 +127,59 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
         family = Histogram(OWN + name, text, ["model_name"], buckets=buckets, registry=self.registry)
         return family.labels(self._model)
+
+
+def _governed(name: str) -> Callable[[LLM], float | None]:
+    return lambda llm: None if llm.governed is None else getattr(llm.governed, name)
+
+
+def _held(name: str) -> Callable[[LLM], float | None]:
+    return lambda llm: getattr(llm.memory, name)
+
+
+RATIO, COUNT = GaugeMetricFamily, CounterMetricFamily
+OF_ENGINES: tuple[tuple[Any, str, str, Callable[[LLM], float | None]], ...] = (
+    (RATIO, "governor_estimated_speedup", "Speed so far by that of plain decoding, by estimate.", _governed("speedup")),
+    (COUNT, "governor_steps", "Steps that a governor has seen.", _governed("num_steps")),
+    (COUNT, "governor_drafted_steps", "Of these, steps that verified a draft.", _governed("num_drafted")),
+    (COUNT, "governor_seconds", "Time of these steps.", _governed("seconds")),
+    (
+        COUNT,
+        "governor_plain_seconds",
+        "Time that plain decoding would have taken for their tokens, by estimate.",
+        _governed("plain_seconds"),
+    ),
+    (RATIO, "kv_cache_bytes", "Keys and values that are allocated, drafters' included.", _held("allocated_bytes")),
+    (RATIO, "kv_cache_planned_bytes", "Those that may be allocated (max_kv_bytes).", _held("planned_bytes")),
+    (RATIO, "kv_cache_usage_perc", "Share of the plan that rows take; 1 is all of it.", _held("planned_share")),
+    (
+        RATIO,
+        "prefix_cache_bytes",
+        "Keys and values left for later prompts, all methods together.",
+        _held("prefix_bytes"),
+    ),
+    (COUNT, "num_preemptions", "Rows that left the cache for a while.", lambda llm: llm.profile.num_preemptions),
+)
+"""What governors estimate and what memory holds: kind, name, text and value; None where there is none."""
+
+
+class _Engines(Collector):
+    """Figures of engines, by method, read when they are asked for."""
+
+    def __init__(self, model: str, llms: Sequence[LLM]) -> None:
+        self._model = model
+        self._llms: dict[str, LLM] = {}
+        for llm in llms:
+            title = llm.speculative_config.title
+            self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, name, text, read in OF_ENGINES:
+            family = kind(OWN + name, text, labels=["model_name", "method"])
+            for title, llm in self._llms.items():
+                if (value := read(llm)) is not None:
+                    family.add_metric([self._model, title], value)
+            yield family
 
 
 class _Aliased(CollectorRegistry):

@@ -57,6 +57,11 @@ class Runner:
         return self._engine.profile
 
     @property
+    def engine(self) -> Engine:
+        """As it is now; another one takes its place when the target runs in another way."""
+        return self._engine
+
+    @property
     def num_unfinished(self) -> int:
         """Rows that are queued or running."""
         return len(self._session_of)
