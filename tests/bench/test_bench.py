@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -39,6 +40,7 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
+from gguf_files import write_llama
 
 PROMPT = tuple(range(40, 60))
 GREEDY = Sampling(ignore_eos=True)
@@ -606,3 +608,27 @@ def test_what_could_not_be_timed_is_a_dash_with_its_reason() -> None:
     assert "of which one has no interval" in " ".join(text.split())
     assert "raise --max-new-tokens" in " ".join(text.split())
     assert "raise --max-new-tokens" in shown(200, *EfficiencyTable("none", 0.0, 40, ()).shown())
+
+
+def test_transformers_runs_the_weights_that_this_library_runs(tmp_path: Path) -> None:
+    """Rounded ones as a copy of the model; those of a file dequantised. A wider model is rounded after it has grown."""
+    settings = Settings(num_prompts=1, max_new_tokens=6, lookup_lengths=(3,))
+    rounded = Suite(models.load_pair("zoo:tiny", None, "float32", quantization="int8"), "none", settings)
+    assert rounded.target.quantization == "int8"
+    assert rounded.reference is not rounded.pair.target
+    assert {row.arm.split()[0] for row in rounded.passages(rounded.greedy).rows} >= {"plain", "ngram", "transformers"}
+    grown = Suite(rounded.pair, "512x1408", settings)
+    assert grown.target.quantization == "int8"
+
+    path = write_llama(tmp_path / "m.gguf", GGMLQuantizationType.Q8_0).path
+    stored = models.load_pair(str(path), None, "float32", weights="stored")
+    assert (stored.adapted("auto").quantization, stored.reference()) == ("stored", stored.target)
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        models.scaled(stored, "512x1408")
+
+
+@pytest.mark.parametrize("option", ["--quantization=int8", "--weights=stored"])
+def test_a_race_is_of_weights_that_all_engines_have(option: str) -> None:
+    result = CliRunner().invoke(app(), ["--model", "zoo:tiny", "--peers", "transformers", "--quick", option])
+    assert result.exit_code == 2
+    assert f"{option.partition('=')[0]} is not for --peers" in result.output

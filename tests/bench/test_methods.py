@@ -215,6 +215,14 @@ def test_methods_are_compared_with_plain_decoding(methods: Methods) -> None:
     assert data["rows"][0]["equality"]["num_identical"] == 2
 
 
+def test_methods_are_compared_on_rounded_weights() -> None:
+    found = Methods("zoo:tiny", "float32", "none", SETTINGS, quantization="int8")
+    assert found.target.quantization == "int8"
+    (row,) = found.run(read_candidates("ngram", None, None), lambda outcome: None).rows
+    assert row.equality is not None
+    assert row.equality.num_identical == 2
+
+
 def test_a_method_whose_tokens_differ_gets_no_figures(methods: Methods, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = EngineArm.run
 

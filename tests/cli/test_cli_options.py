@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from foretoken.cli import app as foretoken_app
 from foretoken.cli.options import SamplingOptions, takes_groups
 from foretoken.config.sampling import SamplingParams
 
@@ -69,3 +70,22 @@ def test_a_part_that_does_not_exist_shows_when_the_verb_is_made() -> None:
 def test_sampling_options_are_fields_of_sampling_params() -> None:
     params = SamplingOptions(top_k=5, stop=["."]).params(max_tokens=7, seed=3)
     assert params == SamplingParams(temperature=0.0, top_k=5, stop=(".",), max_tokens=7, seed=3)
+
+
+def test_every_verb_that_loads_a_target_can_be_told_in_what_weights() -> None:
+    """`quantize`, which writes them, names its target and its bits otherwise; `datastore` loads tokenizers alone."""
+    verbs: dict[str, set[str]] = {}
+
+    def note(command: Any, name: str) -> None:
+        verbs[name] = {parameter.name for parameter in command.params}
+        for child, below in getattr(command, "commands", {}).items():
+            note(below, f"{name} {child}".strip())
+
+    note(typer.main.get_command(foretoken_app), "")
+    loading = {name for name, options in verbs.items() if "dtype" in options} - {"quantize"}
+    assert loading == {
+        *("generate", "chat", "serve", "demo", "info", "bench", "verify", "train", "trajectory"),
+        *("tune", "tune layer-skip", "tune tree", "tune profile"),
+    }
+    for name in loading:
+        assert verbs[name] >= {"dtype", "execution", "quantization", "weights"}, name

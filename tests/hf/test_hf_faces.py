@@ -183,6 +183,27 @@ def test_prepared_beforehand_a_call_has_only_to_decode(monkeypatch: pytest.Monke
     assert len(made) == 2
 
 
+def test_rounded_weights_are_decoded_beside_the_models_own() -> None:
+    """The tokens of an `LLM` in as many bits; a call without them still has the model's own."""
+    ids = torch.tensor([[5, 6, 7] * 8])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "use_cache": True}
+    model, before = target(), plain_ids(target(), ids, **options)
+    found = model.generate(ids, custom_generate=speculate("ngram", quantization="int4"), **options)
+    llm = foretoken.LLM(target(), "ngram", quantization="int4")
+    params = foretoken.SamplingParams(temperature=0.0, max_tokens=12)
+    (wanted,) = llm.generate([{"prompt_token_ids": ids[0].tolist()}], params, use_tqdm=False)
+    assert found[0, ids.shape[1] :].tolist() == list(wanted.outputs[0].token_ids)
+    assert torch.equal(model.generate(ids, custom_generate=speculate("ngram"), **options), before)
+    for option, message in ({"quantization": "int3"}, "int4"), ({"weights": "stored"}, "when it is loaded"):
+        with pytest.raises(ConfigError, match=message):
+            speculate("ngram", **option)
+
+
+def plain_ids(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(ids, **options)
+    return found
+
+
 def test_preparing_refuses_what_a_call_would_refuse() -> None:
     model = toy_model()
     model.config.layer_types = ["linear_attention", "full_attention"]

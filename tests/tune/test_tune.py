@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
-from foretoken.cli.layer_search import SearchOptions, prompts_of
+from foretoken.cli.layer_search import SearchOptions
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
@@ -342,11 +342,25 @@ def test_text_of_a_prompts_file_is_given_as_generate_gives_it(tmp_path: Path) ->
     path = tmp_path / "prompts.jsonl"
     path.write_text('"Hi"\n' + json.dumps({"prompt_token_ids": [5, 6]}))
     given = SearchOptions(prompts=str(path))
-    message, ids = prompts_of("owner/model", given, tokenizer)
+    message, ids = given.read_prompts("owner/model", tokenizer)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     assert message.token_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert ids.token_ids == (5, 6)
-    raw, _ = prompts_of("owner/model", replace(given, raw=True), tokenizer)
+    raw, _ = replace(given, raw=True).read_prompts("owner/model", tokenizer)
     assert raw.token_ids == tuple(tokenizer("Hi")["input_ids"])
+
+
+def test_sets_are_searched_for_the_weights_that_are_asked_for(model: str, prompts: str, tmp_path: Path) -> None:
+    """Rounded after inflating, where that is asked for; what no file holds is refused."""
+    out = tmp_path / "set.json"
+    few = options(model, prompts, out, "--trials", "1", "--finalists", "0", "--execution", "eager", "--json")
+    for more in ([], ["--scale", "128x256"]):
+        out.with_suffix(".trials").unlink(missing_ok=True)
+        result = run(*few, "--quantization", "int8", *more)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["search"]["quantization"] == "int8"
+    result = run(*few, "--weights", "stored", "--scale", "128x256")
+    assert result.exit_code == 2
+    assert "leave one of the two out" in result.stderr

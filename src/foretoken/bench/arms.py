@@ -133,7 +133,9 @@ class OwnArms:
         self._eos = tuple(eos_token_ids(loaded.model))
         self._exactness = exactness
         self.tokenizer = loaded.tokenizer
-        self.target = CausalLM(loaded.model, execution=execution, release_originals=True)
+        self.target = CausalLM(
+            loaded.model, execution=execution, release_originals=True, quantization=loaded.quantization
+        )
         zoo_name = name if is_zoo(name) else None
         self._pairing = Pairing(loaded, self.target, loaded.tokenizer, zoo_name, execution, dtype=dtype)
 

@@ -15,7 +15,7 @@ import torch
 from foretoken.bench.arms import EngineArm, OwnArms
 from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate
 from foretoken.bench.equality import Equality, check, gap_of
-from foretoken.bench.models import describe, inflated
+from foretoken.bench.models import describe, load_scaled
 from foretoken.bench.outcome import MethodRow, Outcome, Refused, row_of
 from foretoken.bench.trial import Sampling, Trial, interleave
 from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions, repeated_share
@@ -24,7 +24,6 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.stats import StepProfile
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.loading.models import load_model
 
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
@@ -87,10 +86,20 @@ class Methods:
     Raises: CheckpointError, UnsupportedModelError, ConfigError.
     """
 
-    def __init__(self, model: str, dtype: str, scale: str, settings: MethodsSettings, say: Say | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        scale: str,
+        settings: MethodsSettings,
+        say: Say | None = None,
+        *,
+        quantization: str | None = None,
+        weights: str | None = None,
+    ) -> None:
         self.settings = settings
         self._say = say or (lambda what, done, total: None)
-        loaded = inflated(load_model(model, dtype=dtype), scale)
+        _, loaded = load_scaled(model, scale, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
         self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness)
         self.target = self._arms.target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from foretoken.engine.costs import Forward, filled_cache, median_times
 from foretoken.errors import ConfigError
 from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
+from foretoken.model.execution.rounding import ROUNDINGS, check_quantization, check_weights, round_weights
 from foretoken.model.lm import CausalLM
 from foretoken.testing.inflation import inflate, inflated_from
 
@@ -25,7 +27,10 @@ class Pair:
     """A target, its drafter (None where there is none) and their tokenizer, as transformers objects.
 
     Args:
+      target: in its dtype, however this library reads its weights.
       zoo_name: of a target of the zoo, inflated or not.
+      quantization: that this library rounds the target's linear layers by, or "stored".
+      stored: the target once more, multiplying by the weights of its file.
     """
 
     target: Any
@@ -33,6 +38,22 @@ class Pair:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     zoo_name: str | None = None
+    quantization: str | None = None
+    stored: Loaded | None = None
+
+    def adapted(self, execution: str) -> CausalLM:
+        """The target as this library decodes it."""
+        if self.stored is not None:
+            return CausalLM(self.stored.model, execution=execution, quantization=self.stored.quantization)
+        return CausalLM(self.target, execution=execution, quantization=self.quantization)
+
+    def reference(self) -> Any:
+        """The same target for any other code: a copy that holds the rounded weights, where they are rounded."""
+        if self.quantization not in ROUNDINGS:
+            return self.target
+        copied = copy.deepcopy(self.target)
+        round_weights(copied, self.quantization)
+        return copied
 
     @property
     def label(self) -> str:
@@ -51,16 +72,23 @@ def describe(model: Any) -> str:
     return f"{model.num_parameters() / 1e6:.1f} M ({shape}{grown})"
 
 
-def load_pair(model: str, draft_model: str | None, dtype: str) -> Pair:
+def load_pair(
+    model: str, draft_model: str | None, dtype: str, *, quantization: str | None = None, weights: str | None = None
+) -> Pair:
     """Load a target and its drafter; a model of the zoo may bring its own.
 
     Raises: CheckpointError, ConfigError.
     """
+    check_quantization(quantization)
+    check_weights(weights, quantization)
     target = load_model(model, dtype=dtype)
+    is_dense = target.quantization is None  # else the checkpoint holds whole numbers, which are what both run
+    stored = load_model(model, dtype=dtype, weights=weights) if weights is not None and is_dense else None
     zoo_name = model if is_zoo(model) else None
     name = draft_model or (zoo_name if zoo_name is not None and zoo.brings(zoo_name, "draft") else None)
     drafter = None if name is None else load_model(name, part="draft", dtype=target.model.dtype).model
-    return Pair(target.model, drafter, target.tokenizer, tuple(eos_token_ids(target.model)), zoo_name)
+    eos = tuple(eos_token_ids(target.model))
+    return Pair(target.model, drafter, target.tokenizer, eos, zoo_name, quantization or target.quantization, stored)
 
 
 def scaled(pair: Pair, scale: str, vocab_size: int | None = None) -> Pair:
@@ -71,6 +99,7 @@ def scaled(pair: Pair, scale: str, vocab_size: int | None = None) -> Pair:
     hidden, ffn = sizes(scale) or (0, 0)
     if not hidden and vocab_size is None:
         return pair
+    _check_inflatable(scale, is_stored=pair.stored is not None)
     config = pair.target.config
     target = inflate(
         pair.target,
@@ -97,13 +126,38 @@ def sizes(scale: str) -> tuple[int, int] | None:
     return int(hidden), int(ffn)
 
 
+def _check_inflatable(scale: str, *, is_stored: bool) -> None:
+    if is_stored:
+        raise ConfigError(
+            f"weights='stored' multiplies by the numbers in the file, and scale={scale!r} makes a wider model, which "
+            "no file holds; leave one of the two out"
+        )
+
+
+def load_scaled(
+    model: str, scale: str, *, dtype: str, quantization: str | None, weights: str | None
+) -> tuple[Loaded, Loaded]:
+    """A target as it is, and inflated in width where that is asked for: such a one is rounded by its adapter.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    if sizes(scale) is None:
+        loaded = load_model(model, dtype=dtype, quantization=quantization, weights=weights)
+        return loaded, loaded
+    check_quantization(quantization)
+    check_weights(weights, quantization)
+    _check_inflatable(scale, is_stored=weights is not None)
+    loaded = replace(load_model(model, dtype=dtype), quantization=quantization)
+    return loaded, inflated(loaded, scale)
+
+
 def inflated(loaded: Loaded, scale: str) -> Loaded:
     """The model, inflated in width where that is asked for; see `sizes`."""
     wanted = sizes(scale)
     if wanted is None:
         return loaded
     grown = inflate(loaded.model, hidden_size=wanted[0], intermediate_size=wanted[1])
-    return Loaded.of(grown, f"{loaded.name}, inflated", True, loaded.tokenizer)
+    return Loaded.of(grown, f"{loaded.name}, inflated", True, loaded.tokenizer, quantization=loaded.quantization)
 
 
 def widened(model: Any, factor: int, vocab_size: int | None = None) -> Any:

@@ -95,7 +95,12 @@ class Suite:
 
     @cached_property
     def target(self) -> CausalLM:
-        return CausalLM(self.pair.target, execution=self.settings.execution)
+        return self.pair.adapted(self.settings.execution)
+
+    @cached_property
+    def reference(self) -> Any:
+        """What transformers runs: the same weights."""
+        return self.pair.reference()
 
     @cached_property
     def drafter(self) -> CausalLM | None:
@@ -167,7 +172,7 @@ class Suite:
 
     def transformers_arm(self, name: str = TRANSFORMERS, **options: Any) -> TransformersArm:
         """transformers on the same weights."""
-        return TransformersArm(name, self.pair.target, self.pair.eos_token_ids, options)
+        return TransformersArm(name, self.reference, self.pair.eos_token_ids, options)
 
     def plain_candidates(self) -> list[TransformersArm]:
         return [
@@ -180,7 +185,7 @@ class Suite:
         return [
             TransformersArm(
                 f"{schedule} {length}",
-                self.pair.target,
+                self.reference,
                 self.pair.eos_token_ids,
                 assistant=self.pair.drafter,
                 assistant_options={"num_assistant_tokens": length, "num_assistant_tokens_schedule": schedule},
@@ -307,7 +312,7 @@ class Suite:
         Raises: UnequalOutputsError.
         """
         names = [arm.name for arm in arms]
-        gap = gap_of(self.pair.target, trial.sampling)
+        gap = gap_of(self.reference, trial.sampling)
         reference, judged = PLAIN, [name for name in names if name != PLAIN]
         if trial.sampling.is_greedy:
             reference, judged = others[0].name, names

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from foretoken.bench.candidates import Candidate
     from foretoken.bench.parts import Suite
     from foretoken.bench.report import Report
+    from foretoken.model.lm import CausalLM
 
 _SECONDS_PER_LINE = 10.0
 """Of progress where there is no terminal, of what takes long."""
@@ -123,8 +124,11 @@ def _measure_parts(options: BenchOptions, model: str, scale: str, report: Report
 
     parts = options.chosen_parts()
     status = Console(stderr=True, style="dim", highlight=False, quiet=not sys.stderr.isatty())
-    suite = Suite(load_pair(model, options.draft_model, options.dtype), scale, options.settings(), status.print)
-    dtype, execution = str(suite.target.dtype).removeprefix("torch."), suite.target.execution.describe()
+    loading = options.loading()
+    del loading["execution"]
+    pair = load_pair(model, options.draft_model, **loading)
+    suite = Suite(pair, scale, options.settings(), status.print)
+    dtype, execution = _dtype(suite.target), suite.target.execution.describe()
     report.begin({}, suite.settings, models=suite.pair.label, dtype=dtype, execution=execution)
     report.show_conditions()
     _fill_parts(suite, parts, report)
@@ -203,8 +207,9 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
 
     try:
         with progress() as watch:
-            methods = Methods(model, options.dtype, scale, settings, watch)
-            dtype, execution = str(methods.target.dtype).removeprefix("torch."), methods.target.execution.describe()
+            rounding = {"quantization": options.quantization, "weights": options.weights}
+            methods = Methods(model, options.dtype, scale, settings, watch, **rounding)
+            dtype, execution = _dtype(methods.target), methods.target.execution.describe()
             report.begin({}, settings, model=model, models=methods.label, dtype=dtype, execution=execution)
             note(methods.run(candidates, note))
     except KeyboardInterrupt:
@@ -240,6 +245,12 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     from foretoken.bench.report import show
     from foretoken.errors import ConfigError
 
+    given = [f"--{name}" for name in ("quantization", "weights") if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{given[0]} is not for --peers: a race gives all engines the same weights, so that their texts can be "
+            "compared; --quantised lets the others run in fewer bits, too, and --methods measures this library in them"
+        )
     peers, folder = read_peers(options.peers or "", "--peers"), environments(options.peers_folder)
     check_installed(peers, folder)
     settings = options.race_settings(options.threads or torch.get_num_threads())
@@ -364,6 +375,12 @@ def _hide_progress_of_loading() -> None:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+
+
+def _dtype(target: CausalLM) -> str:
+    """Of the arithmetic, and of weights that are not in it."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    return dtype if target.quantization is None else f"{dtype}, {target.quantization} weights"
 
 
 def _is_toy(model: str) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.cli.options import Target
+from foretoken.cli.options import Target, TargetOptions
 
 if TYPE_CHECKING:
     from foretoken.bench.methods import MethodsSettings
@@ -40,7 +40,7 @@ _QUICK_RACE: dict[str, Any] = {"num_prompts": 2, "num_tuning_prompts": 1, "max_n
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(TargetOptions):
     """What is measured, on which models, and where results go."""
 
     model: Target = None
@@ -82,10 +82,6 @@ class BenchOptions:
         str | None,
         typer.Option(help="Width to inflate the target to: none, 100m or HIDDENxFFN. By default 100m for a toy."),
     ] = None
-    dtype: Annotated[str, typer.Option(help="auto: the checkpoint's where the CPU computes in it, else float32.")] = (
-        "auto"
-    )
-    execution: Annotated[str, typer.Option(help="auto, eager, packed or compiled.")] = "auto"
     threads: Annotated[int | None, typer.Option(help="Threads; torch's own choice by default.", min=1)] = None
     parts: Annotated[
         str, typer.Option(help=f"Which of {', '.join(PARTS)}, {', '.join(EXTRA_PARTS)}, by comma; see below.")

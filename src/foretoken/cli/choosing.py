@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.cli.options import Dtype, Execution, Quantization, Target
+from foretoken.cli.options import Target, TargetOptions
 from foretoken.cli.running import choose_model, load_llm
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class ChoosingOptions:
+class ChoosingOptions(TargetOptions):
     """For what model, machine and prompts the best method is wanted."""
 
     model: Target = None
@@ -71,9 +71,6 @@ class ChoosingOptions:
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure costs anew; else those of an earlier run on this machine hold.")
     ] = False
-    dtype: Dtype = "auto"
-    execution: Execution = "auto"
-    quantization: Quantization = None
     seed: Annotated[int, typer.Option(help="Of sampled texts, and of the resampling behind intervals.", min=0)] = 0
 
 
@@ -91,7 +88,7 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
     model = choose_model(options.model)
     candidates = read_candidates(options.methods or ",".join(USUAL), options.draft_model, None)
     questions = read_questions(options.prompts_file)  # refused before a model is loaded
-    llm = load_llm(model, None, dtype=options.dtype, execution=options.execution, quantization=options.quantization)
+    llm = load_llm(model, None, **options.loading())
     tuning = Tuning(llm, {one.name: one.given for one in candidates}, options.budget, say)
     tuning.measure(is_fresh=options.fresh)
     number = tuning.num_prompts(options.num_prompts, options.max_new_tokens)

@@ -6,28 +6,26 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import Dtype, Execution, NumSpeculativeTokens
-from foretoken.cli.prompts import STDIN, Raw, ask, read_prompts_file
+from foretoken.cli.options import NumSpeculativeTokens
 from foretoken.cli.running import choose_model
+from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
-    from foretoken.bench.workload import Prompt
     from foretoken.drafters.parts.layer_set import LayerSet
     from foretoken.model.lm import CausalLM
     from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
     from foretoken.tune.objective import Task
     from foretoken.tune.space import Space
 
-BUILT_IN = "built-in"
 OBJECTIVES = ("time", "acceptance")
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchOptions(TuneOptions):
     """What is searched, and how."""
 
     model: Annotated[
@@ -37,11 +35,7 @@ class SearchOptions:
             help="The model that will draft for itself; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
         ),
     ] = None
-    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
-        BUILT_IN
-    )
-    raw: Raw = False
-    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 8
+    num_prompts: NumPrompts = 8
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt; the published search took 32.", min=2)] = 32
     trials: Annotated[int, typer.Option(help="Different sets to try, resumed ones included.", min=1)] = 100
     objective: Annotated[
@@ -58,14 +52,13 @@ class SearchOptions:
         int, typer.Option(help="Best sets that are timed once more, interleaved; 0 for none.", min=0)
     ] = 3
     scale: Annotated[str, typer.Option(help="Inflate in width for timing: none, 100m or HIDDENxFFN.")] = "none"
-    dtype: Dtype = "auto"
-    execution: Execution = "auto"
     seed: Annotated[int, typer.Option(help="Seed of the optimiser.", min=0)] = 0
 
     def defining(self) -> dict[str, Any]:
         """Those that define a search, its drafter aside; equal options make trials comparable."""
         names = ("model", "prompts", "raw", "num_prompts", "max_new_tokens", "objective", "keep_layers", "scale")
-        return {name: getattr(self, name) for name in (*names, "dtype", "execution", "seed")}
+        loading = {name: value for name, value in self.loading().items() if value is not None}
+        return {**{name: getattr(self, name) for name in names}, **loading, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -89,9 +82,8 @@ class Job:
 
         Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
         """
-        from foretoken.bench.models import Pair, scaled
+        from foretoken.bench.models import load_scaled
         from foretoken.errors import ConfigError
-        from foretoken.loading.models import load_model
         from foretoken.model.lm import CausalLM
         from foretoken.tune.layer_sets import require_optuna
         from foretoken.tune.objective import Task
@@ -103,11 +95,15 @@ class Job:
         require_optuna()
         if options.objective not in OBJECTIVES:
             raise ConfigError(f"objective is {options.objective!r}; choose one of {', '.join(OBJECTIVES)}")
-        loaded = load_model(model, dtype=options.dtype)
-        bigger = scaled(Pair(loaded.model, None, loaded.tokenizer, ()), options.scale).target
-        prompts = tuple(prompts_of(model, options, loaded.tokenizer))
-        target = CausalLM(loaded.model, execution=options.execution)
-        timed = target if bigger is loaded.model else CausalLM(bigger, execution=options.execution)
+        loading = options.loading()
+        execution = loading.pop("execution")
+        loaded, bigger = load_scaled(model, options.scale, **loading)
+        prompts = tuple(options.read_prompts(model, loaded.tokenizer))
+        target, *others = (
+            CausalLM(each.model, execution=execution, quantization=each.quantization)
+            for each in ([loaded] if bigger is loaded else [loaded, bigger])
+        )
+        timed = others[0] if others else target
         space = Space.of(target.num_layers, _integers(options.keep_layers))
         task, counted = (
             Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
@@ -220,43 +216,6 @@ def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[Layer
     from foretoken.drafters.context import DrafterContext, drafter_factory
 
     return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), DrafterContext(target))()
-
-
-class PromptOptions(Protocol):
-    """Which prompts are decoded."""
-
-    @property
-    def prompts(self) -> str: ...
-
-    @property
-    def raw(self) -> bool: ...
-
-    @property
-    def num_prompts(self) -> int: ...
-
-
-def check_prompts(options: PromptOptions) -> None:
-    """Raises: PromptError, before anything is loaded, for a file that cannot be read."""
-    if options.prompts not in (BUILT_IN, STDIN):
-        read_prompts_file(options.prompts)
-
-
-def prompts_of(model: str, options: PromptOptions, tokenizer: Any) -> list[Prompt]:
-    """Token ids to continue: those of a file as `generate` would have them, built-in questions in chat format.
-
-    Raises: PromptError, ConfigError.
-    """
-    from foretoken.bench.workload import Prompt, load_prompts, read_questions, select
-    from foretoken.errors import ConfigError
-    from foretoken.sessions.prompts import read_prompt
-
-    if options.prompts != BUILT_IN:
-        given = read_prompts_file(options.prompts)[: options.num_prompts]
-        asked = ask(tokenizer, model, given, raw=options.raw)
-        return [Prompt(str(i), "file", read_prompt(one.prompt, tokenizer, i).token_ids) for i, one in enumerate(asked)]
-    if tokenizer is None:
-        raise ConfigError("the built-in prompts are text, and the model has no tokenizer; give --prompts with ids")
-    return load_prompts(tokenizer, select(read_questions(), options.num_prompts))
 
 
 def _integers(text: str) -> list[int]:

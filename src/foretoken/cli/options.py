@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -31,18 +31,6 @@ NumSpeculativeTokens = Annotated[
         help="Longest draft. Aliases: --num-assistant-tokens, --num-draft-tokens, --draft-max, ...",
     ),
 ]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="auto: the checkpoint's where the device computes in it, else float32.")
-]
-Execution = Annotated[
-    str, typer.Option("--execution", help="auto (compiled or packed on x86, else eager), eager, packed or compiled.")
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization", metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."
-    ),
-]
 Target = Annotated[
     str | None,
     typer.Option(
@@ -51,12 +39,6 @@ Target = Annotated[
         metavar="PATH|HUB_ID|zoo:NAME",
         show_default=False,
         help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        "--weights", metavar="stored", help="stored: multiply by the blocks of a GGUF file as they lie in it."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
@@ -73,9 +55,10 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
     for parameter in signature.parameters.values():
         group, *names = get_args(parameter.annotation) or (parameter.annotation,)
         if isinstance(group, type) and is_dataclass(group):
-            fields = inspect.signature(group, eval_str=True).parameters
-            groups[parameter.name] = group, names or list(fields)
-            options += [fields[name] for name in names or fields]
+            hints = get_type_hints(group, include_extras=True)  # each in the file of the class that has it
+            own = inspect.signature(group).parameters
+            groups[parameter.name] = group, names or list(own)
+            options += [own[name].replace(annotation=hints[name]) for name in names or own]
         else:
             options.append(parameter)
 
@@ -115,14 +98,34 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class LoadingOptions:
+class TargetOptions:
+    """How a target is loaded, by every verb that loads one, under the names that `LLM` takes."""
+
+    dtype: Annotated[
+        str, typer.Option(help="auto: the checkpoint's where the device computes in it, else float32.")
+    ] = "auto"
+    execution: Annotated[
+        str, typer.Option(help="auto (compiled or packed on x86, else eager), eager, packed or compiled.")
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="int8|int4", help="Round the model's weights to so many bits when they are loaded."),
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="stored", help="stored: multiply by the blocks of a GGUF file as they lie in it."),
+    ] = None
+
+    def loading(self) -> dict[str, Any]:
+        """These options alone, of whatever has more."""
+        return {each.name: getattr(self, each.name) for each in fields(TargetOptions)}
+
+
+@dataclass(frozen=True)
+class LoadingOptions(TargetOptions):
     """How the model is loaded and run, under the names that `LLM` takes."""
 
-    dtype: Dtype = "auto"
     device: Annotated[str, typer.Option(help="auto is the GPU where there is one.")] = "auto"
-    execution: Execution = "auto"
-    quantization: Quantization = None
-    weights: Weights = None
     exactness: Annotated[
         str, typer.Option(help="strict keeps every bit of plain decoding; relaxed lets near-ties differ.")
     ] = "default"

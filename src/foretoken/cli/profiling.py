@@ -10,10 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution, Quantization, Weights
-from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
+from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.config.speculative import SpeculativeConfig
@@ -25,37 +23,22 @@ _LONGEST = 15
 
 
 @dataclass(frozen=True)
-class ProfileOptions:
+class ProfileOptions(TuneOptions):
     """What is measured, and how."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATH|HUB_ID|zoo:NAME", help="The target; zoo:smollm2 where it is installed, else zoo:tiny."
-        ),
-    ] = None
     method: Annotated[
         str, typer.Option(help="One that drafts chains of a length to choose: ngram, draft_model, ...")
     ] = "ngram"
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON|@FILE", help="Keys of the method, instead of --method.")
     ] = None
-    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
-        BUILT_IN
-    )
-    raw: Raw = False
-    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 12
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
+    num_prompts: NumPrompts = 12
     batch_sizes: Annotated[str, typer.Option(help="Numbers of rows, by comma.")] = "1,8"
     contexts: Annotated[str, typer.Option(help="Tokens before the draft, by comma.")] = "256,1024"
     repeats: Annotated[int, typer.Option(help="Timings of every step; the shortest counts.", min=1)] = 5
     check: Annotated[
         bool, typer.Option("--check", help="Decode the prompts with the best length of one row, and compare.")
     ] = False
-    dtype: Dtype = "auto"
-    execution: Execution = "auto"
-    quantization: Quantization = None
-    weights: Weights = None
 
 
 def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[Profile, dict[str, Any]]:
@@ -76,15 +59,8 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         whole_numbers(name, text, 1)
         for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
     )
-    llm = load_llm(
-        model,
-        _with_length(config, None),
-        dtype=options.dtype,
-        execution=options.execution,
-        quantization=options.quantization,
-        weights=options.weights,
-    )
-    prompts = prompts_of(model, options, llm.tokenizer)
+    llm = load_llm(model, _with_length(config, None), **options.loading())
+    prompts = options.read_prompts(model, llm.tokenizer)
     longest = max(1, min(config.num_speculative_tokens, _LONGEST))
 
     def new_drafter(length: int) -> Drafter:

@@ -6,18 +6,20 @@ from typing import Annotated
 
 import typer
 
-from foretoken.cli.options import Dtype
+from foretoken.cli.options import TargetOptions, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, say
 
 
+@takes_groups
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id or zoo:NAME.")],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new one, for what is written.")],
     quantization: Annotated[str, typer.Option(metavar="int8|int4", help="Bits of linear layers.")] = "int8",
-    dtype: Dtype = "auto",
+    *,
+    loading: Annotated[TargetOptions, "dtype"],
 ) -> None:
     """Write a model with its linear layers rounded to 8 or 4 bits, in the layout of compressed-tensors."""
     with exit_codes():
-        llm = load_llm(model, "none", dtype=dtype, quantization=quantization, device="cpu")
+        llm = load_llm(model, "none", dtype=loading.dtype, quantization=quantization, device="cpu")
         llm.save_quantized(folder)
         say(f"{folder} holds {model} in {quantization}; load it by this name")

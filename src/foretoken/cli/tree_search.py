@@ -10,10 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from foretoken.cli.layer_search import BUILT_IN, prompts_of
-from foretoken.cli.options import Dtype, Execution, Quantization, Weights
-from foretoken.cli.prompts import Raw
 from foretoken.cli.running import choose_model, load_llm
+from foretoken.cli.tune_options import TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -23,15 +21,9 @@ _SHOWN_RANKS = 5
 
 
 @dataclass(frozen=True)
-class TreeOptions:
+class TreeOptions(TuneOptions):
     """What is searched, and how."""
 
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATH|HUB_ID|zoo:NAME", help="The target; zoo:smollm2 where it is installed, else zoo:tiny."
-        ),
-    ] = None
     heads: Annotated[
         str | None,
         typer.Option(metavar="PATH|HUB_ID", help="Its heads: a folder or a hub id with Medusa's or Hydra's."),
@@ -39,22 +31,12 @@ class TreeOptions:
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON|@FILE", help="Keys of medusa, hydra or eagle, instead of --heads.")
     ] = None
-    prompts: Annotated[str, typer.Option(help="JSONL or .txt file with prompts like those to come, or built-in.")] = (
-        BUILT_IN
-    )
-    raw: Raw = False
-    num_prompts: Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)] = 16
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
     temperature: Annotated[float, typer.Option(help="At which the texts are sampled; 0 is greedy.", min=0.0)] = 0.0
     nodes: Annotated[
         int | None, typer.Option(help="Nodes of the tree, root included; by default as many as pay here.", min=2)
     ] = None
     max_nodes: Annotated[int, typer.Option(help="Largest tree to consider, root included.", min=2)] = 64
     repeats: Annotated[int, typer.Option(help="Timings of every size; the shortest counts.", min=1)] = 9
-    dtype: Dtype = "auto"
-    execution: Execution = "auto"
-    quantization: Quantization = None
-    weights: Weights = None
     seed: Annotated[int, typer.Option(help="Of the sampled texts.", min=0)] = 0
 
 
@@ -72,7 +54,7 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
     model = choose_model(options.model)
     llm = _loaded(model, options)
     drafter = _drafter(llm)
-    prompts = [prompt.token_ids for prompt in prompts_of(model, options, llm.tokenizer)]
+    prompts = [prompt.token_ids for prompt in options.read_prompts(model, llm.tokenizer)]
     params = SamplingParams(
         temperature=options.temperature, max_tokens=options.max_new_tokens, ignore_eos=True, seed=options.seed
     )
@@ -118,14 +100,7 @@ def _loaded(model: str, options: TreeOptions) -> LLM:
     config = SpeculativeConfig.parse(
         {"model": options.heads} if options.speculative_config is None else options.speculative_config
     )
-    return load_llm(
-        model,
-        config,
-        dtype=options.dtype,
-        execution=options.execution,
-        quantization=options.quantization,
-        weights=options.weights,
-    )
+    return load_llm(model, config, **options.loading())
 
 
 def _drafter(llm: LLM) -> Any:
@@ -138,7 +113,7 @@ def _drafter(llm: LLM) -> Any:
     from foretoken.errors import ConfigError
 
     drafter = llm.drafting.new_drafter()
-    if not isinstance(drafter, (MultiHeadDrafter, MultiHeadDrafter, EagleDrafter)):
+    if not isinstance(drafter, (MultiHeadDrafter, EagleDrafter)):
         method = llm.speculative_config.method
         raise ConfigError(f"this search is for the static trees of medusa, hydra and eagle, not for {method!r}")
     return drafter

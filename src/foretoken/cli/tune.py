@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foretoken.cli.bench import progress
 from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
-from foretoken.cli.layer_search import Job, SearchOptions, check_prompts, words
+from foretoken.cli.layer_search import Job, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say
@@ -89,7 +89,7 @@ def layer_skip(
     """
     with exit_codes():
         check_place(out)
-        check_prompts(options)
+        options.check_prompts()
         if plot is not None:
             from foretoken.views.traceplot import check_picture
 
@@ -129,7 +129,7 @@ def tree(
     """
     with exit_codes():
         check_place(out)
-        check_prompts(options)
+        options.check_prompts()
         found, details = find_tree(options)
         with _writing(out):
             found.chosen.save(out, **details)
@@ -155,7 +155,7 @@ def profile(
     """
     with exit_codes():
         check_place(out)
-        check_prompts(options)
+        options.check_prompts()
 
         found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
         report = {**found.as_dict(), **details}

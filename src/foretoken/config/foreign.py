@@ -139,6 +139,7 @@ SPECULATIVE_KEYS = {
     "quantization": Foreign(
         "the drafter is used as it was loaded; load it with transformers and give the model itself"
     ),
+    "weights": Foreign("they are the target's, read when it is loaded; use LLM(weights='stored')"),
     "max_model_len": Foreign("it is of the target; use LLM(max_model_len=...), which limits both"),
     "enforce_eager": Foreign("the drafter runs as the target does; use LLM(execution='eager')", (None, False)),
     "use_heterogeneous_vocab": Foreign(

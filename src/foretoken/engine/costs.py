@@ -263,6 +263,7 @@ def facts_of(target: CausalLM) -> dict[str, Any]:
         "device": _device(str(target.device)),
         "threads": torch.get_num_threads(),
         "versions": _versions(),
+        **({} if target.quantization is None else {"packed_bytes": target.execution.packed_bytes}),
     }
 
 

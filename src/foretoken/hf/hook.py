@@ -34,6 +34,7 @@ from foretoken.hf.prompts import check_positions, read_rows
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.loading.models import load_tokenizer
 from foretoken.loading.pairing import Drafting
+from foretoken.model.execution.rounding import check_quantization
 from foretoken.model.lm import CausalLM
 from foretoken.model.wrappers import check_unwrapped
 
@@ -45,6 +46,7 @@ def speculate(
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
     stop_strings: str | Iterable[str] | None = None,
     execution: str = "auto",
+    quantization: str | None = None,
     **speculative_config: Any,
 ) -> Speculation:
     """A callable for ``model.generate(..., custom_generate=speculate(...))``.
@@ -58,16 +60,26 @@ def speculate(
       tokenizer: of the target; needed for stop strings, and to check that a draft model shares it.
       stop_strings: end a row at the token that completes one. ``generate`` cannot hand its own to a callable.
       execution: "auto", "eager", "packed" or "compiled".
+      quantization: "int8" or "int4": decode with the linear layers rounded to so many bits. The model itself keeps its
+        weights.
 
     Raises: ConfigError for an unknown key, a value out of range, or stop strings without a tokenizer.
 
     Exactness: without sampling, the sequences of plain ``generate``; with sampling, its law. Under the default
-      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``.
+      ``rejection_sample_method="match"`` every method gives the tokens of ``speculate("none")``. With ``quantization``,
+      the model with rounded layers is the one that all of this holds of.
     Randomness: one draw from torch's global generator per sampled call; ``torch.manual_seed`` repeats a call.
     """
+    check_quantization(quantization)
     config = SpeculativeConfig(method=method, **speculative_config)
-    known = None if tokenizer is None else load_tokenizer(tokenizer)
-    return Speculation(config, streamer=streamer, tokenizer=known, stop_strings=stop_strings, execution=execution)
+    return Speculation(
+        config,
+        streamer=streamer,
+        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
+        stop_strings=stop_strings,
+        execution=execution,
+        quantization=quantization,
+    )
 
 
 class Speculation:
@@ -86,12 +98,13 @@ class Speculation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         stop_strings: str | Iterable[str] | None = None,
         execution: str = "auto",
+        quantization: str | None = None,
     ) -> None:
         self.config = config
         self.stats = SequenceStats()
         self._streamer = streamer
         self._tokenizer = tokenizer
-        self._execution = execution
+        self._execution, self._quantization = execution, quantization
         self._lock = threading.Lock()
         self._stop_criterion = _stop_criterion(stop_strings, tokenizer)
 
@@ -224,7 +237,7 @@ class Speculation:
         return StoppingCriteriaList([*criteria, self._stop_criterion])
 
     def _prepared(self, model: PreTrainedModel) -> tuple[Adapter, Drafting]:
-        adapter = ADAPTERS.of(model, self._execution)
+        adapter = ADAPTERS.of(model, self._execution, self._quantization)
         with adapter.lock:
             return adapter, adapter.drafting(model, self.config, self._tokenizer)
 

@@ -32,7 +32,7 @@ class Adapter:
 
     Args:
       target: shares the tensors of the model, and follows it when it is changed.
-      execution: how it runs.
+      execution: how it runs; `CausalLM.quantization` says whether its layers are rounded.
       lock: held while the target, or a drafter of this adapter, runs.
     """
 
@@ -67,22 +67,26 @@ class Adapters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Adapter]] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Adapter]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __len__(self) -> int:
         """Number of models."""
         return len(self._of)
 
-    def of(self, model: PreTrainedModel, execution: str = "auto") -> Adapter:
-        """The adapter of a model as it is now.
+    def of(self, model: PreTrainedModel, execution: str = "auto", quantization: str | None = None) -> Adapter:
+        """The adapter of a model as it is now, with its linear layers rounded where that is asked for.
 
         Raises: UnsupportedModelError, UnsupportedStateError, ProbeError: the model cannot be decoded exactly.
         """
         with self._lock:
             adapters = self._of.setdefault(model, {})
-            if execution not in adapters:
-                adapters[execution] = Adapter(CausalLM(model, execution=execution), execution)
-            adapter = adapters[execution]
+            key = execution, quantization
+            if key not in adapters:
+                target = CausalLM(model, execution=execution, quantization=quantization)
+                adapters[key] = Adapter(target, execution)
+            adapter = adapters[key]
         with adapter.lock:
             adapter.target.refresh()
         return adapter
