@@ -107,8 +107,48 @@ def test_a_server_is_judged_by_its_text(address: str) -> None:
     assert found["status"] != "not lossless", found["sentence"]
     greedy = found["findings"][0]
     assert (greedy["feature"], greedy["status"]) == ("greedy", "holds")
+    laws = [finding for finding in found["findings"] if finding["check"] == "law"]
+    assert laws[0]["status"] == "left out"
+    assert "several tokenisations" in laws[0]["found"]
     with pytest.raises(ConfigError, match=r"answered 400: .*top_k is not known"):
         ServerSubject(address).generate([[5, 6]], [SamplingParams(top_k=3, max_tokens=2)])
+
+
+class LlamaCpp(Server):
+    """Answers as llama.cpp's server does: token ids beside the choice, one sample at a time, cut-offs of its own."""
+
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "tiny", "owned_by": "llamacpp"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if body["n"] > 1:
+            self._answer({"error": {"message": "n must be 1"}}, 400)
+        else:
+            self._answer({"choices": [{"index": 0, "text": "x"}], "__verbose": {"tokens": [body["seed"] % 7, 5]}})
+
+
+def test_llama_cpp_is_asked_in_its_own_words() -> None:
+    LlamaCpp.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), LlamaCpp)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        subject = ServerSubject(f"http://127.0.0.1:{server.server_port}")
+        params = SamplingParams(temperature=1.0, repetition_penalty=1.5, n=3, seed=4, max_tokens=2)
+        (answer,) = subject.generate([[5, 6]], [params])
+        subject.generate([[5, 6]], [params])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [sample.token_ids[1] for sample in answer.samples if sample.token_ids] == [5, 5, 5]
+    assert [body["n"] for body in LlamaCpp.asked] == [3, *[1] * 6]  # it is asked for several once
+    assert len({body["seed"] for body in LlamaCpp.asked[1:4]}) == 3
+    last = LlamaCpp.asked[-1]
+    assert (last["top_k"], last["top_p"], last["min_p"], last["repeat_penalty"]) == (0, 1.0, 0.0, 1.5)
+    assert "repetition_penalty" not in last
 
 
 def test_a_server_that_adds_something_is_found_out(address: str) -> None:

@@ -202,9 +202,9 @@ class Speculation:
         endings = Endings(self._with_stop_strings(criteria))
         keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
-        columns = Columns(
-            input_ids, endings, _pad(config), streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits
-        )
+        pad = config._pad_token_tensor  # that ``generate`` has settled on
+        pad_id = None if pad is None else int(pad)
+        columns = Columns(input_ids, endings, pad_id, streamer, keeps_scores=keeps_scores, keeps_logits=keeps_logits)
         engine_config = self._engine_config(
             len(rows),
             prefill_chunk_size=config.prefill_chunk_size or EngineConfig.prefill_chunk_size,
@@ -295,9 +295,3 @@ def _stop_criterion(
     if not strings or not all(isinstance(string, str) and string for string in strings):
         raise ConfigError(f"stop_strings are {stop_strings!r}; give one non-empty string, or several")
     return StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
-
-
-def _pad(config: GenerationConfig) -> int | None:
-    """The padding token that ``generate`` has settled on."""
-    pad = config._pad_token_tensor
-    return None if pad is None else int(pad)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
 
 from foretoken.config.sampling import SamplingParams
+from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.verify.laws import ReferenceLaw
 from foretoken.verify.subjects import Answer, Sample, Subject
@@ -43,7 +43,6 @@ def draw(
     subject: Subject,
     prompt: list[int],
     params: SamplingParams,
-    tokenizer: Any,
     seed: int,
     *,
     until: float = float("inf"),
@@ -52,9 +51,9 @@ def draw(
     """Continuations of one prompt, by seeds of their own, as many as time allows and `FEWEST` at least.
 
     Args:
-      tokenizer: for subjects that return text alone.
       until: by `time.monotonic`.
     Returns: token ids of each, and how many draft tokens were verified and kept.
+    Raises: ConfigError for a subject that returns text alone.
     """
     found: list[Seq[int]] = []
     num_drafted = num_accepted = calls = 0
@@ -62,17 +61,18 @@ def draw(
         asked = replace(params, seed=seed + FIRST_SEED + calls, n=SAMPLES_AT_ONCE)
         calls += 1
         for answer in subject.generate([prompt], [asked]):
-            found += [_ids(sample, tokenizer) for sample in answer.samples]
+            found += [_ids(sample) for sample in answer.samples]
             num_drafted += answer.num_drafted
             num_accepted += answer.num_accepted
     return found[:num_samples], {"num_drafted": num_drafted, "num_accepted": num_accepted}
 
 
-def _ids(sample: Sample, tokenizer: Any) -> Seq[int]:
-    if sample.token_ids is not None:
-        return sample.token_ids
-    ids: list[int] = tokenizer(sample.text or "", add_special_tokens=False)["input_ids"]
-    return ids
+def _ids(sample: Sample) -> Seq[int]:
+    if sample.token_ids is None:
+        raise ConfigError(
+            "it returned text alone, and one text has several tokenisations, of which each has its chance"
+        )
+    return sample.token_ids
 
 
 def _worth(answer: Answer) -> float:

@@ -7,22 +7,28 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
+from foretoken.law.noise import mix
 from foretoken.verify.subjects import Answer, Sample, Subject
 
 OPENAI = frozenset({"temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias"})
 EXTRAS = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
-"""Fields beyond OpenAI's that vLLM, llama.cpp and this library's server take by the same names."""
+"""Fields beyond OpenAI's that vLLM and this library's server take by the same names."""
+
+LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": -1}
+"""What llama.cpp's server is told besides: to hand out token ids, and not to cut the law off as it does by itself."""
 
 
 class ServerSubject(Subject):
     """A server of an OpenAI-compatible API, at its address.
 
-    Where it returns token ids (``return_token_ids``, as vLLM and this library do), those are compared; else its text.
+    Where it returns token ids (``return_token_ids``, as vLLM and this library do; llama.cpp in its own way), those are
+    compared; else its text. Samples that it refuses to draw together are asked for one by one.
 
     Args:
       url: ``http://host:port``, with or without ``/v1``.
@@ -43,7 +49,10 @@ class ServerSubject(Subject):
             raise ConfigError(f"{url!r} is no address of a server; give http://host:port")
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._key, self._timeout = api_key, timeout_seconds
-        self._model = model or self._first_model()
+        first = self._first_model()
+        self._model = model or str(first["id"])
+        self._is_llama_cpp = first.get("owned_by") == "llamacpp"
+        self._draws_several = True
         self.name = f"{self._model} at {parts.netloc}"
 
     def generate(self, prompts: Seq[Seq[int]], params: Seq[SamplingParams]) -> list[Answer]:
@@ -51,31 +60,49 @@ class ServerSubject(Subject):
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _answer(self, prompt: Seq[int], params: SamplingParams) -> Answer:
+        if params.n > 1 and self._draws_several:
+            try:
+                return Answer(self._samples(prompt, params))
+            except ConfigError:
+                self._draws_several = False
+        seeds = [None if params.seed is None else mix(params.seed, index) for index in range(params.n)]
+        each = (replace(params, n=1, seed=params.seed if params.n == 1 else seed) for seed in seeds)
+        return Answer(tuple(sample for one in each for sample in self._samples(prompt, one)))
+
+    def _samples(self, prompt: Seq[int], params: SamplingParams) -> tuple[Sample, ...]:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt),
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
+            "top_p": params.top_p,  # servers may have another default
             "n": params.n,
             "return_token_ids": True,
         }
         plain = SamplingParams(temperature=params.temperature)
         changed = {name: getattr(params, name) for name in self.takes if getattr(params, name) != getattr(plain, name)}
+        body |= LLAMA_CPP if self._is_llama_cpp else {}
         body |= {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        if self._is_llama_cpp and "repetition_penalty" in body:
+            body["repeat_penalty"] = body.pop("repetition_penalty")
         if params.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
         if params.seed is not None:
             body["seed"] = params.seed % 2**31
-        choices = self._ask("/completions", body).get("choices")
+        answer = self._ask("/completions", body)
+        choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != params.n:
             raise ConfigError(f"{self.name} answered {len(choices or ())} choices where n={params.n} was asked for")
-        return Answer(tuple(map(_sample, sorted(choices, key=lambda one: one.get("index", 0)))))
+        if self._is_llama_cpp and params.n == 1:
+            choices = [{**choices[0], "token_ids": (answer.get("__verbose") or {}).get("tokens")}]
+        return tuple(map(_sample, sorted(choices, key=lambda one: one.get("index", 0))))
 
-    def _first_model(self) -> str:
+    def _first_model(self) -> Mapping[str, Any]:
         listed = self._ask("/models", None).get("data") or []
         if not listed:
             raise ConfigError(f"{self._base}/models lists no model; name one")
-        return str(listed[0]["id"])
+        first: Mapping[str, Any] = listed[0]
+        return first
 
     def _ask(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}

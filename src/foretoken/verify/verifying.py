@@ -94,7 +94,7 @@ class _Work:
         self._began = time.monotonic()
         self._ends = self._began + budget
         self._budget, self._rate, self._seed, self._progress = budget, rate, seed, progress
-        self._draw = partial(draw, tokenizer=llm.tokenizer, seed=seed)
+        self._draw = partial(draw, seed=seed)
         self._llm = llm.with_speculative_config(llm.speculative_config)  # whose engine is made now
         self._plain = LLMSubject(llm.with_speculative_config(None), "plain decoding")
         self._subject = subject or LLMSubject(self._llm)
@@ -242,7 +242,7 @@ class _Work:
             try:
                 samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
             except ForetokenError as error:
-                self._findings.append(Finding(name, "law", "left out", f"it refuses: {error}"))
+                self._findings.append(Finding(name, "law", "left out", str(error)))
                 continue
             level = self._rate / len(tests)
             test = judge_samples(law, samples, level, self._seed)
