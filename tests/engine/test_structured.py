@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -354,6 +355,81 @@ def test_grammars_are_compiled_once_and_not_all_kept(monkeypatch: pytest.MonkeyP
     for regex in ("a", "b", "a", "c", "a", "b"):
         made.matching(StructuredOutputs(regex=regex))
     assert compiled == ["a", "b", "c", "b"]
+
+
+def random_schema(draw: random.Random, depth: int = 3) -> dict[str, Any]:
+    """An object of objects, lists, choices and values, at most three deep."""
+    leaves = ["enum", "string", "pattern", "integer", "boolean", "null"]
+    kind = "object" if depth == 3 else draw.choice([*leaves, *["object", "array", "anyOf"] * 2 * (depth > 0)])
+    if kind == "enum":
+        return {"enum": draw.sample(["red", "dark blue", "ünï\n", 1, 2.5, None, True], k=draw.randint(1, 4))}
+    if kind == "string":
+        return {"type": "string", "minLength": draw.randint(0, 2), "maxLength": draw.randint(2, 8)}
+    if kind == "pattern":
+        return {"type": "string", "pattern": draw.choice(["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]{3}-[0-9]{2}$"])}
+    if kind == "integer":
+        least = draw.randint(-50, 50)
+        return {"type": "integer", "minimum": least, "maximum": least + draw.randint(0, 200)}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(draw, depth - 1), "minItems": draw.randint(0, 2), "maxItems": 3}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth - 1) for _ in range(draw.randint(2, 3))]}
+    if kind in ("boolean", "null"):
+        return {"type": kind}
+    names = draw.sample(["name", "age", "a long property name", "ünï", "x", "is_open"], k=draw.randint(1, 4))
+    inside = {name: random_schema(draw, depth - 1) for name in names}
+    required = names if draw.random() < 0.7 else names[:1]
+    return {"type": "object", "properties": inside, "required": required, "additionalProperties": False}
+
+
+TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool, "null": type(None), "array": list}
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is one of those that `random_schema` describes."""
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return any(type(value) is type(each) and value == each for each in schema["enum"])
+    if schema["type"] == "object":
+        inside = schema["properties"]
+        has_all = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= inside.keys()
+        return has_all and all(fits(each, inside[name]) for name, each in value.items())
+    if type(value) is not TYPES[schema["type"]]:
+        return False
+    if isinstance(value, list):
+        return schema["minItems"] <= len(value) <= 3 and all(fits(each, schema["items"]) for each in value)
+    if isinstance(value, str):
+        is_long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 9)
+        return is_long_enough and re.search(schema.get("pattern", ""), value) is not None
+    return "minimum" not in schema or schema["minimum"] <= value <= schema["maximum"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_to_random_schemas_validate(count: int, temperature: float) -> None:
+    """What ends fits, and is what plain decoding says, with less than half of its forwards."""
+    draw = random.Random(count)
+    schemas = [random_schema(draw) for _ in range(count)]
+    given = SamplingParams(temperature=temperature, max_tokens=200)
+    params = [
+        replace(given, seed=seed, structured_outputs={"json": schema, "disable_any_whitespace": True})
+        for seed, schema in enumerate(schemas)
+    ]
+    drafted = llm("ngram").generate(["Answer:"] * count, params, use_tqdm=False)
+    plain = base().generate(["Answer:"] * count, [replace(one, num_speculative_tokens=0) for one in params])
+    check_equal(drafted, plain)
+    ended = [
+        (output.outputs[0].text, schema)
+        for output, schema in zip(drafted, schemas, strict=True)
+        if output.outputs[0].finish_reason == "stop"
+    ]
+    assert len(ended) >= 0.9 * count
+    assert [text for text, schema in ended if not fits(json.loads(text), schema)] == []
+    steps = [
+        sum(output.metrics.speculative_decoding["num_steps"] for output in outputs) for outputs in (drafted, plain)
+    ]
+    assert 2 * steps[0] < steps[1] == sum(len(output.outputs[0].token_ids) for output in plain)
 
 
 def test_the_command_line_takes_them(tmp_path: Path) -> None:
