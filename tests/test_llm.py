@@ -27,12 +27,6 @@ STORY = "Once upon a time there was a"
 QUESTION = "How many apples does Tom have? Tom has"
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SAMPLED = SamplingParams(temperature=1, max_tokens=16, seed=7)
-CONFIGS: list[Any] = [
-    "draft_model",
-    {"method": "draft_model", "num_draft_branches": 2, "num_speculative_tokens": 3},
-    "ngram",
-    "nasd",
-]
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +60,6 @@ def test_public_names_are_sorted_and_exist() -> None:
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_every_way_of_drafting_gives_the_plain_tokens(plain: LLM, config: Any, params: SamplingParams) -> None:
-    prompts = [STORY, QUESTION, "The", STORY + STORY, "A lion"]  # more rows than run at once
-    drafting = plain.with_speculative_config(config)
-    assert ids(drafting.generate(prompts, params)) == ids(plain.generate(prompts, params))
 
 
 def test_greedy_plain_equals_transformers(plain: LLM) -> None:
@@ -466,24 +452,6 @@ def test_nan_ends_its_own_row_only(llm: LLM, temperature: float) -> None:
     assert "logits_processors" in str(broken.outputs[0].stop_reason)
 
 
-@pytest.mark.parametrize("config", ["none", "ngram"])
-def test_nan_weights_end_the_rows_that_meet_them(config: str) -> None:
-    model = toy_model()
-    healthy = ids(LLM(model, config).generate([[1, 2], [3, 4, 3, 4]], SAMPLED))
-    with torch.no_grad():
-        model.get_input_embeddings().weight[63] = float("nan")
-    llm = LLM(model, config)
-    params = SamplingParams(temperature=1, max_tokens=16, seed=7, logit_bias={63: float("-inf")})
-    outputs = llm.generate([[1, 2], [1, 63], [3, 4, 3, 4]], params)
-    assert outputs[1].outputs[0].finish_reason == "error"
-    assert "NaN" in str(outputs[1].outputs[0].stop_reason)
-    assert outputs[1].outputs[0].token_ids == ()
-    for output, expected in zip([outputs[0], outputs[2]], healthy, strict=True):
-        assert output.outputs[0].finish_reason == "length"
-        shared = min(expected.index(63) if 63 in expected else 16, 16)
-        assert output.outputs[0].token_ids[:shared] == expected[:shared]
-
-
 def test_when_every_row_fails_the_error_is_raised(llm: LLM) -> None:
     bad = SamplingParams(temperature=0, max_tokens=24, logits_processors=[nan_after(0)])
     with pytest.raises(NumericsError, match="logits_processors"):
@@ -574,11 +542,6 @@ def test_names_of_arguments_elsewhere_are_not_names_here() -> None:
     assert not {*LLM_ARGUMENTS, *LLM_ALIASES} & set(names)
     assert set(LLM_ALIASES.values()) <= set(names)
     assert not set(LLM_ALIASES) & set(LLM_ARGUMENTS)
-
-
-def test_temperature_below_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="temperature"):
-        SamplingParams(temperature=-0.1)
 
 
 def test_model_info_tells_what_runs(llm: LLM) -> None:

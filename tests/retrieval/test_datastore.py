@@ -230,7 +230,13 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(moment, marks=() if moment in (2, 5) else pytest.mark.slow) for moment in range(1, 12)]
+    "moment",
+    [
+        pytest.param(
+            moment, marks=() if moment in (2, 5) else pytest.mark.slow if moment in (1, 8, 11) else pytest.mark.full
+        )
+        for moment in range(1, 12)
+    ],
 )
 def test_an_interrupted_build_goes_on_where_it_was(
     moment: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

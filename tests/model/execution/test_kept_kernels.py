@@ -114,19 +114,16 @@ print(lm.execution.num_compiled, lm.forward(Nodes.from_chains([[3, 4, 5]]), lm.n
 
 
 @pytest.mark.skipif(compiling.cpp_compiler() is None, reason="nothing is compiled here")
-@pytest.mark.parametrize("size", [0, 0.5])
-def test_libraries_that_end_too_early_are_compiled_again(
-    size: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_that_end_too_early_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To load half of one killed the process, and an empty one left the layers uncompiled at every start."""
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
     command = [sys.executable, "-c", KERNELS]
     first = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert first.split()[0] == "2"
     libraries = [*(tmp_path / "inductor").rglob("*.so")]
-    assert libraries
-    for library in libraries:
+    assert len(libraries) > 1
+    for number, library in enumerate(libraries):
         content = library.read_bytes()
-        library.write_bytes(content[: int(size * len(content))])
+        library.write_bytes(content[: len(content) // 2] if number else b"")
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == first
     assert all(library.stat().st_size for library in (tmp_path / "inductor").rglob("*.so"))
