@@ -29,6 +29,9 @@ class Helpers:
     a thread that had none. Threads that are not there need not be waited for, and leave room to others. The same holds
     for all models of a process, so there is one of these in it.
 
+    It is said only where speeds are affected: not of a burst, after which all threads work again, but where a trial of
+    more threads makes steps wait once more, or where they wait even on fewer.
+
     Args:
       limit: told how many threads may work; results do not depend on it.
       clock, processor_clock: seconds, and those that this thread has computed.
@@ -52,6 +55,8 @@ class Helpers:
         self._patience = FEW_STEPS
         self._is_trial = False  # whether more threads are tried than did well before
         self._is_told = False
+        self._waited = 1.0  # the ratio at which there were too many threads
+        self._num_fewer = 0  # steps since then
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -73,31 +78,40 @@ class Helpers:
             self._patience = FEW_STEPS
             self._run_on(threads)
             self._is_trial = self._is_told = False
+            self._num_fewer = 0
         self._num_steps += 1
+        self._num_fewer += self._threads < self._all
         self._ratios.append(ratio)
         if len(self._ratios) < WINDOW:
             return
         usual = sorted(self._ratios)[WINDOW // 2]
         if usual >= WAITED and self._threads > 1:
-            self._patience = min(2 * self._patience, MOST_STEPS) if self._is_trial else FEW_STEPS
-            self._is_trial = False
+            was_trial, self._is_trial = self._is_trial, False
+            self._patience = min(2 * self._patience, MOST_STEPS) if was_trial else FEW_STEPS
+            self._waited = usual
             self._run_on(self._threads // 2)
-            self._tell(usual)
+            if was_trial:
+                self._tell()
         elif self._num_steps >= self._patience and usual < CALM:
             self._is_trial = self._threads < self._all
             if self._is_trial:
                 self._run_on(min(2 * self._threads, self._all))
-            elif self._is_told:
-                self._is_told = False
-                logger.info("kernels run on %d threads again", self._all)
+            else:
+                self._num_fewer = 0
+                if self._is_told:
+                    self._is_told = False
+                    logger.info("kernels run on %d threads again", self._all)
+        elif self._num_steps >= self._patience and self._threads < self._all:
+            self._tell()
 
-    def _tell(self, ratio: float) -> None:
+    def _tell(self) -> None:
         if not self._is_told:
             self._is_told = True
             logger.info(
-                "other programs use the processors: steps take %.1f times as long as they compute; kernels run on %d "
-                "of %d threads, or fewer, until that ends",
-                ratio,
+                "other programs have used the processors for %d steps: these took %.1f times as long as they compute, "
+                "so speeds measured meanwhile are too low; kernels run on %d of %d threads until that ends",
+                self._num_fewer,
+                self._waited,
                 self._threads,
                 self._all,
             )

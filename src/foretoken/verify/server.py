@@ -20,7 +20,7 @@ OPENAI = frozenset({"temperature", "top_p", "n", "stop", "presence_penalty", "fr
 EXTRAS = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
 """Fields beyond OpenAI's that vLLM and this library's server take by the same names."""
 
-LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": -1}
+LLAMA_CPP = {"return_tokens": True, "verbose": True, "top_k": 0, "min_p": 0.0, "repeat_last_n": 2**16}
 """What llama.cpp's server is told besides: to hand out token ids, and not to cut the law off as it does by itself."""
 
 
