@@ -63,7 +63,3 @@ class EngineConfig:
     def rule(self) -> AcceptanceRule:
         """How drafts are accepted."""
         return RULES[self.acceptance]
-
-    @property
-    def is_strict(self) -> bool:
-        return self.exactness == "strict"

@@ -78,11 +78,6 @@ def unit(bits: int) -> float:
     return max(bits >> 11, 1) * UNIT
 
 
-def token_noise(key: int, token: int) -> float:
-    """Standard Gumbel noise of the match stream for one token."""
-    return -math.log(-math.log(unit(token_bits(key, token))))
-
-
 def stream_key(seed: int, step: int, position: int, purpose: Purpose) -> int:
     """Key of a rule stream; never one of the match stream, whose salt differs."""
     key = finalise(seed ^ RULE_SALT)

@@ -26,11 +26,6 @@ class Runner:
         _runners[self.number] = self
 
 
-def runner_of(number: int) -> Runner:
-    """The one with this number."""
-    return _runners[number]
-
-
 def _run(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
     return _runners[number].run(x)
 
