@@ -66,8 +66,15 @@ def test_self_drafting_changes_no_token_in_any_mode(name: str, drafter: str, mod
     compare(drafted(run(name, DRAFTERS[drafter](), mode)), plain(name, mode), f"{name}, {drafter}, {mode}")
 
 
-@pytest.mark.parametrize("make", [layer_skip, quantized_self])
-@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("make", "num_branches"),
+    [
+        (quantized_self, 1),
+        pytest.param(layer_skip, 3, marks=pytest.mark.slow),
+        pytest.param(quantized_self, 3, marks=pytest.mark.full),
+        pytest.param(layer_skip, 1, marks=pytest.mark.full),
+    ],
+)
 def test_self_drafters_conform(make: Callable[..., SelfDrafter], num_branches: int) -> None:
     target = CausalLM(toy_model(64), execution="eager")
     check_drafter(lambda depth: make(depth, 64, num_branches=num_branches), target, depths=(1, 4))

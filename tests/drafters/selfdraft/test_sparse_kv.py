@@ -75,8 +75,16 @@ def test_a_part_of_the_cache_changes_no_token(name: str, drafter: str) -> None:
     compare(run_mixed(name, DRAFTERS[drafter]()), plain_mixed(name), f"{name}, {drafter}, rows {row_modes(name)}")
 
 
-@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
-@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
+SHAPES = [
+    ("streaming", 1),
+    pytest.param("snapkv", 3, marks=pytest.mark.slow),
+    pytest.param("streaming", 3, marks=pytest.mark.full),
+    pytest.param("snapkv", 1, marks=pytest.mark.full),
+]
+"""Chains of one view, trees of the other; what is left in the whole matrix."""
+
+
+@pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_sparse_drafters_conform(selector: str, num_branches: int) -> None:
     target = CausalLM(toy_model(64), execution="eager")
     check_drafter(lambda depth: sparse(selector, depth, 64, num_branches=num_branches), target, depths=(1, 4))

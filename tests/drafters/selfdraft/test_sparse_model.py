@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
-from test_sparse_kv import columns_of, draft_of, everywhere, model_over_kept_keys, naive_choice, view
+from test_sparse_kv import SHAPES, columns_of, draft_of, everywhere, model_over_kept_keys, naive_choice, view
 
 from architectures import VOCAB_SIZE, draft_model, target_model
 from foretoken import LLM
@@ -66,8 +66,7 @@ def toy_target() -> CausalLM:
     return CausalLM(toy_model(TOY), execution="eager")
 
 
-@pytest.mark.parametrize("num_branches", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("selector", ["streaming", "snapkv"])
+@pytest.mark.parametrize(("selector", "num_branches"), SHAPES)
 def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> None:
     check_drafter(lambda depth: small(toy(), selector, depth, num_branches=num_branches), toy_target(), depths=(1, 4))
 
