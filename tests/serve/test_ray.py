@@ -36,6 +36,7 @@ def test_texts_outlive_a_killed_replica() -> None:
         num_moved = 0
         for _ in range(2):
             victim = draw.choice(sorted(running.wait_for(2).values()))
+            assert os.getpriority(os.PRIO_PROCESS, victim) == os.getpriority(os.PRIO_PROCESS, 0), "not Ray's 15"
             heard = cluster.under_fire(running, bodies, lambda: os.kill(victim, signal.SIGKILL), 0.7)  # noqa: B023
             assert cluster.differences(heard, expected) == []
             num_moved += sum(one.failovers for one in heard)

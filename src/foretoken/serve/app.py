@@ -13,7 +13,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -67,7 +66,7 @@ class Application:
     def build(self) -> ASGIApp:
         """The routes below their guards."""
         app = FastAPI(title="foretoken", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-        for kind in (ApiError, ForetokenError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
+        for kind in (ApiError, ForetokenError, HTTPException, ClientDisconnect, Exception):
             app.add_exception_handler(kind, self._refuse)
         for path, get in {
             "/": self.page,
@@ -100,8 +99,6 @@ class Application:
             return Response(status_code=CLIENT_LEFT)
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}")
-        elif isinstance(error, RequestValidationError):
-            error = ApiError(422, "the parameters of the request are not valid")
         told = ApiError.of(error)
         if told.status >= 500 and told is not error:
             logger.error("%s %s ended in an error", request.method, request.url.path, exc_info=error)

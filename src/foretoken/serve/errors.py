@@ -13,7 +13,6 @@ TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
