@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from foretoken import LLM, SamplingParams, SpeculativeConfig, zoo
 from foretoken.cli import app
-from foretoken.cli.comparison import Lane
+from foretoken.cli.comparison import WARM_UP, Lane
 from foretoken.cli.options import DEFAULTS, DraftingOptions, respell
 from foretoken.cli.running import choose_model
 from foretoken.loading.defaults import default_keys
+from foretoken.native.abi import MOST_NODES
 from foretoken.sessions.stream import Stream
 
 STORY = "Once upon a time there was a"
@@ -391,6 +393,12 @@ def test_demo_compares_before_it_speaks_of_speed() -> None:
     assert report["questions"][0]["text"].split()[0] in text
     assert "2 of 2 identical" in text
     assert text.index("identical") < text.index("x plain")
+
+
+@pytest.mark.parametrize("model", ["zoo:tiny", pytest.param("zoo:smollm2", marks=pytest.mark.smollm2)])
+def test_the_demo_warms_up_as_its_longest_prompts_run(model: str) -> None:
+    """Else the first of them, which plain decoding meets first, would make the layers of long prompts."""
+    assert len(AutoTokenizer.from_pretrained(zoo.path(model))(WARM_UP).input_ids) > MOST_NODES
 
 
 def test_demo_gives_no_speed_when_texts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
