@@ -275,7 +275,10 @@ class Scheduler:
         return entered
 
     def _hand_down(self, row: Sequence, slot: int, waiting: Seq[Sequence]) -> None:
-        """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again."""
+        """Leave one copy of a prompt that was read to the samples without a slot, so that none reads it again.
+
+        It comes besides the plan for memory, as kept prefixes do, until the last of them has a slot.
+        """
         length = row.num_prompt_to_read
         if length and row.num_changes == self._target.num_changes:
             states, memory = self._cache.export(slot, length), self._drafter.keep(row)
