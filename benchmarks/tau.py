@@ -38,7 +38,8 @@ from typing import Any
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.equality import first_difference, preference_gap
+from foretoken.beginnings import first_difference
+from foretoken.bench.equality import preference_gap
 from foretoken.bench.provenance import provenance
 from foretoken.bench.trial import Sampling, bootstrap
 from foretoken.bench.workload import read_questions

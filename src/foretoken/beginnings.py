@@ -19,3 +19,9 @@ def shared_length(first: Seq[Any], second: Seq[Any]) -> int:
         else:
             high = middle - 1
     return low
+
+
+def first_difference(one: Seq[Any], other: Seq[Any]) -> int | None:
+    """(1, 2, 3) and (1, 2) differ at 2; equal ones nowhere. Both are of one type."""
+    place = shared_length(one, other)
+    return None if place == len(one) == len(other) else place

@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foretoken import zoo
+from foretoken.beginnings import first_difference
 from foretoken.bench import equality, forwards, models, report, workload
 from foretoken.bench.arms import EngineArm, TransformersArm
 from foretoken.bench.drafting import DraftCost
@@ -284,9 +285,9 @@ def test_the_interval_of_a_median_covers_it() -> None:
 
 
 def test_first_difference() -> None:
-    assert equality.first_difference((1, 2, 3), (1, 2, 3)) is None
-    assert equality.first_difference((1, 2, 3), (1, 9, 3)) == 1
-    assert equality.first_difference((1, 2), (1, 2, 3)) == 2
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 9, 3)) == 1
+    assert first_difference((1, 2), (1, 2, 3)) == 2
 
 
 def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: CausalLM) -> None:

@@ -14,13 +14,15 @@ from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
 from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.governing import new_governor
 from foretoken.engine.governor import Governor
 from foretoken.engine.profiles import Profile, StepCurve
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
-from foretoken.tune.profile import Observed, expected_speed, measure, seconds_at, settings
+from foretoken.tune.prices import drafting_seconds
+from foretoken.tune.profile import Observed, expected_speed, measure, settings
 
 CURVE = StepCurve(1, 256, {1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030})
 PROMPTS = [Prompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
@@ -42,14 +44,14 @@ def found(target: CausalLM) -> Profile:
 def test_rates_are_those_of_what_was_tried() -> None:
     observed = Observed([[(3, 3), (3, 1)], [(2, 0), (1, 1)]], 0.5, {1: 0.001, 3: 0.003})
     assert observed.rates() == (3 / 4, 1 / 2, 1.0)
-    assert observed.draft_seconds(2) == pytest.approx(0.002)
-    assert observed.draft_seconds(5) == pytest.approx(0.005)
+    assert drafting_seconds(observed.drafting, 2) == pytest.approx(0.002)
+    assert drafting_seconds(observed.drafting, 5) == pytest.approx(0.005)
 
 
 def test_expected_speed_is_tokens_by_time() -> None:
     observed = Observed([[(2, 1)]], 0.5, {1: 0.0, 2: 0.0})
     # half of the steps draft two tokens: 1 + 0.5 (0.8 + 0.4) tokens in half 20 and half 22 ms
-    assert seconds_at(CURVE.seconds, 3) == pytest.approx(0.022)
+    assert CostCurve(CURVE.seconds).at(3) == pytest.approx(0.022)
     assert expected_speed(observed, (0.8, 0.5), CURVE, 2) == pytest.approx(1.6 * 20 / 21)
 
 

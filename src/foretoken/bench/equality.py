@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from foretoken.beginnings import first_difference
 from foretoken.bench.trial import Sampling, Trial, rows_of
 from foretoken.law.noise import as_int64, gumbel
 from foretoken.law.sampling import SamplingLaw, log_probs
@@ -101,14 +102,6 @@ def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
     share = num_same / num_tokens if num_tokens else 1.0
     num_identical = num_rows - len(divergences)
     return Equality(arm, reference, num_rows, num_identical, tuple(divergences), share, trial.is_repeatable(arm))
-
-
-def first_difference(one: Seq[int], other: Seq[int]) -> int | None:
-    """(1, 2, 3) and (1, 2) differ at 2; equal ones nowhere."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return None if len(one) == len(other) else min(len(one), len(other))
 
 
 @torch.inference_mode()

@@ -39,6 +39,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def conditions() -> dict[str, Any]:
+    """What a search says of them."""
+    found = provenance()
+    return {key: found[key] for key in ("time", "commit", "versions", "cpu", "num_threads")}
+
+
 def commit() -> str | None:
     """The commit of the checkout this package runs from, with "+" when tracked files of the package were changed."""
     folder = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
-from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model, say
+from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model, put_json, say
 from foretoken.folders import check_place, keep_text
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(options: BenchOptions) -> None:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED) from None
     if options.as_json and results:
-        sys.stdout.write(json.dumps(results) + "\n")
+        put_json(results)
     if code:
         raise typer.Exit(code)
 

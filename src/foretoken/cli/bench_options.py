@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from foretoken.cli.options import Target, TargetOptions
+from foretoken.cli.options import Target, TargetOptions, numbers
 
 if TYPE_CHECKING:
     from foretoken.bench.methods import MethodsSettings
@@ -225,7 +225,7 @@ class BenchOptions(TargetOptions):
         wanted = {field.name: getattr(self, field.name) for field in fields(every) if field.name in options}
         for name, read in _READ.items():
             if wanted.get(name) is not None:
-                wanted[name] = read(wanted[name], name)
+                wanted[name] = numbers(name.replace("_", "-"), wanted[name], read)
         wanted |= given | (quick if self.quick else {})
         return kind(**{name: value for name, value in wanted.items() if value is not None})
 
@@ -234,27 +234,11 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _integers(text: str, name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in _numbers(text, name))
+def _whole(text: str) -> int:
+    """``1e5`` is 100000."""
+    return int(float(text))
 
 
-def _numbers(text: str, name: str) -> tuple[float, ...]:
-    from foretoken.errors import ConfigError
-
-    try:
-        return tuple(map(float, _split(text)))
-    except ValueError:
-        raise ConfigError(f"--{name.replace('_', '-')} is {text!r}; give numbers with commas between them") from None
-
-
-def _names(text: str, name: str) -> tuple[str, ...]:
-    return tuple(_split(text))
-
-
-_READ: dict[str, Callable[[str, str], tuple[Any, ...]]] = {
-    **dict.fromkeys(("contexts", "draft_contexts", "datastore_sizes", "batch_sizes"), _integers),
-    **dict.fromkeys(("assisted_lengths", "lookup_lengths"), _integers),
-    "draft_costs": _numbers,
-    "kinds": _names,
-}
-"""Options that are lists by comma."""
+_LISTS = ("contexts", "draft_contexts", "datastore_sizes", "batch_sizes", "assisted_lengths", "lookup_lengths")
+_READ: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_LISTS, _whole), "draft_costs": float, "kinds": str.strip}
+"""What options by comma are lists of."""

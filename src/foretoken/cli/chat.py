@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from foretoken.cli.chat_screen import JsonScreen, Screen
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
+from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.native.abi import MOST_NODES
 
@@ -115,8 +115,7 @@ class Chat:
         command = self._commands.get(name)
         if command is None:
             known = [*self._commands, "/quit"]
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            hint = did_you_mean(name, known).replace("'", "")
             raise ConfigError(f"there is no command {name}; {hint} A message that begins with / is written with //")
         command(argument.strip())
 

@@ -80,7 +80,7 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
     Raises: ConfigError, CheckpointError, UnsupportedModelError.
     """
     from foretoken.bench.candidates import read_candidates
-    from foretoken.bench.provenance import provenance
+    from foretoken.bench.provenance import conditions
     from foretoken.bench.workload import read_questions
     from foretoken.config.sampling import SamplingParams
     from foretoken.tune.tuning import Tuning
@@ -100,7 +100,6 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
         seed=options.seed,
     )
     choice = tuning.run(prompts, params, num_rows=options.batch_size, seed=options.seed)
-    conditions = provenance()
     details = {
         "found_by": "foretoken tune",
         "model": model,
@@ -111,7 +110,7 @@ def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dic
         "not_applicable": tuning.refused,
         "left_out": tuning.left_out,
         "options": {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "budget", "seed")},
-        "conditions": {key: conditions[key] for key in ("time", "commit", "versions", "cpu", "num_threads")},
+        "conditions": conditions(),
     }
     return choice, tuning, details
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
+from foretoken.beginnings import first_difference
 from foretoken.cli.writers import pooled
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats
@@ -124,8 +124,7 @@ class Answer:
     @property
     def first_difference(self) -> int | None:
         """The first token that is not the same in both."""
-        pairs = zip_longest(self.plain.token_ids, self.drafting.token_ids)
-        return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
+        return first_difference(tuple(self.plain.token_ids), tuple(self.drafting.token_ids))
 
     @property
     def is_identical(self) -> bool:

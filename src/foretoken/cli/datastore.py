@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +11,7 @@ import typer
 from rich.console import Console
 
 from foretoken.cli.options import AsJson
-from foretoken.cli.running import choose_model, exit_codes
+from foretoken.cli.running import choose_model, exit_codes, put_json
 from foretoken.progress import build_bar
 
 if TYPE_CHECKING:
@@ -139,7 +137,7 @@ def query(
         answer = _answer(match, ids, loaded, num_nodes, depth)
         answer["seconds"] = perf_counter() - start
         if as_json:
-            sys.stdout.write(json.dumps(answer) + "\n")
+            put_json(answer)
         else:
             _show_answer(answer)
 
@@ -201,7 +199,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _show(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(facts) + "\n")
+        put_json(facts)
         return
     console = Console(highlight=False, markup=False)
     console.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +72,7 @@ def info(
         llm = load_llm(name, drafting.config(name), gguf_file=model.gguf_file, **vars(loading))
         report = {**describe(llm, context, repeats), "notes": _notes(name)}
         if as_json:
-            sys.stdout.write(json.dumps(report) + "\n")
+            put_json(report)
         else:
             show(report)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import NumSpeculativeTokens
+from foretoken.cli.options import NumSpeculativeTokens, numbers
 from foretoken.cli.running import choose_model
 from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
@@ -104,7 +104,7 @@ class Job:
             for each in ([loaded] if bigger is loaded else [loaded, bigger])
         )
         timed = others[0] if others else target
-        space = Space.of(target.num_layers, _integers(options.keep_layers))
+        space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
         task, counted = (
             Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)
         )
@@ -134,7 +134,7 @@ class Job:
 
         Raises: NothingAcceptedError where no set that was tried is of any use.
         """
-        from foretoken.bench.provenance import provenance
+        from foretoken.bench.provenance import conditions
         from foretoken.tune.objective import MeasuredTime
 
         result.check()
@@ -146,7 +146,6 @@ class Job:
             final = {words(ranking[int(i)].layer_set): asdict(score) for i, score in scores.items()}
             winner = min(scores, key=lambda i: scores[i].value)
             best = type(best)(ranking[int(winner)].layer_set, scores[winner])
-        conditions = provenance()
         return {
             "found_by": "foretoken tune layer-skip",
             **_facts(best),
@@ -154,7 +153,7 @@ class Job:
             "is_interrupted": result.is_interrupted,
             "finalists": final,
             "search": {**self.options.defining(), "speculative_config": self.draft_keys},
-            "conditions": {key: conditions[key] for key in ("time", "commit", "versions", "cpu", "num_threads")},
+            "conditions": conditions(),
         }
 
     def layer_set(self, report: dict[str, Any]) -> LayerSet:
@@ -216,15 +215,6 @@ def _drafter_of(target: CausalLM, draft_keys: dict[str, Any]) -> Callable[[Layer
     from foretoken.drafters.context import DrafterContext, drafter_factory
 
     return lambda layer_set: drafter_factory(_config(draft_keys, layer_set), DrafterContext(target))()
-
-
-def _integers(text: str) -> list[int]:
-    from foretoken.errors import ConfigError
-
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(f"keep-layers is {text!r}; give whole numbers by comma, such as 0,-1") from None
 
 
 def words(layer_set: LayerSet) -> str:

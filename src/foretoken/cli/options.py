@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
@@ -17,7 +17,10 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
 from foretoken.config.written import tuned
+from foretoken.errors import ConfigError
 from foretoken.loading.defaults import RULE, default_keys
+
+N = TypeVar("N")
 
 DEFAULTS = SamplingParams(temperature=0.0, max_tokens=256)
 """Defaults of the command line: greedy, long enough for an answer. All others are those of `SamplingParams`."""
@@ -222,6 +225,18 @@ class DraftingOptions:
         if self.method is None and self.draft_model is None:  # what a drafter is says what it is for
             given |= default_keys(model)
         return SpeculativeConfig.parse(given)
+
+
+def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
+    """``1,8`` -> 1 and 8.
+
+    Raises: ConfigError, naming the option.
+    """
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ConfigError(f"--{option} is {text!r}; give {what} by comma, such as 1,8") from None
 
 
 def _options(given: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foretoken.cli.options import numbers
 from foretoken.cli.running import choose_model, load_llm
 from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
@@ -56,8 +57,7 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     if "num_speculative_tokens" not in config.definition.keys or config.definition.combines:
         raise ConfigError(f"method {config.title!r} has no length to choose; name one that has, such as ngram")
     batch_sizes, contexts = (
-        whole_numbers(name, text, 1)
-        for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
+        _counts(name, text) for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
     )
     llm = load_llm(model, _with_length(config, None), **options.loading())
     prompts = options.read_prompts(model, llm.tokenizer)
@@ -94,20 +94,14 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     return found, details
 
 
-def whole_numbers(name: str, text: str, least: int) -> list[int]:
-    """``1,8`` -> 1 and 8.
-
-    Raises: ConfigError, naming the option.
-    """
+def _counts(option: str, text: str) -> list[int]:
+    """Raises: ConfigError, naming the option."""
     from foretoken.errors import ConfigError
 
-    try:
-        numbers = sorted({int(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        numbers = []
-    if not numbers or numbers[0] < least:
-        raise ConfigError(f"{name} is {text!r}; give whole numbers of {least} or more by comma, such as 1,8")
-    return numbers
+    found = sorted(set(numbers(option, text, int)))
+    if not found or found[0] < 1:
+        raise ConfigError(f"--{option} is {text!r}; give whole numbers of 1 or more by comma, such as 1,8")
+    return found
 
 
 def _with_length(config: SpeculativeConfig, length: int | None) -> SpeculativeConfig:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from foretoken.cli.options import AsJson, LoadingOptions, takes_groups
+from foretoken.cli.options import AsJson, LoadingOptions, numbers, takes_groups
 from foretoken.cli.running import choose_model, exit_codes, load_llm, put_json
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def train(
             features=features, raw=raw, num_layers=num_layers, intermediate_size=intermediate_size,
             input_noise=input_noise,
             small=SmallPlan(
-                from_layers=_layers(from_layers), hidden_size=hidden_size, own_embeddings=own_embeddings,
-                start=start, total_variation=total_variation,
+                from_layers=numbers("from-layers", from_layers, int), hidden_size=hidden_size,
+                own_embeddings=own_embeddings, start=start, total_variation=total_variation,
             ),
             answering=Answering(max_new_tokens=max_new_tokens, seed=seed), seed=seed,
         )  # fmt: skip
@@ -119,16 +119,6 @@ def train(
             _say_estimate(run, as_json)
             return
         _train(run, console, as_json)
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    """Raises: ConfigError for what is not a list of numbers."""
-    from foretoken.errors import ConfigError
-
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"--from-layers is {text!r}; give numbers of layers, such as 0,10,20,29") from None
 
 
 def _say_estimate(run: Run, as_json: bool) -> None:

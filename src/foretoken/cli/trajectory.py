@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from shutil import get_terminal_size
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from foretoken.cli.options import AsJson, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foretoken.cli.running import exit_codes, load_llm
+from foretoken.cli.running import exit_codes, load_llm, put_json
 from foretoken.folders import check_place
 
 
@@ -56,6 +55,7 @@ def trajectory(
         if jsonl is not None:
             found.write_jsonl(jsonl)
         if as_json:
-            sys.stdout.writelines(json.dumps(record) + "\n" for record in found.records())
+            for record in found.records():
+                put_json(record)
         else:
             sys.stdout.write(found.text(get_terminal_size().columns if sys.stdout.isatty() else None))

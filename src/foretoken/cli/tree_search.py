@@ -45,7 +45,7 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
 
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
-    from foretoken.bench.provenance import provenance
+    from foretoken.bench.provenance import conditions
     from foretoken.config.sampling import SamplingParams
     from foretoken.drafters.heads.eagle import EagleDrafter
     from foretoken.tune.hits import measured_hits, watched_hits
@@ -69,7 +69,6 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
         lambda tree: measured_costs(llm.target, drafter, tree, longest, options.repeats),
         options.nodes,
     )
-    conditions = provenance()
     details = {
         "found_by": "foretoken tune tree",
         "method": llm.speculative_config.method,
@@ -85,7 +84,7 @@ def find_tree(options: TreeOptions) -> tuple[TreeSearch, dict[str, Any]]:
             key: getattr(options, key)
             for key in ("prompts", "num_prompts", "max_new_tokens", "temperature", "nodes", "max_nodes", "seed")
         },
-        "conditions": {key: conditions[key] for key in ("time", "commit", "versions", "cpu", "num_threads")},
+        "conditions": conditions(),
     }
     return found, details
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -135,7 +134,7 @@ def tree(
             found.chosen.save(out, **details)
         if as_json:
             paths = [list(path) for path in found.chosen.paths]
-            sys.stdout.write(json.dumps({"out": str(out), "paths": paths, **details}) + "\n")
+            put_json({"out": str(out), "paths": paths, **details})
         else:
             show_tree(found, details, out)
 
@@ -162,7 +161,7 @@ def profile(
         with _writing(out):
             keep_json(out, report)
         if as_json:
-            sys.stdout.write(json.dumps({"out": str(out), **report}) + "\n")
+            put_json({"out": str(out), **report})
         else:
             show_profile(found, details, out)
 
@@ -180,7 +179,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(report) + "\n")
+        put_json(report)
         return
     console = Console(highlight=False, markup=False)
     ended = "interrupted after" if report["is_interrupted"] else "best of"

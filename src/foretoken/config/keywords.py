@@ -34,12 +34,16 @@ class Foreign:
         return any(_same(value, harmless) for harmless in self.harmless)
 
 
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The nearest name as a question; where none is near, all that are known."""
+    names = list(known)
+    near = get_close_matches(given, names, n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
+
+
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:
     """The error for a key that does not exist; it names the nearest one."""
-    names = sorted(known)
-    near = get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    return ConfigError(f"{owner} takes no {key!r}; {hint}")
+    return ConfigError(f"{owner} takes no {key!r}; {did_you_mean(key, sorted(known))}")
 
 
 def native(owner: str, given: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:

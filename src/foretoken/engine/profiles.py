@@ -38,7 +38,7 @@ class StepCurve:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BestLength:
     """The length of draft that is best at one batch and context.
 
     Args:
@@ -73,7 +73,7 @@ class Profile:
     curves: tuple[StepCurve, ...]
     drafting: Mapping[int, float]
     acceptance: tuple[float, ...]
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[BestLength, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def _seconds(given: Mapping[str, Any]) -> dict[int, float]:
     return seconds
 
 
-def _setting(num_rows: Any, context: Any, num_speculative_tokens: Any, speedup: Any, low: Any, high: Any) -> Setting:
+def _setting(num_rows: Any, context: Any, num_speculative_tokens: Any, speedup: Any, low: Any, high: Any) -> BestLength:
     numbers = (_number(value, 0.0) for value in (speedup, low, high))
-    return Setting(_whole(num_rows, 1), _whole(context, 0), _whole(num_speculative_tokens, 0), *numbers)
+    return BestLength(_whole(num_rows, 1), _whole(context, 0), _whole(num_speculative_tokens, 0), *numbers)
 
 
 def _whole(value: Any, least: int) -> int:

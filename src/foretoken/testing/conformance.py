@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+from foretoken.beginnings import shared_length
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
@@ -140,6 +141,7 @@ def _words(params: SamplingParams) -> str:
 
 
 def _differ(setting: str, got: Seq[int], want: Seq[int]) -> str:
-    place = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
-    where = f"lengths {len(got)} and {len(want)}" if place is None else f"first at output token {place}"
+    place = shared_length(list(got), list(want))
+    is_cut = place == min(len(got), len(want))
+    where = f"lengths {len(got)} and {len(want)}" if is_cut else f"first at output token {place}"
     return f"{setting}: differs from plain decoding, {where}: {list(got)} instead of {list(want)}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from foretoken.beginnings import shared_length
 from foretoken.config.sampling import SamplingParams
 from foretoken.law.noise import mix, row_key, token_bits, unit
 from foretoken.law.sampling import SamplingLaw, log_probs
@@ -56,8 +57,8 @@ def divergences(
     found = []
     for row, want in plain.outputs.items():
         got = trace.outputs[row]
-        index = next((i for i, pair in enumerate(zip(got, want, strict=False)) if pair[0] != pair[1]), None)
-        if index is not None:
+        index = shared_length(list(got), list(want))
+        if index < min(len(got), len(want)):
             request, sample = map(int, row.split("."))
             prompt, params = requests[request]
             gap = token_gap(target, prompt, want[:index], params, sample, (got[index], want[index]))

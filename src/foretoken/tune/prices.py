@@ -81,14 +81,8 @@ class Prices:
         return CostCurve(seconds, first.context, fmean(curve.per_token for curve in self.curves))
 
     def draft_seconds(self, title: str, levels: int) -> float:
-        """Of drafting so many levels: on lines through those that were measured, and on beyond."""
-        known = self.drafting.get(title)
-        if not levels or not known:
-            return 0.0
-        most = max(known)
-        if len(known) == 1:
-            return known[most]
-        return max(0.0, CostCurve(known).at(max(levels, min(known))))
+        """Of drafting so many levels; see `drafting_seconds`."""
+        return drafting_seconds(self.drafting.get(title, {}), levels)
 
     def plain(self, counts: Counts, curve: CostCurve, num_rows: int = 1) -> float:
         """Seconds in which plain decoding writes a text."""
@@ -150,6 +144,11 @@ def prices_of(
     found.measured = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     found.keep(facts)
     return found
+
+
+def drafting_seconds(known: Mapping[int, float], levels: int) -> float:
+    """Of drafting so many levels: on lines through those that were measured, and on beyond; 0 where nothing was."""
+    return max(0.0, CostCurve(known).at(max(levels, min(known)))) if levels and known else 0.0
 
 
 def _rising(curve: CostCurve) -> CostCurve:

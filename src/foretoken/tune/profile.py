@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,10 +13,11 @@ from foretoken.bench.trial import Sampling, Trial, bootstrap, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
+from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Forward, facts_of, filled_cache, forward_times
-from foretoken.engine.profiles import Profile, Setting, StepCurve
+from foretoken.engine.profiles import BestLength, Profile, StepCurve
 from foretoken.errors import ConfigError
-from foretoken.tune.prices import rates
+from foretoken.tune.prices import drafting_seconds, rates
 
 if TYPE_CHECKING:
     from foretoken.engine.drafter import Drafter
@@ -48,14 +49,6 @@ class Observed:
     def rates(self, prompts: Seq[Drafted] | None = None) -> tuple[float, ...]:
         """The chance of every depth, given that the one above was right; as deep as anything was tried."""
         return rates(Counter(step for one in (self.by_prompt if prompts is None else prompts) for step in one))
-
-    def draft_seconds(self, levels: int) -> float:
-        """Seconds of drafting so many levels: on the line through those that were measured."""
-        low, high = min(self.drafting), max(self.drafting)
-        if low == high:
-            return self.drafting[low]
-        slope = max(0.0, (self.drafting[high] - self.drafting[low]) / (high - low))
-        return max(0.0, self.drafting[low] + slope * (levels - low))
 
 
 def observe(
@@ -115,26 +108,17 @@ def expected_speed(observed: Observed, rates: Seq[float], curve: StepCurve, leng
     for rate in rates[:length]:
         chance *= rate
         gained += chance
-    plain = seconds_at(curve.seconds, 1)
+    seconds_of = CostCurve(curve.seconds)
+    plain = seconds_of.at(1)
     share = observed.share
-    drafting = observed.draft_seconds(length) * (curve.num_rows if length else 0)
+    drafting = drafting_seconds(observed.drafting, length) * curve.num_rows
     # of a batch all rows draft at some time of a step: it costs what its widest row makes of it
-    with_draft = seconds_at(curve.seconds, length + 1)
+    with_draft = seconds_of.at(length + 1)
     step = (1 - share) * plain + share * with_draft + drafting
     return (1.0 + share * gained) * (plain + observed.host) / (step + observed.host)
 
 
-def seconds_at(seconds: Mapping[int, float], nodes: int) -> float:
-    """Seconds of so many nodes per row: lines between those that were timed."""
-    known = sorted(seconds)
-    if nodes <= known[0]:
-        return seconds[known[0]]
-    right = next((i for i, count in enumerate(known) if count >= nodes), len(known) - 1)
-    low, high = known[right - 1], known[right]
-    return seconds[low] + (seconds[high] - seconds[low]) * (nodes - low) / (high - low)
-
-
-def settings(observed: Observed, found: Seq[StepCurve]) -> tuple[Setting, ...]:
+def settings(observed: Observed, found: Seq[StepCurve]) -> tuple[BestLength, ...]:
     """The best length at every batch and context, with what is to be expected of it."""
     whole = observed.rates()
     chosen = []
@@ -147,11 +131,11 @@ def settings(observed: Observed, found: Seq[StepCurve]) -> tuple[Setting, ...]:
             return expected_speed(observed, observed.rates(prompts), curve, best) if best else 1.0
 
         low, high = bootstrap(observed.by_prompt, speed, num_resamples=NUM_RESAMPLES)
-        chosen.append(Setting(curve.num_rows, curve.context, best, speeds[best], low, high))
+        chosen.append(BestLength(curve.num_rows, curve.context, best, speeds[best], low, high))
     return tuple(chosen)
 
 
-def nearest_setting(found: Seq[Setting], prompts: Seq[Prompt], max_new_tokens: int) -> Setting | None:
+def nearest_setting(found: Seq[BestLength], prompts: Seq[Prompt], max_new_tokens: int) -> BestLength | None:
     """That of one row at the context which is nearest to that of prompts halfway through their answers."""
     context = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts) + max_new_tokens / 2
     of_one_row = [one for one in found if one.num_rows == 1]

@@ -14,8 +14,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.costs import facts_of
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.profiles import Profile, StepCurve
-from foretoken.engine.profiles import Setting as Expected
+from foretoken.engine.profiles import BestLength, Profile, StepCurve
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.llm import LLM
 from foretoken.tune.choosing import Choice, choose
@@ -156,7 +155,7 @@ class Tuning:
                 steps[step.depth, step.accepted] += count
         acceptance = rates(steps)
         length = 0 if choice.plain_is_best else chosen.setting.length or len(acceptance)
-        expected = Expected(choice.num_rows, curve.context, length, chosen.speed, chosen.low, chosen.high)
+        expected = BestLength(choice.num_rows, curve.context, length, chosen.speed, chosen.low, chosen.high)
         return Profile(
             str(chosen.setting.config["method"]),
             facts_of(self.llm.target),

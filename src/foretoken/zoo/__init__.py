@@ -10,10 +10,10 @@ A model of the zoo is a folder beside this file with a ``manifest.json`` (`Manif
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.config.keywords import did_you_mean
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.zoo import conversion
 from foretoken.zoo.manifest import HEADS, MANIFEST, Manifest, Package, names, read_manifest, root
@@ -165,6 +165,6 @@ def load(name: str = _TOY, *, dtype: torch.dtype | None = None) -> tuple[Any, An
 def _known(value: str, allowed: list[str], what: str) -> str:
     if value in allowed:
         return value
-    nearest = difflib.get_close_matches(value, allowed, n=1, cutoff=0.0)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"{value!r} is not a {what}{hint} Known: {', '.join(allowed) or 'none'}.")
+    raise ConfigError(
+        f"{value!r} is not a {what}; {did_you_mean(value, allowed, 0.0)} Known: {', '.join(allowed) or 'none'}."
+    )

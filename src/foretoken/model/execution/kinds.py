@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import platform
 from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
 from foretoken.machine import available_memory_bytes
 from foretoken.model.execution.packing import can_pack, packable, packed_dtype, packing_bytes
@@ -51,9 +51,7 @@ def choose_execution(kind: str, device: torch.device | str, dtype: torch.dtype) 
 def check_kind(kind: str) -> None:
     """Raises: ConfigError for an unknown kind."""
     if kind != "auto" and kind not in KINDS:
-        nearest = difflib.get_close_matches(kind, ("auto", *KINDS), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are auto, {', '.join(KINDS)}"
-        raise ConfigError(f"execution={kind!r} is unknown{hint}")
+        raise ConfigError(f"execution={kind!r} is unknown; {did_you_mean(kind, ('auto', *KINDS))}")
 
 
 def fits_in_memory(model: PreTrainedModel, release_originals: bool) -> bool:

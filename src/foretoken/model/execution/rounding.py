@@ -6,7 +6,6 @@ A step reads a half of what it reads of bfloat16, or less.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight
@@ -67,10 +67,8 @@ def check_weights(weights: str | None, quantization: str | None) -> None:
 def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
     if name is not None and name not in ROUNDINGS:
-        nearest = difflib.get_close_matches(str(name), ROUNDINGS, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
         raise ConfigError(
-            f"quantization is {name!r}{hint} Known are {', '.join(ROUNDINGS)}, and None for none. Weights that were "
+            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None is for none. Weights that were "
             "quantised elsewhere are loaded with transformers; pass the model."
         )
 
