@@ -175,7 +175,7 @@ def test_commands() -> None:
     ("line", "message"),
     [
         ("/sats", "no command /sats; did you mean /stats?"),
-        ("/zzz", "no command /zzz; known: /method"),
+        ("/zzz", "no command /zzz; known are /method"),
         ("/seed x", "the seed is 'x'"),
         ("/seed -5", "SamplingParams.seed is -5"),
         ("/method mgram", "did you mean 'ngram'?"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -183,15 +182,14 @@ def _draft_keys(config: str | None, num_speculative_tokens: int | None) -> dict[
 
     Raises: ConfigError for a set, or another method.
     """
+    from foretoken.config.written import read_text
     from foretoken.errors import ConfigError
 
-    given: dict[str, Any] = {}
-    if config is not None:
-        try:
-            text = Path(config[1:]).expanduser().read_text(encoding="utf-8") if config.startswith("@") else config
-            given = dict(json.loads(text))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"--speculative-config is not a JSON object: {error}; correct it") from None
+    given = {} if config is None else read_text(config)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"--speculative-config is {config!r}, which is not a JSON object; write the keys of layer_skip"
+        )
     if num_speculative_tokens is not None:
         given["num_speculative_tokens"] = num_speculative_tokens
     method = given.pop("method", "layer_skip")
