@@ -76,18 +76,19 @@ OF_THEIR_OWN = {
 """Arguments that no key has the default of, and why."""
 
 
-def made_by(method: Method) -> list[type[Drafter]]:
-    """The drafters in the file that builds those of a method."""
+def made_by(method: Method) -> list[Any]:
+    """The drafters in the file that builds those of a method, and the functions that make one."""
     module = sys.modules[method.build.__module__]
     return [
         value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Drafter) and value.__module__ == module.__name__
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+        and (name.endswith("_drafter") or (inspect.isclass(value) and issubclass(value, Drafter)))
     ]
 
 
-def disagreements(made: type[Any], options: type[Any]) -> Iterator[str]:
-    """Arguments of a class whose default is not that of the key of the same meaning."""
+def disagreements(made: Any, options: type[Any]) -> Iterator[str]:
+    """Arguments of a class or a function whose default is not that of the key of the same meaning."""
     keys = {field.name: field.default for field in dataclasses.fields(options)}
     for name, argument in inspect.signature(made).parameters.items():
         place = f"{made.__name__}.{name}"

@@ -28,7 +28,7 @@ from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
 from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 DRAFTERS["rest"] = lambda: RestDrafter(datastore(), 3)
 OTHERS: dict[str, Callable[[], Drafter]] = {
-    "layer-skip": lambda: LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "layer-skip": lambda: layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
     "union": lambda: UnionDrafter([DRAFTERS["suffix"](), DRAFTERS["lookahead"](), DRAFTERS["token-recycling"]()], 12),
     "first": lambda: FirstDrafter([DRAFTERS["ngram"](), DRAFTERS["jacobi"]()]),
 }

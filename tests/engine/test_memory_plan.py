@@ -26,7 +26,7 @@ from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.drafters.parts.sparse_view import SparseView
-from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter
+from foretoken.drafters.selfdraft.sparse_kv import sparse_kv_drafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import MemoryUse, bytes_per_token
@@ -44,7 +44,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft-model": lambda: DraftModelDrafter(
         CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
     ),
-    "sparse-kv": lambda: SparseKVDrafter(
+    "sparse-kv": lambda: sparse_kv_drafter(
         SparseView(budget=16, selector="streaming", sinks=1, window=15, refresh=8),
         target_vocab_size=VOCAB_SIZE,
         policy=Fixed(3),

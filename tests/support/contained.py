@@ -11,7 +11,8 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -33,8 +34,8 @@ def small() -> CausalLM:
     return CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager")
 
 
-def layer_skip() -> LayerSkipDrafter:
-    return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+def layer_skip() -> SelfDrafter:
+    return layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
 
 
 def draft_model() -> DraftModelDrafter:

@@ -26,7 +26,7 @@ from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
+from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
 from foretoken.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -229,7 +229,7 @@ def compositions() -> dict[str, Any]:
         return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=depth)
 
     def layer_skip(depth: int) -> Drafter:
-        return LayerSkipDrafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
+        return layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
 
     return {
         "ngram+draft-model": lambda k: UnionDrafter([NGramDrafter(k, prompt_lookup_min=1), draft_model(k)], 6),

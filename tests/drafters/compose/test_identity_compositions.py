@@ -25,8 +25,8 @@ from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
-from foretoken.drafters.selfdraft.quantized_self import QuantizedSelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
+from foretoken.drafters.selfdraft.quantized_self import quantized_self_drafter
 from foretoken.engine.drafter import Drafter
 from foretoken.testing import Trace, compare, decode
 from harness import adapter, draft_adapter, drafted
@@ -42,11 +42,11 @@ def draft_model(name: str, num_branches: int = 1) -> Drafter:
 
 
 def layer_skip() -> Drafter:
-    return LayerSkipDrafter(LayerSet((1,), (0,)), target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
+    return layer_skip_drafter(LayerSet((1,), (0,)), target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
 
 
 def quantized_self() -> Drafter:
-    return QuantizedSelfDrafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+    return quantized_self_drafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
 
 
 def recycling() -> Drafter:

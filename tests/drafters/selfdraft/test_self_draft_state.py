@@ -17,7 +17,8 @@ from architectures import VOCAB_SIZE
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter, SwiftDrafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter, layer_skip_drafter
 from foretoken.drafters.selfdraft.quantized_self import quantized
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM, Nodes
@@ -30,8 +31,8 @@ SELF_DRAFTED = ("llama", "qwen3", "gemma2", "gemma3", "gpt2", "olmo2", "gpt-neox
 DEPTH = 3
 
 
-def nothing_left_out(num_branches: int = 1) -> LayerSkipDrafter:
-    return LayerSkipDrafter(LayerSet(), target_vocab_size=VOCAB_SIZE, policy=Fixed(DEPTH), num_branches=num_branches)
+def nothing_left_out(num_branches: int = 1) -> SelfDrafter:
+    return layer_skip_drafter(LayerSet(), target_vocab_size=VOCAB_SIZE, policy=Fixed(DEPTH), num_branches=num_branches)
 
 
 @pytest.mark.parametrize("num_branches", [1, 3])

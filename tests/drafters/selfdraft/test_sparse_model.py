@@ -19,7 +19,7 @@ from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.selfdraft.sparse_kv import SparseKVDrafter, SparseModelDrafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
 from foretoken.errors import ConfigError, ShapeError, UnsupportedModelError
@@ -33,9 +33,9 @@ from harness import draft_adapter, first_attention, random_ids
 TOY = 64
 
 
-def small(model: CausalLM, selector: str = "streaming", depth: int = 4, **options: Any) -> SparseModelDrafter:
+def small(model: CausalLM, selector: str = "streaming", depth: int = 4, **options: Any) -> DraftModelDrafter:
     given: dict[str, Any] = {"target_vocab_size": model.vocab_size, "policy": Fixed(depth), **options}
-    return SparseModelDrafter(model, view=view(selector), **given)
+    return DraftModelDrafter(model, view=view(selector), **given)
 
 
 DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
@@ -74,7 +74,7 @@ def test_small_models_over_a_view_conform(selector: str, num_branches: int) -> N
 # -- the view ------------------------------------------------------------------------------------------------------
 
 
-def started(drafter: SparseModelDrafter, texts: list[list[int]]) -> list[Any]:
+def started(drafter: DraftModelDrafter, texts: list[list[int]]) -> list[Any]:
     """Drafts that are about to grow, one for each text, whose prompts the drafter has read."""
     drafts = [draft_of(i, text) for i, text in enumerate(texts)]
     for draft in drafts:
@@ -116,7 +116,7 @@ def test_snapkv_keeps_what_a_naive_reference_keeps_of_a_small_model() -> None:
             assert columns_of(kept, whole, len(text), min(8, len(text))) == wanted
 
 
-class Watched(SparseModelDrafter):
+class Watched(DraftModelDrafter):
     """Notes over how many columns its forwards run, and its own rows after every step."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_step_makes_one_target_forward_and_at_most_k_of_the_small_model() -> N
 
 def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
     """The small model is the target, and K = 3: 13 tokens after the first chunk are four steps of 4 at most."""
-    drafter = SparseModelDrafter(toy(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
+    drafter = DraftModelDrafter(toy(0.0), view=view("streaming", 64), target_vocab_size=TOY, policy=Fixed(3))
     engine = Engine(toy_target(), drafter)
     rows = [
         engine.add_request([t % TOY for t in p], replace(GREEDY, max_tokens=16, ignore_eos=True))[0] for p in PROMPTS
@@ -218,7 +218,7 @@ def test_a_text_that_goes_on_finds_what_was_read_over_the_view() -> None:
     (again,) = engine.add_request(text, replace(GREEDY, max_tokens=20, ignore_eos=True))
     engine.step()
     drafter = engine.drafter
-    assert isinstance(drafter, SparseModelDrafter)
+    assert isinstance(drafter, DraftModelDrafter)
     assert again.num_cached_tokens >= 60
     assert drafter._rows[again.id].trunk == len(text) - 1
     while engine.has_unfinished:
@@ -244,10 +244,10 @@ def test_a_model_is_named_and_may_be_left_out() -> None:
     other = perturbed(toy_model(TOY), 0.1, seed=2)
     named = LLM(toy_model(TOY), speculative_config={"method": "sparse_kv", "model": other, "kv_budget": 16})
     assert named.drafting.model is not None
-    assert isinstance(named.drafting.new_drafter(), SparseModelDrafter)
+    assert isinstance(named.drafting.new_drafter(), DraftModelDrafter)
     alone = LLM("zoo:tiny", speculative_config={"method": "sparse_kv", "kv_budget": 16})
     assert alone.drafting.model is None  # though it brings a drafter of its own along
-    assert isinstance(alone.drafting.new_drafter(), SparseKVDrafter)
+    assert isinstance(alone.drafting.new_drafter(), SelfDrafter)
     prompts: Any = [{"prompt_token_ids": random_ids(50, 1, TOY)}]
     plain = LLM(toy_model(TOY)).generate(prompts, GREEDY)[0].outputs[0].token_ids
     assert named.generate(prompts, GREEDY)[0].outputs[0].token_ids == plain
@@ -259,7 +259,10 @@ def test_beside_a_method_that_needs_a_model_it_drafts_with_the_target_unless_tol
     llm = LLM("zoo:tiny", speculative_config="sparse_kv+draft_model")
     drafter = llm.drafting.new_drafter()
     assert isinstance(drafter, UnionDrafter)
-    assert [type(part) for part in drafter.parts] == [SparseKVDrafter, DraftModelDrafter]
+    assert [(type(part), part.name) for part in drafter.parts] == [
+        (SelfDrafter, "sparse_kv"),
+        (DraftModelDrafter, "draft_model"),
+    ]
     assert SpeculativeConfig.parse({"model": "zoo:tiny"}).method == "draft_model"
 
 

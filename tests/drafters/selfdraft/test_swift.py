@@ -15,7 +15,7 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftSearch
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter, SwiftDrafter
+from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter, layer_skip_drafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
@@ -116,7 +116,7 @@ def test_the_score_is_the_share_of_tokens_that_the_set_would_have_drafted() -> N
 
 def acceptance_rate(lm: CausalLM, layer_set: LayerSet) -> float:
     """Of drafts of length 2, on texts of their own."""
-    drafter = LayerSkipDrafter(layer_set, target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
+    drafter = layer_skip_drafter(layer_set, target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
     engine = Engine(lm, drafter)
     params = SamplingParams(max_tokens=60, temperature=0.0)
     rows = [engine.add_request([60, first, 2], params)[0] for first in range(20, 30)]

@@ -61,14 +61,16 @@ class DraftModelDrafter(Drafter):
 
     Source: speculative sampling, Leviathan et al. 2022 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318);
     trees as in SpecInfer (Miao et al. 2023, arXiv:2305.09781), siblings by Gumbel-top-k (Kool et al. 2019,
-    arXiv:1903.06059) under the target's own keyed noise.
+    arXiv:1903.06059) under the target's own keyed noise. Over a view, as sparse_kv does: MagicDec (Sadhukhan et al.
+    2024, arXiv:2408.11049), whose small drafters have caches of constant size.
 
     Args:
       model: the drafter; its vocabulary may be padded differently from the target's.
       num_speculative_tokens: K, depth of the draft, where no policy is given.
       policy: decides how deep to draft.
       view: chosen columns of the drafter's cache, over which it drafts, and reads what the target has accepted,
-        instead of over all of them. Prompts are read over all.
+        instead of over all of them: what a step costs does not grow with the text. Prompts are read over all, and keys
+        of later tokens are those that the drafter has computed over the view.
       growth: further arguments of `Growth`.
 
     Exactness: lossless for any drafter.
@@ -97,6 +99,8 @@ class DraftModelDrafter(Drafter):
         self._cache = model.new_cache()
         self._rows = CachedRows(self._cache)
         self._view = view
+        if view is not None:
+            self.name = "sparse_kv"
         self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
         self._drafts: dict[int, GrowingDraft] = {}
 

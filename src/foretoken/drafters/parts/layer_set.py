@@ -126,12 +126,12 @@ def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
     """
     layer_set.check(target.num_layers, target.name)
 
-    def edit(variant: CausalLM, _: Any) -> None:
-        sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(
-            layer_set.attention, layer_set.mlp
-        )
+    return target.variant(f"without {len(layer_set)} sublayers", lambda variant, _: leave_out(variant, layer_set))
 
-    return target.variant(f"without {len(layer_set)} sublayers", edit)
+
+def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:
+    """Take these sublayers out of a variant that is being made."""
+    sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(layer_set.attention, layer_set.mlp)
 
 
 def run_once(model: CausalLM) -> None:

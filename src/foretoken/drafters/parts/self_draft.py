@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,10 @@ class SelfDrafter(Drafter):
     columns again in every layer.
 
     Args:
+      name: of the method.
+      variant: makes the cheaper form of the target.
       view: chosen columns of the target's cache, over which it drafts instead of over all of them.
+      usual_acceptance: see `Drafter`.
       growth: arguments of `Growth`.
 
     Exactness: lossless for any variant; the target, its modules and its committed cache are never changed.
@@ -44,19 +47,23 @@ class SelfDrafter(Drafter):
     model: CausalLM
     _cache: KVCache
 
-    def __init__(self, *, view: SparseView | None = None, **growth: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        variant: Callable[[CausalLM], CausalLM],
+        *,
+        view: SparseView | None = None,
+        usual_acceptance: float | None = None,
+        **growth: Any,
+    ) -> None:
+        self.name = name
+        self.usual_acceptance = usual_acceptance
+        self._variant = variant
         self.growth = Growth(**growth)
         self._view = view
         self._target: CausalLM | None = None
         self._places: list[CachedRow] = []  # of the rows of the cache, while a draft grows
         self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
-
-    @abstractmethod
-    def _variant(self, target: CausalLM) -> CausalLM:
-        """The cheaper form of the target."""
-
-    def _before_drafting(self, rows: Seq[Sequence]) -> None:
-        """Called before every round of drafts; a variant that learns while it drafts does so here."""
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache if self._view is None else self._view.bind(target, cache)
@@ -68,7 +75,6 @@ class SelfDrafter(Drafter):
         return [] if self._view is None else [self._view.own_cache(memory_of.bytes_per_token(self.model))]
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        self._before_drafting(rows)
         drafts = [
             self.growth.begin(row, budget, reach(self.model, row)) for row, budget in zip(rows, budgets, strict=True)
         ]

@@ -29,7 +29,8 @@ class SuffixIndex:
     def __init__(self, orders: Seq[int], *, match: str = MATCHES[0]) -> None:
         if match not in MATCHES:
             raise ConfigError(f"match is {match!r}; choose one of {', '.join(MATCHES)}")
-        self._ends = {order: _Latest() if match == "latest" else _Earliest() for order in orders}
+        self._is_latest_first = match == "latest"
+        self._ends: dict[int, dict[tuple[int, ...], list[int]]] = {order: {} for order in orders}
         self._num_tokens = 0
 
     def extend(self, tokens: Seq[int]) -> None:
@@ -37,7 +38,7 @@ class SuffixIndex:
         for end in range(max(self._num_tokens, 1), len(tokens)):
             for order, ends in self._ends.items():
                 if order <= end:
-                    ends.add(tuple(tokens[end - order : end]), end)
+                    ends.setdefault(tuple(tokens[end - order : end]), []).append(end)
         self._num_tokens = len(tokens)
 
     def continuations(self, tokens: Seq[int], length: int, limit: int) -> list[tuple[int, ...]]:
@@ -53,48 +54,8 @@ class SuffixIndex:
         """Ends of earlier occurrences of the text's suffixes: longest suffix first, then as ``match`` says."""
         for order in sorted(self._ends, reverse=True):
             if order < len(tokens):
-                yield from islice(self._ends[order].of(tuple(tokens[-order:])), _MAX_OCCURRENCES)
-
-
-class _Latest:
-    """End positions of the n-grams of one order, as chains from each to the one before."""
-
-    def __init__(self) -> None:
-        self._newest: dict[tuple[int, ...], int] = {}
-        self._older: dict[int, int] = {}
-
-    def add(self, ngram: tuple[int, ...], end: int) -> None:
-        older = self._newest.get(ngram)
-        if older is not None:
-            self._older[end] = older
-        self._newest[ngram] = end
-
-    def of(self, ngram: tuple[int, ...]) -> Iterator[int]:
-        end = self._newest.get(ngram)
-        while end is not None:
-            yield end
-            end = self._older.get(end)
-
-
-class _Earliest:
-    """End positions of the n-grams of one order, as chains from each to the next."""
-
-    def __init__(self) -> None:
-        self._oldest: dict[tuple[int, ...], int] = {}
-        self._newest: dict[tuple[int, ...], int] = {}
-        self._newer: dict[int, int] = {}
-
-    def add(self, ngram: tuple[int, ...], end: int) -> None:
-        if ngram in self._newest:
-            self._newer[self._newest[ngram]] = end
-        self._oldest.setdefault(ngram, end)
-        self._newest[ngram] = end
-
-    def of(self, ngram: tuple[int, ...]) -> Iterator[int]:
-        end = self._oldest.get(ngram)
-        while end is not None:
-            yield end
-            end = self._newer.get(end)
+                ends = self._ends[order].get(tuple(tokens[-order:]), [])
+                yield from islice(reversed(ends) if self._is_latest_first else ends, _MAX_OCCURRENCES)
 
 
 def continuation(tokens: Seq[int], start: int, length: int) -> tuple[int, ...]:

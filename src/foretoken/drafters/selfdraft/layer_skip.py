@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
     import foretoken.model.lm as lm
     from foretoken.drafters.context import DrafterContext
+    from foretoken.engine.drafter import Budget
     from foretoken.engine.sequence import Sequence
     from foretoken.law import sampling
     from foretoken.model import sublayers
     from foretoken.model.cache.ragged import KVCache
     from foretoken.model.lm import CausalLM
+    from foretoken.tree import DraftTree
 else:
     torch = Lazy("torch")
     lm = Lazy("foretoken.model.lm")
@@ -86,7 +88,7 @@ class LayerSkipOptions(LayerSetOptions):
         )
 
 
-class LayerSkipDrafter(SelfDrafter):
+def layer_skip_drafter(layer_set: LayerSet, **options: Any) -> SelfDrafter:
     """Drafts with the target, some attention and MLP sublayers left out.
 
     Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
@@ -98,19 +100,11 @@ class LayerSkipDrafter(SelfDrafter):
 
     Exactness, randomness: as of `SelfDrafter`.
     """
-
-    name = "layer_skip"
-
-    def __init__(self, layer_set: LayerSet, **options: Any) -> None:
-        super().__init__(**options)
-        self.layer_set = layer_set
-
-    def _variant(self, target: CausalLM) -> CausalLM:
-        return skipping(target, self.layer_set)
+    return SelfDrafter(LayerSkipOptions.method, lambda target: skipping(target, layer_set), **options)
 
 
 class SwiftDrafter(SelfDrafter):
-    """Drafts as `LayerSkipDrafter` does, with a set that improves meanwhile, without data or a search beforehand.
+    """Drafts as `layer_skip_drafter` does, with a set that improves meanwhile, without data or a search beforehand.
 
     As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
     of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
@@ -130,12 +124,10 @@ class SwiftDrafter(SelfDrafter):
     Exactness, randomness: as of `SelfDrafter`; the search draws from ``seed``.
     """
 
-    name = "layer_skip"
-
     def __init__(
         self, start: LayerSet | None = None, *, num_scored: int = NUM_SCORED, seed: int = 0, **options: Any
     ) -> None:
-        super().__init__(**options)
+        super().__init__(LayerSkipOptions.method, self._learning, **options)
         self.layer_set = start or LayerSet()
         self._start = start
         self._num_scored = num_scored
@@ -143,7 +135,8 @@ class SwiftDrafter(SelfDrafter):
         self.search: SwiftSearch | None = None
         self.num_scoring_passes = 0
 
-    def _variant(self, target: CausalLM) -> CausalLM:
+    def _learning(self, target: CausalLM) -> CausalLM:
+        """A variant whose set can be changed, and a search for a better one."""
         if self._start is not None:
             self._start.check(target.num_layers, target.name)
         self.search = SwiftSearch(target.num_layers, self._start, self._seed)
@@ -159,9 +152,10 @@ class SwiftDrafter(SelfDrafter):
         self.layer_set = layer_set
         self._layers.leave_out(layer_set.attention, layer_set.mlp)
 
-    def _before_drafting(self, rows: Seq[Sequence]) -> None:
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         if self.search is not None and not self.search.is_over:
             self._try_one(self.search, rows)
+        return super().propose(rows, budgets)
 
     def _try_one(self, search: SwiftSearch, rows: Seq[Sequence]) -> None:
         """Score a candidate on one of the rows that have generated enough, in turn."""
@@ -221,7 +215,7 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
             f"method 'layer_skip' needs to know what to leave out{context.brings_none}; give layer_set=FILE (from "
             "foretoken tune layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
         )
-    return LayerSkipDrafter(layer_set, **options.growth(target.vocab_size))
+    return layer_skip_drafter(layer_set, **options.growth(target.vocab_size))
 
 
 METHOD = Method(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
-from foretoken.drafters.parts.layer_set import LayerSet, run_once
+from foretoken.drafters.parts.layer_set import LayerSet, leave_out
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
 from foretoken.errors import ConfigError
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foretoken.drafters.context import DrafterContext
-    from foretoken.model import quantize, sublayers
+    from foretoken.model import quantize
     from foretoken.model.lm import CausalLM
 else:
     quantize = Lazy("foretoken.model.quantize")
-    sublayers = Lazy("foretoken.model.sublayers")
 
 LEAST_BITS = 7.0
 """Of the stored weights of a target, scales included: with fewer a copy of 4 bits would cost as much."""
@@ -40,7 +39,13 @@ class QuantizedSelfOptions(LayerSetOptions):
     )
 
 
-class QuantizedSelfDrafter(SelfDrafter):
+def quantized_self_drafter(
+    *,
+    group_size: int = QuantizedSelfOptions.quantization_group_size,
+    with_head: bool = QuantizedSelfOptions.quantize_head,
+    layer_set: LayerSet | None = None,
+    **options: Any,
+) -> SelfDrafter:
     """Drafts with the target over 4-bit weights, in the target's cache, whose draft entries verification replaces.
 
     Source: QSpec (Zhao et al. 2024, arXiv:2410.11305); ML-SpecQD (Georganas et al. 2025, arXiv:2503.13565).
@@ -54,23 +59,10 @@ class QuantizedSelfDrafter(SelfDrafter):
     Exactness, randomness: as of `SelfDrafter`; the target itself keeps its weights.
     """
 
-    name = "quantized_self"
+    def variant(target: CausalLM) -> CausalLM:
+        return quantized(target, group_size, layer_set or LayerSet(), with_head=with_head)
 
-    def __init__(
-        self,
-        *,
-        group_size: int = QuantizedSelfOptions.quantization_group_size,
-        with_head: bool = QuantizedSelfOptions.quantize_head,
-        layer_set: LayerSet | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.group_size = group_size
-        self.with_head = with_head
-        self.layer_set = layer_set or LayerSet()
-
-    def _variant(self, target: CausalLM) -> CausalLM:
-        return quantized(target, self.group_size, self.layer_set, with_head=self.with_head)
+    return SelfDrafter(QuantizedSelfOptions.method, variant, **options)
 
 
 def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
@@ -83,14 +75,12 @@ def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_he
     def edit(variant: CausalLM, model: PreTrainedModel) -> None:
         quantize.quantize_linears(model, group_size, with_head=with_head)
         if len(layer_set):
-            sublayers.SkippableLayers(variant.layers, lambda: run_once(variant)).leave_out(
-                layer_set.attention, layer_set.mlp
-            )
+            leave_out(variant, layer_set)
 
     return target.variant("4-bit", edit)
 
 
-def build(options: QuantizedSelfOptions, context: DrafterContext) -> QuantizedSelfDrafter:
+def build(options: QuantizedSelfOptions, context: DrafterContext) -> SelfDrafter:
     """Refuses at once what cannot be quantised; the 4-bit weights are made when the engine binds the drafter."""
     target = context.target
     bits = target.execution.bits_per_weight or LEAST_BITS
@@ -99,7 +89,7 @@ def build(options: QuantizedSelfOptions, context: DrafterContext) -> QuantizedSe
             "the target has 4-bit weights already, so its 4-bit copy would cost as much; use ngram or auto"
         )
     quantize.quantizable(target.execution.model, options.quantization_group_size, with_head=options.quantize_head)
-    return QuantizedSelfDrafter(
+    return quantized_self_drafter(
         group_size=options.quantization_group_size,
         with_head=options.quantize_head,
         layer_set=options.given_set(target.num_layers),

@@ -46,7 +46,18 @@ class SparseKVOptions(ViewOptions, LayerSetOptions, ModelOptions):
             )
 
 
-class SparseKVDrafter(SelfDrafter):
+USUAL_ACCEPTANCE = 0.85
+"""With 256 columns of texts of 1,024 to 7,168 tokens: 0.92 at the first token, 0.77 to 0.86 at later ones."""
+
+
+def sparse_kv_drafter(
+    view: SparseView,
+    *,
+    layer_set: LayerSet | None = None,
+    quantize_draft: bool = SparseKVOptions.quantize_draft,
+    group_size: int = SparseKVOptions.quantization_group_size,
+    **options: Any,
+) -> SelfDrafter:
     """Drafts with the target over a constant number of columns of its cache; the target verifies over all of them.
 
     A draft costs as much at the end of a long document as at its beginning. What it gains grows with the length of
@@ -63,56 +74,19 @@ class SparseKVDrafter(SelfDrafter):
 
     Exactness, randomness: as of `SelfDrafter`.
     """
+    left_out = layer_set or LayerSet()
 
-    name = "sparse_kv"
-    usual_acceptance = 0.85
-    """With 256 columns of texts of 1,024 to 7,168 tokens: 0.92 at the first token, 0.77 to 0.86 at later ones."""
-
-    def __init__(
-        self,
-        view: SparseView,
-        *,
-        layer_set: LayerSet | None = None,
-        quantize_draft: bool = SparseKVOptions.quantize_draft,
-        group_size: int = SparseKVOptions.quantization_group_size,
-        **options: Any,
-    ) -> None:
-        super().__init__(view=view, **options)
-        self.layer_set = layer_set or LayerSet()
-        self.quantize_draft = quantize_draft
-        self.group_size = group_size
-
-    def _variant(self, target: CausalLM) -> CausalLM:
-        if self.quantize_draft:
-            return quantized(target, self.group_size, self.layer_set)
-        if len(self.layer_set):
-            return skipping(target, self.layer_set)
+    def variant(target: CausalLM) -> CausalLM:
+        if quantize_draft:
+            return quantized(target, group_size, left_out)
+        if len(left_out):
+            return skipping(target, left_out)
         return target.variant("a part of its cache", lambda *_: None)
 
-
-class SparseModelDrafter(DraftModelDrafter):
-    """Drafts with a smaller model over a constant number of columns of that model's cache.
-
-    The model reads prompts over all columns, and then drafts, and reads what the target has accepted, over the view
-    alone: what a step costs does not grow with the text. Keys of later tokens are those that it has computed so.
-
-    Source: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049), whose small drafters have caches of constant size, too.
-
-    Args:
-      model: the drafter.
-      view: which columns.
-      options: see `DraftModelDrafter`.
-
-    Exactness, randomness: as of `DraftModelDrafter`.
-    """
-
-    name = "sparse_kv"
-
-    def __init__(self, model: CausalLM, view: SparseView, **options: Any) -> None:
-        super().__init__(model, view=view, **options)
+    return SelfDrafter(SparseKVOptions.method, variant, view=view, usual_acceptance=USUAL_ACCEPTANCE, **options)
 
 
-def build(options: SparseKVOptions, context: DrafterContext) -> SparseKVDrafter | SparseModelDrafter:
+def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | DraftModelDrafter:
     """Refuses at once what the model cannot do: votes, layers that are left out, 4-bit weights."""
     target, model = context.target, context.draft_model
     if options.model is not None and model is None:
@@ -122,7 +96,7 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SparseKVDrafter 
     if options.kv_selector == SNAPKV:
         votes.Voter(target if options.model is None or model is None else model)
     if options.model is not None and model is not None:
-        return SparseModelDrafter(model, view=SparseView.of(options), **options.growth(target.vocab_size))
+        return DraftModelDrafter(model, view=SparseView.of(options), **options.growth(target.vocab_size))
     layer_set = options.given_set(target.num_layers)
     if layer_set is not None:
         for layer in target.layers:
@@ -130,7 +104,7 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SparseKVDrafter 
         layer_set.check(target.num_layers, target.name)
     if options.quantize_draft:
         quantize.quantizable(target.execution.model, options.quantization_group_size)
-    return SparseKVDrafter(
+    return sparse_kv_drafter(
         SparseView.of(options),
         layer_set=layer_set,
         quantize_draft=options.quantize_draft,
