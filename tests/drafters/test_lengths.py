@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.config.method import methods
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.drafters.length_options import LENGTH_POLICIES, policies_for
+from foretoken.drafters.length_options import policies_for
 from foretoken.drafters.lengths import (
     CONFIDENCE,
     FIRST_REFERENCE,
@@ -298,6 +298,7 @@ def test_rows_do_not_see_each_other_and_are_forgotten(case: str) -> None:
     policy.forget(row(2))
     assert life(row(2), laws) == alone
     assert not [name for name, value in vars(policy).items() if isinstance(value, dict) and value]
+    assert not any(policy._tables)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -310,7 +311,7 @@ def test_what_was_planned_is_noted(case: str) -> None:
     assert (plan.entropy is not None) == (policy.looks_at == LAW)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if LENGTH_POLICIES[name].looks_at != NOTHING])
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].looks_at != NOTHING])
 def test_a_drafter_without_a_law_is_refused(name: str) -> None:
     policy = make_policy(name, 3)
     policy.begin(row())
@@ -318,10 +319,7 @@ def test_a_drafter_without_a_law_is_refused(name: str) -> None:
         policy.keep_drafting(row(), 0, None)
 
 
-def test_the_tables_agree() -> None:
-    assert POLICIES.keys() == LENGTH_POLICIES.keys()
-    for name, entry in LENGTH_POLICIES.items():
-        assert make_policy(name, 3).looks_at == entry.looks_at
+def test_policies_are_offered_to_drafters_that_show_what_they_look_at() -> None:
     assert policies_for(methods()["ngram"].options.looks) == ["fixed", "heuristic", "bass"]
     assert policies_for(methods()["nasd"].options.looks) == ["fixed", "heuristic", "bass", "confidence", "acceptance"]
     assert policies_for(methods()["draft_model"].options.looks) == [*POLICIES]

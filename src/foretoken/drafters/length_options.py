@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from foretoken.config.drafting import GOVERNED, policy_choice
 from foretoken.config.options import Options, number, one_of, option, whole
+from foretoken.drafters.lengths import CONFIDENCE, LAW, NOTHING, POLICIES
 from foretoken.errors import ConfigError
-
-NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
-"""How much a drafter can show a length policy of the token it is about to draft, and how much a policy looks at."""
 
 ANY_LOOK = frozenset({NOTHING, CONFIDENCE, LAW})
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The needs and options of one length policy.
-
-    Args:
-      looks_at: what it must be shown of the next token's law.
-      keys: of `LengthOptions` -> the argument of the policy.
-      modes: allowed values of ``length_policy_mode``.
-    """
-
-    looks_at: str = NOTHING
-    keys: Mapping[str, str] = field(default_factory=dict)
-    modes: tuple[str, ...] = ()
-
-
-_RULE_KEYS = {
-    "target_acceptance_rate": "target_rate",
-    "threshold_step": "step",
-    "acceptance_momentum": "acceptance_momentum",
-    "threshold_momentum": "threshold_momentum",
-}
-
-LENGTH_POLICIES: dict[str, Policy] = {
-    "fixed": Policy(),
-    "heuristic": Policy(),
-    "bass": Policy(),
-    "confidence": Policy(CONFIDENCE, {"draft_threshold": "threshold"}),
-    "egag": Policy(
-        LAW,
-        {
-            "length_policy_mode": "mode",
-            "min_draft_tokens": "min_tokens",
-            "egag_ema_beta": "beta",
-            "reference_entropy": "reference_entropy",
-        },
-        ("paper", "calibrated"),
-    ),
-    "adaedl": Policy(LAW, {"draft_threshold": "threshold", "entropy_scale": "entropy_scale", **_RULE_KEYS}),
-    "acceptance": Policy(
-        CONFIDENCE,
-        {
-            "length_policy_mode": "mode",
-            "draft_threshold": "threshold",
-            "initial_acceptance_rate": "initial_rate",
-            **_RULE_KEYS,
-        },
-        ("paper", "code", "static"),
-    ),
-}
-"""The table of length policies; their defaults stand in the policies themselves."""
-
-POLICY_KEYS = frozenset(name for policy in LENGTH_POLICIES.values() for name in policy.keys)
+POLICY_KEYS = frozenset(name for policy in POLICIES.values() for name in policy.keys)
 
 _ALIASES = {"constant": "fixed", "heuristic_transient": "heuristic"}
-_MODES = tuple(sorted({mode for policy in LENGTH_POLICIES.values() for mode in policy.modes}))
+_MODES = tuple(sorted({mode for policy in POLICIES.values() for mode in policy.modes}))
 
 
 def policies_for(looks: frozenset[str]) -> list[str]:
     """Names of the policies that a drafter which shows so much can serve."""
-    return [name for name, policy in LENGTH_POLICIES.items() if policy.looks_at in looks]
+    return [name for name, policy in POLICIES.items() if policy.looks_at in looks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +37,7 @@ class LengthOptions(Options):
     own_policy: ClassVar[str] = "fixed"
     has_lengths: ClassVar[bool] = True
 
-    length_policy: str = policy_choice((GOVERNED, *LENGTH_POLICIES), _ALIASES)
+    length_policy: str = policy_choice((GOVERNED, *POLICIES), _ALIASES)
     length_policy_mode: str | None = option(
         one_of(_MODES), help='"egag": calibrated, paper; "acceptance": code, paper, static'
     )
@@ -112,7 +58,7 @@ class LengthOptions(Options):
 
     def check(self) -> None:
         super().check()
-        policy, name = LENGTH_POLICIES[self.policy], self.policy
+        policy, name = POLICIES[self.policy], self.policy
         if policy.looks_at not in self.looks:
             raise ConfigError(
                 f"length_policy {name!r} looks at the {policy.looks_at} of the drafter, and method {self.method!r} has "
@@ -120,7 +66,7 @@ class LengthOptions(Options):
             )
         for given in sorted(POLICY_KEYS - policy.keys.keys()):
             if getattr(self, given) is not None:
-                owners = [other for other, its in LENGTH_POLICIES.items() if given in its.keys]
+                owners = [other for other, its in POLICIES.items() if given in its.keys]
                 raise ConfigError(
                     f"key {given!r} has no meaning for length_policy {name!r}, only for {', '.join(owners)}; leave it "
                     "out, or set length_policy"
@@ -137,5 +83,5 @@ class LengthOptions(Options):
     @property
     def policy_settings(self) -> dict[str, float | str]:
         """The arguments of the policy that are given."""
-        given = {argument: getattr(self, key) for key, argument in LENGTH_POLICIES[self.policy].keys.items()}
+        given = {argument: getattr(self, key) for key, argument in POLICIES[self.policy].keys.items()}
         return {argument: value for argument, value in given.items() if value is not None}

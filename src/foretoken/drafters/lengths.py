@@ -6,12 +6,11 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from foretoken.drafters.length_options import CONFIDENCE, LAW, NOTHING, LengthOptions
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftPlan
@@ -20,9 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from foretoken.drafters.length_options import LengthOptions
     from foretoken.engine.sequence import Sequence
 else:
     torch = Lazy("torch")
+
+NOTHING, CONFIDENCE, LAW = "nothing", "confidence", "law"
+"""How much a drafter can show a length policy of the token it is about to draft, and how much a policy looks at."""
 
 MAX_LENGTH = 32
 """Longest draft that a schedule grows to: a row that loops accepts everything, and logits are (B, N, V)."""
@@ -40,18 +43,33 @@ class LengthPolicy(ABC):
 
     A policy notes what it plans; the drafter puts the plan into its draft, and the engine makes the trace of it.
 
+    Attributes:
+      looks_at: the input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law.
+      keys: its options -> its arguments; see `LengthOptions`.
+      modes: allowed values of ``length_policy_mode``.
+
     Exactness: a stopping time. ``go_on`` may look at everything before the forward, ``keep_drafting`` at the law of the
     token that would be drawn next too, neither at that token; a token that was drawn stays.
     """
 
     name: str
-    looks_at: str = NOTHING
-    """The input that ``keep_drafting`` needs: nothing, the confidence (largest probability), or the whole law."""
+    looks_at: ClassVar[str] = NOTHING
+    keys: ClassVar[Mapping[str, str]] = {}
+    modes: ClassVar[tuple[str, ...]] = ()
+
+    @cached_property
+    def _tables(self) -> list[dict[int, Any]]:
+        return []
+
+    def _per_row(self) -> dict[int, Any]:
+        """A new table by row, of which `forget` drops rows that have finished."""
+        self._tables.append({})
+        return self._tables[-1]
 
     @cached_property
     def _plans(self) -> dict[int, DraftPlan]:
-        """By row, of the step that is being drafted."""
-        return {}
+        """Of the step that is being drafted."""
+        return self._per_row()
 
     def plan(self, row: Sequence, gamma: int) -> int:
         """Note the longest draft of a step that begins, and return it."""
@@ -96,7 +114,8 @@ class LengthPolicy(ABC):
 
     def forget(self, row: Sequence) -> None:
         """Drop the state of a row that has finished."""
-        self._plans.pop(row.id, None)
+        for table in self._tables:
+            table.pop(row.id, None)
 
     def length(
         self, row: Sequence, budget: int, log_shares: Callable[[int], Tensor | None] = lambda depth: None
@@ -150,7 +169,7 @@ class Heuristic(LengthPolicy):
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = checked_length(num_tokens)
-        self._length_of: dict[int, int] = {}
+        self._length_of: dict[int, int] = self._per_row()
 
     def begin(self, row: Sequence) -> int:
         return self.plan(row, self._length_of.get(row.id, self.num_tokens))
@@ -161,10 +180,6 @@ class Heuristic(LengthPolicy):
             self._length_of[row.id] = max(1, length - 1)
         elif num_drafted >= length > 0:
             self._length_of[row.id] = min(length + 2, max(self.num_tokens, MAX_LENGTH))
-
-    def forget(self, row: Sequence) -> None:
-        super().forget(row)
-        self._length_of.pop(row.id, None)
 
 
 class Bass(LengthPolicy):
@@ -226,11 +241,12 @@ class Confidence(LengthPolicy):
 
     name = "confidence"
     looks_at = CONFIDENCE
+    keys: ClassVar[Mapping[str, str]] = {"draft_threshold": "threshold"}
 
     def __init__(self, num_tokens: int, threshold: float = 0.4) -> None:
         self.num_tokens = checked_length(num_tokens)
         self.threshold = within("draft_threshold", threshold, 0.0, 1.0)
-        self._confidence_of: dict[int, float] = {}
+        self._confidence_of: dict[int, float] = self._per_row()
 
     def begin(self, row: Sequence) -> int:
         return self.plan(row, self.num_tokens)
@@ -248,10 +264,6 @@ class Confidence(LengthPolicy):
     def threshold_of(self, row: Sequence) -> float:
         """The threshold that holds for this row now."""
         return self.threshold
-
-    def forget(self, row: Sequence) -> None:
-        super().forget(row)
-        self._confidence_of.pop(row.id, None)
 
 
 @dataclass(frozen=True)
@@ -350,6 +362,13 @@ class Egag(LengthPolicy):
 
     name = "egag"
     looks_at = LAW
+    keys: ClassVar[Mapping[str, str]] = {
+        "length_policy_mode": "mode",
+        "min_draft_tokens": "min_tokens",
+        "egag_ema_beta": "beta",
+        "reference_entropy": "reference_entropy",
+    }
+    modes = ("paper", "calibrated")
 
     def __init__(
         self,
@@ -360,14 +379,14 @@ class Egag(LengthPolicy):
         beta: float = 0.0,
         reference_entropy: float | None = None,
     ) -> None:
-        checked_mode("the mode of egag", mode, ("paper", "calibrated"))
+        checked_mode("the mode of egag", mode, self.modes)
         self.num_tokens = checked_length(num_tokens)
         self.is_calibrated = mode == "calibrated"
         self.formula = EgagLength(min(1, num_tokens) if min_tokens is None else min_tokens, num_tokens, beta)
         if reference_entropy is not None:
             within("reference_entropy", reference_entropy, 1e-6, math.inf)
         self.reference_entropy = reference_entropy
-        self._state_of: dict[int, _Entropies] = {}
+        self._state_of: dict[int, _Entropies] = self._per_row()
 
     def begin(self, row: Sequence) -> int:
         return self.plan(row, self.num_tokens)
@@ -401,9 +420,16 @@ class Egag(LengthPolicy):
             state.reference.add(nats)
         return calibrated_share(nats, reference, self.num_tokens)
 
-    def forget(self, row: Sequence) -> None:
-        super().forget(row)
-        self._state_of.pop(row.id, None)
+
+THRESHOLD_MODES = ("paper", "code", "static")
+"""See `ThresholdRule`."""
+
+_RULE_KEYS = {
+    "target_acceptance_rate": "target_rate",
+    "threshold_step": "step",
+    "acceptance_momentum": "acceptance_momentum",
+    "threshold_momentum": "threshold_momentum",
+}
 
 
 @dataclass
@@ -438,7 +464,7 @@ class ThresholdRule:
     threshold_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        checked_mode("the mode of the threshold", self.mode, ("paper", "code", "static"))
+        checked_mode("the mode of the threshold", self.mode, THRESHOLD_MODES)
         within("target_acceptance_rate", self.target_rate, 0.0, 1.0)
         within("threshold_step", self.step, 0.0, 1.0)
         within("acceptance_momentum", self.acceptance_momentum, 0.0, 1.0, open_end=True)
@@ -474,7 +500,7 @@ class FollowingThreshold(LengthPolicy):
 
     def __init__(self, rule: ThresholdRule) -> None:
         self.rule = rule
-        self._thresholds: dict[int, ThresholdState] = {}
+        self._thresholds: dict[int, ThresholdState] = self._per_row()
 
     @abstractmethod
     def first_state(self, row: Sequence) -> ThresholdState:
@@ -486,10 +512,6 @@ class FollowingThreshold(LengthPolicy):
 
     def end(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
         self.rule.update(self._state(row), num_drafted, num_accepted, self.num_tokens)
-
-    def forget(self, row: Sequence) -> None:
-        super().forget(row)
-        self._thresholds.pop(row.id, None)
 
     def _state(self, row: Sequence) -> ThresholdState:
         if row.id not in self._thresholds:
@@ -513,6 +535,13 @@ class Acceptance(FollowingThreshold, Confidence):
     """
 
     name = "acceptance"
+    keys: ClassVar[Mapping[str, str]] = {
+        "length_policy_mode": "mode",
+        "draft_threshold": "threshold",
+        "initial_acceptance_rate": "initial_rate",
+        **_RULE_KEYS,
+    }
+    modes = THRESHOLD_MODES
 
     def __init__(
         self,
@@ -551,6 +580,11 @@ class AdaEDL(FollowingThreshold):
 
     name = "adaedl"
     looks_at = LAW
+    keys: ClassVar[Mapping[str, str]] = {
+        "draft_threshold": "threshold",
+        "entropy_scale": "entropy_scale",
+        **_RULE_KEYS,
+    }
 
     def __init__(
         self, num_tokens: int, threshold: float = 0.7, *, entropy_scale: float = 0.2, **rule: float | str
@@ -576,7 +610,7 @@ class AdaEDL(FollowingThreshold):
         return False
 
 
-POLICIES: dict[str, Callable[..., LengthPolicy]] = {
+POLICIES: dict[str, type[LengthPolicy]] = {
     policy.name: policy for policy in (Fixed, Heuristic, Bass, Confidence, Egag, AdaEDL, Acceptance)
 }
 """Every policy by its name; the first argument is the longest draft."""
@@ -597,7 +631,8 @@ def make_policy(name: str, num_tokens: int, **settings: float | str) -> LengthPo
     """
     if name not in POLICIES:
         raise ConfigError(f"unknown length policy {name!r}; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](num_tokens, **settings)
+    make: Callable[..., LengthPolicy] = POLICIES[name]
+    return make(num_tokens, **settings)
 
 
 def required(policy: LengthPolicy, draft_log_probs: Tensor | None) -> Tensor:

@@ -174,31 +174,8 @@ def _widened(tensor: Tensor) -> Tensor:
 # -- strict checks ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Differences:
-    """How the tensors that were found differ from those of a layout, in sentences; none where they agree.
-
-    Args:
-      missing, extra: names.
-      transposed, wrong: what is said of tensors whose shape is another one, the other way round or altogether.
-    """
-
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    transposed: tuple[str, ...]
-    wrong: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.transposed or self.wrong)
-
-    def __str__(self) -> str:
-        parts = (("missing", self.missing), ("extra", self.extra), ("transposed", self.transposed))
-        named = [f"{title}: {_listed(names)}" for title, names in (*parts, ("wrongly shaped", self.wrong)) if names]
-        return "; ".join(named)
-
-
-def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> Differences:
-    """Compare the names and shapes of tensors.
+def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
+    """How the names and shapes of tensors differ from those of a layout, in a sentence; "" where they agree.
 
     A matrix that has the other's shape the other way round is called transposed: {"fc": (4, 8)} against (8, 4).
     """
@@ -209,9 +186,10 @@ def differences(expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> Di
         if want != have:
             is_turned = len(want) == 2 and want == have[::-1]
             (transposed if is_turned else wrong).append(f"{name} is {_shown(have)}, want {_shown(want)}")
-    missing = tuple(f"{name} {_shown(expected[name])}" for name in sorted(expected.keys() - found.keys()))
-    extra = tuple(f"{name} {_shown(found[name])}" for name in sorted(found.keys() - expected.keys()))
-    return Differences(missing, extra, tuple(transposed), tuple(wrong))
+    missing = [f"{name} {_shown(expected[name])}" for name in sorted(expected.keys() - found.keys())]
+    extra = [f"{name} {_shown(found[name])}" for name in sorted(found.keys() - expected.keys())]
+    kinds = {"missing": missing, "extra": extra, "transposed": transposed, "wrongly shaped": wrong}
+    return "; ".join(f"{title}: {_listed(names)}" for title, names in kinds.items() if names)
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:

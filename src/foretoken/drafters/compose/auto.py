@@ -102,30 +102,22 @@ class AutoDrafter(CompositeDrafter):
     def choose_arm(self, arm: int) -> None:
         self._arm = arm
 
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
-        nothing = [Budget(0)] * len(rows)
-        asked = self._asked[self._arm]
+    def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
         self._num_asked += 1
         self._was_asked = set()
-        by_part: list[list[DraftTree]] = []
-        for place, part in enumerate(self.parts):
-            wanted = budgets if place in asked else nothing
-            if place in self._later and place in asked:
-                is_due = self._gains[place] >= LITTLE or self._num_asked % SELDOM == 0
-                wanted = self._wanting(by_part, budgets) if is_due else nothing
-                if any(wanted):
-                    self._was_asked.add(place)
-            by_part.append(part.propose(rows, wanted))
-        return [list(trees) for trees in zip(*by_part, strict=True)]
+        return super().propose(rows, budgets)
 
-    def _wanting(self, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> list[Budget]:
-        """The budgets of rows for which no part has promised enough so far, nothing for the others."""
-        promised = [0.0] * len(budgets)
-        for calibration, trees in zip(self._calibrations, by_part, strict=False):
-            for row, tree in enumerate(trees):
-                if len(tree) > 1:
-                    promised[row] = max(promised[row], sum(calibration.scores(tree)[1:]))
-        return [Budget(0) if found >= ENOUGH else budget for found, budget in zip(promised, budgets, strict=True)]
+    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+        nothing = [Budget(0)] * len(budgets)
+        if place not in self._asked[self._arm]:
+            return nothing
+        if place not in self._later:
+            return budgets
+        is_due = self._gains[place] >= LITTLE or self._num_asked % SELDOM == 0
+        wanted = self._lacking(by_part, budgets, ENOUGH) if is_due else nothing
+        if any(wanted):
+            self._was_asked.add(place)
+        return wanted
 
     def _compare(self, outcomes: Seq[Seq[StepResult]]) -> None:
         for place in self._was_asked:

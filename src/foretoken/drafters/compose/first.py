@@ -9,16 +9,14 @@ from foretoken.config.composite import CompositeOptions
 from foretoken.config.method import Method
 from foretoken.config.options import number, option
 from foretoken.drafters.context import make_drafter
-from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
-from foretoken.engine.drafter import Budget
+from foretoken.drafters.parts.composite import CompositeDrafter
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.drafters.context import DrafterContext
-    from foretoken.engine.drafter import Drafter
-    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.drafter import Budget, Drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +45,8 @@ class FirstDrafter(CompositeDrafter):
         super().__init__(parts)
         self._min_expected = min_expected
 
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
-        left = list(budgets)
-        by_part = []
-        for calibration, part in zip(self._calibrations, self.parts, strict=True):
-            trees = part.propose(rows, left)
-            by_part.append(trees)
-            left = [
-                Budget(0) if tree.num_draft_tokens and self._is_enough(tree, calibration) else budget
-                for tree, budget in zip(trees, left, strict=True)
-            ]
-        return [list(trees) for trees in zip(*by_part, strict=True)]
-
-    def _is_enough(self, tree: DraftTree, calibration: Calibration) -> bool:
-        return sum(calibration.scores(tree)[1:]) >= self._min_expected
+    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+        return self._lacking(by_part, budgets, self._min_expected)
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
         """The last draft there is: no part after one that promised enough was asked."""

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.drafters.context import DrafterContext
-    from foretoken.engine.drafter import Budget, Drafter
-    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.drafter import Drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,6 @@ class UnionDrafter(CompositeDrafter):
         if max_nodes < 2:
             raise ConfigError(f"max_draft_nodes is {max_nodes}; a union needs 2 or more")
         self._max_nodes = max_nodes
-
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
-        by_part = [part.propose(rows, budgets) for part in self.parts]
-        return [list(trees) for trees in zip(*by_part, strict=True)]
 
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:
         scores = [calibration.scores(tree) for calibration, tree in zip(self._calibrations, trees, strict=True)]

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, ClassVar
 from foretoken.config.drafting import BranchOptions, depth_within, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
-from foretoken.drafters.length_options import CONFIDENCE, NOTHING, LengthOptions
-from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
+from foretoken.drafters.length_options import LengthOptions
+from foretoken.drafters.lengths import CONFIDENCE, NOTHING, Fixed, LengthPolicy, policy_of
 from foretoken.drafters.parts.guesses import RandomTokens
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage, Successors
 from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.drafters.parts.state_file import check_writable
 from foretoken.engine.drafter import Budget, Features, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
@@ -135,10 +136,8 @@ class NasdDrafter(PlannedDrafter):
         storage = self._new_storage()
         if self._state_file is not None and self._state_file.exists():
             storage.load(self._state_file, self._vocab_size)
-        elif self._state_file is not None and not os.access(self._state_file.parent, os.W_OK):
-            raise CheckpointError(
-                f"state_file {self._state_file} cannot be written; check that its directory exists and is yours"
-            )
+        elif self._state_file is not None:
+            check_writable(self._state_file)
         return storage
 
     @property

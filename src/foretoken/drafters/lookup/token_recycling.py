@@ -15,6 +15,7 @@ from foretoken.config.options import flag, one_of, option, path, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
+from foretoken.drafters.parts.state_file import check_writable
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import CheckpointError, ConfigError
@@ -187,8 +188,7 @@ class TokenRecyclingDrafter(ContextDrafter):
         """
         if file.exists() or not (self._shared or self._learns_vocabulary):
             return AdjacencyMatrix.load(file, vocab_size, num_candidates)
-        if not os.access(file.parent, os.W_OK):
-            raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
+        check_writable(file)
         return None
 
     def _known(self, row: Sequence) -> AdjacencyMatrix:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from foretoken.drafters.parts.state_file import read_state, save_state
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.lazy import Lazy
 
@@ -108,14 +106,7 @@ class AdjacencyMatrix:
 
         Raises: CheckpointError where that is not possible.
         """
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        try:
-            save_file({_TENSOR: self.candidates}, part, {"format": _FORMAT})
-            part.replace(target)
-        except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise CheckpointError(f"{target} cannot be written: {error}; check the directory and its space") from None
+        save_state(path, {_TENSOR: self.candidates}, {"format": _FORMAT})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], vocab_size: int, num_candidates: int) -> AdjacencyMatrix:
@@ -143,18 +134,9 @@ class AdjacencyMatrix:
 
 
 def _read(path: str | os.PathLike[str]) -> np.ndarray:
-    try:
-        with safe_open(path, framework="np") as file:
-            form = (file.metadata() or {}).get("format")
-            if form != _FORMAT:
-                raise CheckpointError(
-                    f"{path} has the format {form!r}, not {_FORMAT!r}; it is not a saved adjacency matrix"
-                )
-            candidates: np.ndarray = file.get_tensor(_TENSOR)
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} cannot be read: {error}; check the path, or save it again") from None
+    candidates = read_state(path, _FORMAT, "a saved adjacency matrix")[1].get(_TENSOR)
+    if candidates is None:
+        raise CheckpointError(f"{path} cannot be read: it has no {_TENSOR}; check the path, or save it again")
     if candidates.dtype != np.int32 or candidates.ndim != 2:
         raise CheckpointError(f"{path} holds {candidates.dtype} {candidates.shape}, not an int32 matrix; save it again")
     return candidates

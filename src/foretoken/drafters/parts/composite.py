@@ -50,13 +50,25 @@ class CompositeDrafter(WrappingDrafter):
         return known[0]
 
     def propose(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[DraftTree]:
-        proposed = self._ask(rows, budgets)
+        by_part: list[list[DraftTree]] = []
+        for place, part in enumerate(self.parts):
+            by_part.append(part.propose(rows, self._budgets(place, by_part, budgets)))
+        proposed = [list(trees) for trees in zip(*by_part, strict=True)]
         self._proposed.update(zip((row.id for row in rows), proposed, strict=True))
         return [self._combined(trees).planned(_last_plan(trees)) for trees in proposed]
 
-    @abstractmethod
-    def _ask(self, rows: Seq[Sequence], budgets: Seq[Budget]) -> list[list[DraftTree]]:
-        """The proposals of all parts, for every row."""
+    def _budgets(self, place: int, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget]) -> Seq[Budget]:
+        """What a part may draft for every row, by what the parts before it have proposed."""
+        return budgets
+
+    def _lacking(self, by_part: Seq[Seq[DraftTree]], budgets: Seq[Budget], enough: float) -> list[Budget]:
+        """The budgets of rows for which no part so far has promised so many accepted tokens, nothing for the others."""
+        has_enough = [False] * len(budgets)
+        for calibration, trees in zip(self._calibrations, by_part, strict=False):
+            for row, tree in enumerate(trees):
+                if tree.num_draft_tokens and sum(calibration.scores(tree)[1:]) >= enough:
+                    has_enough[row] = True
+        return [Budget(0) if found else budget for found, budget in zip(has_enough, budgets, strict=True)]
 
     @abstractmethod
     def _combined(self, trees: Seq[DraftTree]) -> DraftTree:

@@ -10,8 +10,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, Protocol
 
 from foretoken.config.acceptance import RULES
-from foretoken.drafters.length_options import NOTHING
-from foretoken.drafters.lengths import Fixed, LengthPolicy
+from foretoken.drafters.lengths import NOTHING, Fixed, LengthPolicy
 from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, Scored
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult

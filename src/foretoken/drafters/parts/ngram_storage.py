@@ -8,13 +8,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from foretoken.drafters.parts.state_file import read_state, save_state
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
@@ -150,16 +148,9 @@ class NGramStorage:
 
         Raises: CheckpointError where that is not possible.
         """
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
         arrays = {f"{what}{order}": array for order in self._orders for what, array in self._table(order).items()}
         about = {"format": _FORMAT, "vocab_size": vocab_size, "ngram_size": self.ngram_size, "storage": self.kind}
-        try:
-            save_file(arrays, part, {name: str(value) for name, value in about.items()})
-            part.replace(target)
-        except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
-            raise CheckpointError(f"{target} cannot be written: {error}; check the directory and its space") from None
+        save_state(path, arrays, about)
 
     def _table(self, order: int) -> dict[str, np.ndarray]:
         found = {context: known for context, known in self._successors_of.items() if len(context) == order}
@@ -179,7 +170,7 @@ class NGramStorage:
         Raises: CheckpointError for a file that is missing, truncated, of another kind or damaged; ConfigError for one
           of another vocabulary or of other n-grams.
         """
-        about, arrays = _read(path, self._orders)
+        about, arrays = read_state(path, _FORMAT, "a saved n-gram storage")
         wanted = {"vocab_size": str(vocab_size), "ngram_size": str(self.ngram_size), "storage": self.kind}
         if any(about.get(name) != value for name, value in wanted.items()):
             raise ConfigError(
@@ -246,21 +237,6 @@ class Successors:
         """All tokens with their weights: those that are drafted first, in order, then the others by weight."""
         others = sorted(self._weight_of.keys() - set(self._best), key=lambda token: (-self._weight_of[token], token))
         return [(token, self._weight_of[token]) for token in (*self._best, *others)]
-
-
-def _read(path: str | os.PathLike[str], orders: Seq[int]) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    try:
-        with safe_open(path, framework="np") as file:
-            about = file.metadata() or {}
-            if about.get("format") != _FORMAT:
-                raise CheckpointError(
-                    f"{path} has the format {about.get('format')!r}, not {_FORMAT!r}; it is not a saved n-gram storage"
-                )
-            return about, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} cannot be read: {error}; check the path, or save it again") from None
 
 
 def _check(path: str | os.PathLike[str], order: int, vocab_size: int, *table: np.ndarray) -> None:

@@ -37,6 +37,9 @@ class SwiftSearch:
       start: set to begin with, whose size is kept; None for the published one.
       seed: of exchanges and proposals.
 
+    Attributes:
+      best_score: share of tokens that the best set has predicted; below 0 before the first trial.
+
     Raises: ConfigError for fewer than three layers, and for a start that leaves out nothing or everything.
     Randomness: ``seed``.
     """
@@ -54,7 +57,7 @@ class SwiftSearch:
                 "first and the last layer; correct it, or give none"
             )
         self._best = frozenset(self._first()) if start is None else self._members(start)
-        self._best_score = -1.0
+        self.best_score = -1.0
         self._random = random.Random(seed)
         self._proposals = _Proposals(self._free, seed) if find_spec("optuna") else None
         self.num_trials = 0
@@ -75,13 +78,8 @@ class SwiftSearch:
         return self._as_set(self._best)
 
     @property
-    def best_score(self) -> float:
-        """Share of tokens that the best set has predicted; below 0 before the first trial."""
-        return self._best_score
-
-    @property
     def is_over(self) -> bool:
-        return self._best_score > GOOD_ENOUGH or self._num_stale >= PATIENCE or self.num_trials >= MAX_TRIALS
+        return self.best_score > GOOD_ENOUGH or self._num_stale >= PATIENCE or self.num_trials >= MAX_TRIALS
 
     def candidate(self) -> LayerSet:
         """The next set to be scored; the start comes first."""
@@ -104,13 +102,13 @@ class SwiftSearch:
         Args:
           score_again: scores the best set so far on the same tokens. A candidate has to beat it there.
         """
-        if score > self._best_score and self.num_trials and score_again is not None:
-            self._best_score = score_again(self.best)
+        if score > self.best_score and self.num_trials and score_again is not None:
+            self.best_score = score_again(self.best)
         self.num_trials += 1
         if self._proposals is not None:
             self._proposals.tell(self._tried, score)
-        if score > self._best_score:
-            self._best, self._best_score, self._num_stale = self._tried, score, 0
+        if score > self.best_score:
+            self._best, self.best_score, self._num_stale = self._tried, score, 0
         else:
             self._num_stale += 1
 
