@@ -41,8 +41,8 @@ from foretoken.drafters.parts import composite
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.selfdraft import layer_skip
-from foretoken.drafters.selfdraft.layer_skip import LayerSkipDrafter
 from foretoken.engine.drafter import Features, StepResult
 from foretoken.law import sampling
 from foretoken.model.cache.ragged import KVCache
@@ -333,7 +333,7 @@ def _variants(
 def _passing_over(propose: Any) -> Any:
     """Rows that may not draft are left out, and the others move up in the batch."""
 
-    def wrong(drafter: LayerSkipDrafter, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
+    def wrong(drafter: SelfDrafter, rows: Sequence[Any], budgets: Sequence[int]) -> list[DraftTree]:
         some = [i for i, budget in enumerate(budgets) if budget > 0]
         trees = dict(zip(some, propose(drafter, [rows[i] for i in some], [budgets[i] for i in some]), strict=True))
         return [trees.get(i) or DraftTree.root(row.pending, drafter.name) for i, row in enumerate(rows)]
@@ -357,7 +357,7 @@ SELF_DRAFTING = (
     ),
     Mutant(
         "rows behind one that may not draft take its place",
-        wrapped(LayerSkipDrafter, "propose", _passing_over),
+        wrapped(SelfDrafter, "propose", _passing_over),
         test_self_draft_state.test_a_row_that_may_not_draft_takes_nobodys_place,
         (1,),
     ),
