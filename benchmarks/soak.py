@@ -53,7 +53,7 @@ from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.prefixes import PrefixStore
 from foretoken.model.cache.ragged import KVCache
@@ -381,9 +381,9 @@ def head_of(target: CausalLM, method: str, folder: Path) -> str:
     size = config.hidden_size
     torch.manual_seed(0)
     if method == "medusa":
-        write_medusa(MedusaHeads(MedusaShape(size, VOCAB_SIZE, 3)), folder)
+        write_medusa(MedusaHeads(HeadsShape(size, VOCAB_SIZE, 3)), folder)
     elif method == "hydra":
-        write_hydra(HydraHeads(HydraShape(size, VOCAB_SIZE, 3)), folder)
+        write_hydra(HydraHeads(HeadsShape(size, VOCAB_SIZE, 3)), folder)
     else:
         layer, depth = LayerShape(size, 2 * size, 4, 2, size // 4), config.num_hidden_layers
         streams = default_streams(depth) if method == "eagle3" else (depth,)

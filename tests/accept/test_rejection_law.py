@@ -31,7 +31,7 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.heads.eagle import EagleHead, EagleShape
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.law import noise
 from foretoken.model.lm import CausalLM
 from foretoken.testing import perturbed, toy_model
@@ -73,7 +73,7 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
         return EmptyDrafter()
     if kind == "medusa":
         torch.manual_seed(7)
-        heads = MedusaHeads(MedusaShape(32, VOCAB_SIZE, 2)).double().requires_grad_(False)
+        heads = MedusaHeads(HeadsShape(32, VOCAB_SIZE, 2)).double().requires_grad_(False)
         tree = RankTree.cartesian((2, 2))
         return MultiHeadDrafter(heads, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance)
     if kind in ("eagle", "eagle2"):
@@ -90,7 +90,7 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
     if kind in ("hydra", "hydra++"):
         torch.manual_seed(8)
         layer = LayerShape(32, 48, 4, 2, 8) if kind == "hydra++" else None
-        grounded = HydraHeads(HydraShape(32, VOCAB_SIZE, 2, prefix=layer)).double().requires_grad_(False)
+        grounded = HydraHeads(HeadsShape(32, VOCAB_SIZE, 2, prefix=layer)).double().requires_grad_(False)
         tree = RankTree.cartesian((2, 2))
         return MultiHeadDrafter(
             grounded, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance

@@ -19,7 +19,7 @@ from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.eagle_layouts import write_eagle
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.lm import CausalLM
@@ -68,10 +68,10 @@ def head_of(method: str, folder: Path) -> str:
     size, vocabulary = target.hidden_size, target.vocab_size
     torch.manual_seed(0)
     if method == "medusa":
-        write_medusa(MedusaHeads(MedusaShape(size, vocabulary, 3)), folder)
+        write_medusa(MedusaHeads(HeadsShape(size, vocabulary, 3)), folder)
     elif method.startswith("hydra"):
         prefix = LayerShape(size, 2 * size, 4, 2, size // 4) if method == "hydra++" else None
-        write_hydra(HydraHeads(HydraShape(size, vocabulary, 3, prefix=prefix)), folder)
+        write_hydra(HydraHeads(HeadsShape(size, vocabulary, 3, prefix=prefix)), folder)
     else:
         layer = LayerShape(size, 2 * size, 4, 2, size // 4)
         depth = target.num_hidden_layers

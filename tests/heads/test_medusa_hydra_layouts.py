@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa, write_hydra, write_medusa
 from foretoken.heads.recognition import is_hydra, is_medusa
 
@@ -346,9 +346,9 @@ def test_hydra_of_another_target_or_none() -> None:
 
 def test_new_heads_begin_as_their_authors_begin() -> None:
     """W = 0: a block adds SiLU of its bias alone."""
-    block = MedusaHeads(MedusaShape(H, 0, 1)).blocks[0][0]
+    block = MedusaHeads(HeadsShape(H, 0, 1)).blocks[0][0]
     x = torch.randn(3, H)
     torch.testing.assert_close(block(x), x + silu(block.linear.bias))
-    first = HydraHeads(HydraShape(H, V, 1)).first[0]
+    first = HydraHeads(HeadsShape(H, V, 1)).first[0]
     assert not first.linear.weight.any()
     assert first.res_connection.weight.any()

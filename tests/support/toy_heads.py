@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, decode, toy_model
@@ -56,7 +56,7 @@ def fit(module: nn.Module, loss: Callable[[], Tensor], num_steps: int, rate: flo
 def medusa_heads(has_outputs: bool = True, num_steps: int = 120) -> MedusaHeads:
     """With output layers of their own or over the target's."""
     torch.manual_seed(0)
-    heads = MedusaHeads(MedusaShape(HIDDEN, VOCAB_SIZE if has_outputs else 0, NUM_HEADS, 2, is_shared=False)).double()
+    heads = MedusaHeads(HeadsShape(HIDDEN, VOCAB_SIZE if has_outputs else 0, NUM_HEADS, 2, is_shared=False)).double()
     weight = target().shadow.get_output_embeddings().weight.detach().clone()
     pairs = [(states_along(target(), text), torch.tensor(text)) for text in texts()]
     hidden = torch.cat([states[: -2 - NUM_HEADS + 1] for states, _ in pairs])
@@ -77,7 +77,7 @@ def medusa_heads(has_outputs: bool = True, num_steps: int = 120) -> MedusaHeads:
 def hydra_heads(has_prefix: bool, num_steps: int = 60) -> HydraHeads:
     """Without and with a prefix layer, as Hydra++ has it."""
     torch.manual_seed(1)
-    shape = HydraShape(HIDDEN, VOCAB_SIZE, NUM_HEADS, 3, prefix=LAYER if has_prefix else None)
+    shape = HeadsShape(HIDDEN, VOCAB_SIZE, NUM_HEADS, 3, prefix=LAYER if has_prefix else None)
     heads = HydraHeads(shape).double()
     table = target().shadow.get_input_embeddings().weight.detach().clone()
     pairs = [(states_along(target(), text), torch.tensor(text)) for text in texts()]

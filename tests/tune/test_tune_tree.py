@@ -14,7 +14,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.errors import ConfigError
-from foretoken.heads.medusa_hydra import MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
@@ -132,7 +132,7 @@ def test_texts_that_are_too_short_are_refused() -> None:
 
 def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     llm = LLM("zoo:tiny")
-    write_medusa(MedusaHeads(MedusaShape(int(llm.target.config.hidden_size), 0, 3)), tmp_path / "heads")
+    write_medusa(MedusaHeads(HeadsShape(int(llm.target.config.hidden_size), 0, 3)), tmp_path / "heads")
     out = tmp_path / "tree.json"
     given = ["tune", "tree", "zoo:tiny", "--out", str(out), "--num-prompts", "2", "--max-new-tokens", "8"]
     given += ["--max-nodes", "6", "--repeats", "1"]

@@ -57,7 +57,6 @@ LONGER = {
     "drafters/parts/eagle_rows.py": "one owner of a head's rows: entries of the text, and nodes, by kernels or modules",
     "drafters/parts/growth.py": "the one builder of trees: what it is told, and the four verbs of a level",
     "heads/medusa_hydra_layouts.py": "one family of layouts, with what reading them has in common",
-    "heads/medusa_hydra.py": "one family of modules, whose structures and blocks are shared",
     "model/execution/packing.py": "one product of layers, over whatever its weights are packed for",
     "llm.py": "the front door is one class: what it is made from, and every way to call it",
     "engine/scheduler.py": "one scheduler: who waits, who reads which chunk, and who decodes",

@@ -23,38 +23,19 @@ OutputLayer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class MedusaShape:
-    """The structure of Medusa's heads, as the tensors of a checkpoint show it.
+class HeadsShape:
+    """The structure of heads, as the tensors of a checkpoint show it.
 
     Args:
       hidden_size: H of the target.
       vocab_size: rows of every output layer; 0 where the target's own layer is used.
       num_heads: K.
-      num_layers: residual blocks per head.
-      has_bias: of these blocks.
-      is_shared: the blocks of a head are one block, repeated.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    num_layers: int = 1
-    has_bias: bool = True
-    is_shared: bool = True
-
-
-@dataclass(frozen=True)
-class HydraShape:
-    """The structure of Hydra's heads, as the tensors of a checkpoint show it.
-
-    Args:
-      hidden_size: H of the target.
-      vocab_size: rows of every output layer; 0 where the target's own layer is used.
-      num_heads: K.
-      num_layers: of the MLP of a head, the first included.
-      is_shared: the later layers of a head are one, repeated, as in the published checkpoints.
+      num_layers: residual blocks of a head of Medusa; of Hydra, layers of the MLP of a head, the first included.
+      is_shared: the blocks of a head, of Hydra the later layers, are one, repeated, as in the published checkpoints.
+      has_bias: of Medusa's blocks.
       prefix: the layer that attends to what comes before (Hydra++); None without one.
-      offset: which hidden state of the target is read: m layers before the last; 0 for the last, after the final norm.
+      offset: of Hydra, which hidden state of the target is read: m layers before the last; 0 for the last, after the
+        final norm.
     """
 
     hidden_size: int
@@ -62,6 +43,7 @@ class HydraShape:
     num_heads: int
     num_layers: int = 1
     is_shared: bool = True
+    has_bias: bool = True
     prefix: LayerShape | None = None
     offset: int = 0
 
@@ -134,11 +116,11 @@ class MultiHeads(nn.Module):
     """
 
     sees_path = False
-    shape: MedusaShape | HydraShape
+    shape: HeadsShape
     prefix: PrefixLayer | None
     lm_heads: nn.ModuleList
 
-    def __init__(self, shape: MedusaShape | HydraShape, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(self, shape: HeadsShape, vocabulary: DraftVocabulary | None) -> None:
         super().__init__()
         self.shape, self.vocabulary, self.prefix = shape, vocabulary, None
 
@@ -172,7 +154,7 @@ class MultiHeads(nn.Module):
     @property
     def offset(self) -> int:
         """Which hidden state of the target is read: so many layers before the last."""
-        return 0
+        return self.shape.offset
 
     @property
     def needs_output_layer(self) -> bool:
@@ -249,9 +231,7 @@ class MedusaHeads(MultiHeads):
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774).
     """
 
-    shape: MedusaShape
-
-    def __init__(self, shape: MedusaShape, vocabulary: DraftVocabulary | None = None) -> None:
+    def __init__(self, shape: HeadsShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__(shape, vocabulary)
         self.blocks = nn.ModuleList(
             repeated(lambda: ResidualBlock(shape.hidden_size, shape.has_bias), shape.num_layers, shape.is_shared)
@@ -288,9 +268,8 @@ class HydraHeads(MultiHeads):
     """
 
     sees_path = True
-    shape: HydraShape
 
-    def __init__(self, shape: HydraShape, vocabulary: DraftVocabulary | None = None) -> None:
+    def __init__(self, shape: HeadsShape, vocabulary: DraftVocabulary | None = None) -> None:
         super().__init__(shape, vocabulary)
         size = shape.hidden_size
         self.first = nn.ModuleList(FirstLayer(head + 2, size) for head in range(shape.num_heads))
@@ -304,10 +283,6 @@ class HydraHeads(MultiHeads):
     @property
     def kind(self) -> str:
         return "hydra" if self.prefix is None else "hydra++"
-
-    @property
-    def offset(self) -> int:
-        return self.shape.offset
 
     def state(self, head: int, inputs: Tensor) -> Tensor:
         state: Tensor = self.first[head](inputs)

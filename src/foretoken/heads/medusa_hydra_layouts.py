@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from foretoken.errors import CheckpointError
 from foretoken.heads.checkpoint import Checkpoint, fill, write_checkpoint
 from foretoken.heads.layers import LayerShape, Rotary
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.recognition import (
     HYDRA_COPIES,
     HYDRA_MLP,
@@ -52,7 +52,7 @@ def read_medusa(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> tu
     tensors = {_own_medusa_name(name): tensor for name, tensor in tensors.items()}
     has_bias = any(name.endswith("linear.bias") for name in tensors)
     is_shared = _are_copies(tensors, "blocks", heads, layers)
-    shape = MedusaShape(hidden_size, num_rows if has_outputs else 0, heads, layers, has_bias, is_shared)
+    shape = HeadsShape(hidden_size, num_rows if has_outputs else 0, heads, layers, is_shared, has_bias)
     module = _filled(lambda: MedusaHeads(shape, vocabulary), tensors, "blocks" if is_shared else "", checkpoint.name)
     return module, _notes(checkpoint, {"medusa_num_heads": heads, "num_heads": heads, "medusa_num_layers": layers})
 
@@ -126,7 +126,7 @@ def read_hydra(
     vocabulary, num_rows = _vocabulary(token_map, vocab_size)
     if config.get(SHARED_OUTPUT, False) is True:
         num_rows = 0
-    shape = HydraShape(hidden_size, num_rows, heads, len(steps), is_shared, prefix, offset)
+    shape = HeadsShape(hidden_size, num_rows, heads, len(steps), is_shared, prefix=prefix, offset=offset)
     module = _filled(lambda: HydraHeads(shape, vocabulary), tensors, "later" if is_shared else "", name)
     if module.prefix is not None and prefix is not None:
         module.prefix.rotary = Rotary(prefix)  # its angles are no parameters

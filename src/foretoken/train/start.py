@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.heads.eagle import EagleHead, EagleShape, default_streams
 from foretoken.heads.layers import LayerShape
-from foretoken.heads.medusa_hydra import HydraHeads, HydraShape, MedusaHeads, MedusaShape
+from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear
@@ -158,11 +158,11 @@ def new_recipe(
         model = new_small_model(target, plan, num_layers or NUM_LAYERS[method])
         return DraftModelRecipe(model, target, vocabulary, plan.total_variation)
     if method == "medusa":
-        blocks = MedusaShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False)
+        blocks = HeadsShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False)
         return MedusaRecipe(MedusaHeads(blocks, kept), target)
     if method in ("hydra", "hydra++"):
         prefix = layer if method == "hydra++" else None
-        mlp = HydraShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False, prefix=prefix)
+        mlp = HeadsShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False, prefix=prefix)
         heads = HydraHeads(mlp, kept)
         _settle_residuals(heads, size)
         return HydraRecipe(heads, target, noise)
