@@ -230,6 +230,15 @@ def test_what_cannot_be_is_found_by_one_sample() -> None:
     assert judge_samples(law, [*samples, (99, 0)], 0.01).p_value < 1e-4
 
 
+def test_a_law_of_one_first_token_can_be_judged() -> None:
+    """As after filters that leave one: nothing can be shifted to another, and one that is impossible is found."""
+    law = enumerate_law(lambda text: np.array([0.0, 1.0, 0.0] if not text else [0.5, 0.5, 0.0]), 2)
+    samples = [(1, place % 2) for place in range(200)]
+    found = judge_samples(law, samples, 0.01)
+    assert (found.p_value > 0.01, found.detectable) == (True, 1.0)
+    assert judge_samples(law, [*samples, (2, 0)], 0.01).p_value < 1e-4
+
+
 def test_texts_that_end_early_have_cells_of_their_own() -> None:
     law = enumerate_law(law_after, depth=2, eos=[3])
     assert law.cell_of((3,)) == law.cell_of(()) == (3,)

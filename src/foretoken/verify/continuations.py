@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError
+from foretoken.law.noise import mix
 from foretoken.model.lm import CausalLM
 from foretoken.verify.laws import ReferenceLaw
 from foretoken.verify.subjects import Answer, Sample, Subject
@@ -22,8 +23,8 @@ SAMPLES_AT_ONCE = 16
 FEWEST, MOST = 64, 4096
 """Samples of a law test."""
 
-FIRST_SEED = 7919
-"""Of the first request, behind the seeds of everything else."""
+FIRST_REQUEST = 7919
+"""Number of the first request, by which its seed is mixed: behind all samples that anything else draws."""
 
 
 def telling(subject: Subject, target: CausalLM, candidates: Seq[list[int]], seed: int) -> list[int]:
@@ -58,7 +59,7 @@ def draw(
     found: list[Seq[int]] = []
     num_drafted = num_accepted = calls = 0
     while len(found) < num_samples and (len(found) < FEWEST or time.monotonic() < until):
-        asked = replace(params, seed=seed + FIRST_SEED + calls, n=SAMPLES_AT_ONCE)
+        asked = replace(params, seed=mix(seed, FIRST_REQUEST + calls), n=SAMPLES_AT_ONCE)
         calls += 1
         for answer in subject.generate([prompt], [asked]):
             found += [_ids(sample) for sample in answer.samples]

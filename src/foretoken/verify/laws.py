@@ -217,13 +217,14 @@ def _pooled(law: Law, num_samples: int) -> tuple[dict[Text, int], int]:
 
 
 def _shifted(law: Law, shift: float) -> dict[Text, float]:
-    """The law with so much of the mass of its likeliest first token given to the second."""
+    """The law with so much of the mass of its likeliest first token given to the second; as it is where none is."""
     first: Counter[int] = Counter()
     for text, mass in law.cells.items():
         first[text[0] if text else OTHER] += mass  # type: ignore[assignment]
-    if len(first) < 2:
+    likeliest = [(token, mass) for token, mass in first.most_common(2) if mass > 0]
+    if len(likeliest) < 2:
         return dict(law.cells)
-    (most, much), (second, less) = first.most_common(2)
+    (most, much), (second, less) = likeliest
     part = min(shift, much)
     factors = {most: 1.0 - part / much, second: 1.0 + part / less}
     return {text: mass * factors.get(text[0] if text else OTHER, 1.0) for text, mass in law.cells.items()}

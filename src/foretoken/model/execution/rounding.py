@@ -68,7 +68,7 @@ def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
     if name is not None and name not in ROUNDINGS:
         raise ConfigError(
-            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS)} None is for none. Weights that were "
+            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS, 0.6)} None is for none. Weights that were "
             "quantised elsewhere are loaded with transformers; pass the model."
         )
 
