@@ -50,7 +50,7 @@ def quantized_self() -> Drafter:
 
 
 def recycling() -> Drafter:
-    return TokenRecyclingDrafter(VOCAB_SIZE, 4, num_candidates=4, max_nodes=12, initial_state="prompt")
+    return TokenRecyclingDrafter(VOCAB_SIZE, 4, num_candidates=4, max_nodes=12, initial_state="vocabulary")
 
 
 COMPOSITIONS: dict[str, Callable[[str], Drafter]] = {
