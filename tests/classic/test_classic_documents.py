@@ -27,6 +27,7 @@ from foretoken.classic.ngram_assisted import (
 from foretoken.classic.sampling import (
     autoregressive_generate,
     beam_search_generate,
+    max_fn,
     speculative_generate,
 )
 from foretoken.classic.utils import printing
@@ -221,6 +222,30 @@ def test_a_batch_of_texts() -> None:
     assert storage.counts[3][(3, 4)] == {5: 1, 8: 1, 7: 1}
 
 
+def test_usage_of_the_storage_of_all_orders() -> None:
+    storage = NGramStorage(n=3, vocab_size=128256)
+    prompt_ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+    storage.initialize(prompt_ids)
+    predicted, known = storage.next_token(prompt_ids)
+    assert predicted.shape == known.shape == (1, 1)
+    assert not bool(known)
+    new_tokens = torch.tensor([[9]])
+    storage.update(prompt_ids, new_tokens)
+    predicted, known = storage.next_token(prompt_ids)
+    assert (int(predicted), bool(known)) == (9, True)
+    storage.reset()
+    assert not bool(storage.next_token(prompt_ids)[1])
+
+
+def test_usage_of_the_one_level_storage() -> None:
+    prompt_ids = torch.tensor([[1, 2, 3, 4, 1, 2, 3]])
+    storage = OneLevelNGramStorage(n=4, vocab_size=128256)
+    storage.initialize(prompt_ids)
+    predicted, known = storage.next_token(prompt_ids)
+    assert (int(predicted), bool(known)) == (4, True)
+    assert not bool(storage.next_token(prompt_ids[:, 1:3])[1])
+
+
 # -- n-gram assisted generation ----------------------------------------------------------------------------------------
 
 
@@ -267,6 +292,12 @@ def test_the_parameters_of_the_tables(n: int, filler_top_k: int, stop_if_unknown
 
 
 # -- speculative decoding, parts and whole -----------------------------------------------------------------------------
+
+
+def test_the_adjusted_law() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    torch.testing.assert_close(max_fn(p - q), torch.tensor([1.0, 0.0, 0.0]))
+    torch.testing.assert_close(max_fn(torch.stack([p - q, q - p])).sum(-1), torch.ones(2))
 
 
 def test_filters_keep_what_they_say() -> None:

@@ -81,8 +81,8 @@ def test_tools_reach_the_template_and_calls_the_client(with_template: Served) ->
     texts = tuple(CALL[i : i + 5] for i in range(0, len(CALL), 5))
     delta = StreamOutput("0", 0, 0, CALL, (), tuple(range(len(texts))), 0, "stop", None, texts)  # type: ignore[arg-type]
     chunks = [
-        ChatCompletionChunk.model_validate({**form.frame(is_chunk=True), "choices": [choice]}, strict=True)
-        for choice in form.choices(delta)
+        ChatCompletionChunk.model_validate_json(told.removeprefix(b"data: "), strict=True)
+        for told in form.events([delta], dict)
     ]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
     (read,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
