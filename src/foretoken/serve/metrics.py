@@ -17,6 +17,30 @@ if TYPE_CHECKING:
     from foretoken.sessions.outputs import StreamOutput
 
 OWN, ALIAS = "foretoken:", "vllm:"
+OF_VLLM = frozenset(
+    f"{OWN}{name}"
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "num_preemptions",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_success",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "spec_decode_num_drafts",
+        "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_accepted_tokens_per_pos",
+    )
+)
+"""Families that vLLM has too, by the same names, which dashboards ask for."""
+
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 LONG = (0.005, 0.025, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0)
 
@@ -183,7 +207,7 @@ class _Engines(Collector):
 
 
 class _Aliased(CollectorRegistry):
-    """What another registry collects, and the same again under vLLM's prefix."""
+    """What another registry collects, and what vLLM has of it again under its prefix."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__()
@@ -193,6 +217,8 @@ class _Aliased(CollectorRegistry):
         families = list(self._registry.collect())
         yield from families
         for family in families:
+            if family.name not in OF_VLLM:
+                continue
             alias = copy(family)
             alias.name = family.name.replace(OWN, ALIAS, 1)
             alias.samples = [sample._replace(name=sample.name.replace(OWN, ALIAS, 1)) for sample in family.samples]
