@@ -25,10 +25,10 @@ LATER_RATE = 0.1
 ROW_MEMORY = 0.9
 """What an outcome of a row counts for, one later: ten tokens are a sentence, and the next may repeat nothing."""
 
-ROW_PRIOR = 20.0
+ROW_PRIOR = 6.0
 """Outcomes that the rates of all rows are worth beside a row's own. By 10 to 40, outcomes are foretold best (of five
-methods, greedy and at temperature 1); by 3, rows that fared as others were believed to fare half as well, or twice as
-well (dev/log, 2026-11-25)."""
+methods, greedy and at temperature 1), but drafts that have become good are then noticed late; by 3, rows that fared as
+others were believed to fare half as well, or twice (dev/log, 2026-11-25)."""
 
 LITTLE = 0.02
 """Tokens per row and step that are not worth a thought: less than what a step varies by."""
