@@ -25,8 +25,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_a_table_and_a_sentence() -> None:
-    """The seed is one without a false alarm: by that of the default 112 or 128 continuations raise one, 192 do not."""
-    result = run(*TINY, "--method", "suffix", "--budget", "4", "--num-prompts", "3", "--seed", "200")
+    result = run(*TINY, "--method", "suffix", "--budget", "4", "--num-prompts", "3")
     assert result.exit_code in (0, 4), result.stderr  # what there is no time for leaves it undecided
     assert "greedy" in result.stdout
     assert "Promise: native" in result.stdout or "near-ties" in result.stdout

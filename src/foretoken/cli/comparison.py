@@ -124,7 +124,7 @@ class Answer:
     @property
     def first_difference(self) -> int | None:
         """The first token that is not the same in both."""
-        return first_difference(tuple(self.plain.token_ids), tuple(self.drafting.token_ids))
+        return first_difference(self.plain.token_ids, self.drafting.token_ids)
 
     @property
     def is_identical(self) -> bool:

@@ -15,6 +15,7 @@ from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
     from foretoken.drafters.parts.layer_set import LayerSet
+    from foretoken.loading.info import Loaded
     from foretoken.model.lm import CausalLM
     from foretoken.tune.layer_sets import LayerSearch, SearchResult, Trial
     from foretoken.tune.objective import Task
@@ -98,11 +99,12 @@ class Job:
         execution = loading.pop("execution")
         loaded, bigger = load_scaled(model, options.scale, **loading)
         prompts = tuple(options.read_prompts(model, loaded.tokenizer))
-        target, *others = (
-            CausalLM(each.model, execution=execution, quantization=each.quantization)
-            for each in ([loaded] if bigger is loaded else [loaded, bigger])
-        )
-        timed = others[0] if others else target
+
+        def adapted(each: Loaded) -> CausalLM:
+            return CausalLM(each.model, execution=execution, quantization=each.quantization)
+
+        target = adapted(loaded)
+        timed = target if bigger is loaded else adapted(bigger)
         space = Space.of(target.num_layers, numbers("keep-layers", options.keep_layers, int))
         task, counted = (
             Task(lm, prompts, options.max_new_tokens, _drafter_of(lm, draft_keys)) for lm in (timed, target)

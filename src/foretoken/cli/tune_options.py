@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 BUILT_IN = "built-in"
 NumPrompts = Annotated[int, typer.Option(help="Use only this many of them, from the first.", min=1)]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class TuneOptions(TargetOptions):
     )
     raw: Raw = False
     num_prompts: NumPrompts = 16
-    max_new_tokens: MaxNewTokens = 64
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens that the target writes per prompt.", min=4)] = 64
 
     def check_prompts(self) -> None:
         """Raises: PromptError, before anything is loaded, for a file that cannot be read."""

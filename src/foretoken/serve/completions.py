@@ -108,8 +108,9 @@ class CompletionForm(ChoicesForm):
         reasons = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
         choice = self._choice(index, "".join(delta.texts[part]), *reasons)
         if delta.logprobs is not None:
-            offsets = self._offsets.setdefault(index, self._new_offsets(0))
-            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part], offsets)
+            if index not in self._offsets:
+                self._offsets[index] = self._new_offsets(0)
+            choice["logprobs"] = self._logprobs(delta.token_ids[part], delta.logprobs[part], self._offsets[index])
         return self._tell(choice, delta, part)
 
     def _logprobs(self, ids: Any, tables: Any, offsets: Offsets) -> dict[str, Any]:

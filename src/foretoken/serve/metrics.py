@@ -154,7 +154,7 @@ class Metrics:
 
 
 def _governed(name: str) -> Callable[[LLM], float | None]:
-    return lambda llm: None if llm.governed is None else getattr(llm.governed, name)
+    return lambda llm: None if (totals := llm.governed) is None else getattr(totals, name)
 
 
 def _held(name: str) -> Callable[[LLM], float | None]:

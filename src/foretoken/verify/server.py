@@ -66,8 +66,7 @@ class ServerSubject(Subject):
             except ConfigError:
                 self._draws_several = False
         seeds = [None if params.seed is None else mix(params.seed, index) for index in range(params.n)]
-        each = (replace(params, n=1, seed=params.seed if params.n == 1 else seed) for seed in seeds)
-        return Answer(tuple(sample for one in each for sample in self._samples(prompt, one)))
+        return Answer(tuple(one for seed in seeds for one in self._samples(prompt, replace(params, n=1, seed=seed))))
 
     def _samples(self, prompt: Seq[int], params: SamplingParams) -> tuple[Sample, ...]:
         body: dict[str, Any] = {

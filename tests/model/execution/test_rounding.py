@@ -182,7 +182,7 @@ def test_weights_that_are_changed_are_rounded_again() -> None:
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'int7'; known are int8, int4"):
+    with pytest.raises(ConfigError, match="'int7'; did you mean 'int"):
         LLM("zoo:tiny", quantization="int7")
     with pytest.raises(ConfigError, match="4-bit weights already"):
         LLM("zoo:tiny", "quantized_self", quantization="int4")

@@ -71,13 +71,13 @@ class DraftModelDrafter(Drafter):
       view: chosen columns of the drafter's cache, over which it drafts, and reads what the target has accepted,
         instead of over all of them: what a step costs does not grow with the text. Prompts are read over all, and keys
         of later tokens are those that the drafter has computed over the view.
+      name: of the method.
       growth: further arguments of `Growth`.
 
     Exactness: lossless for any drafter.
     Randomness: keyed, see ``acceptance`` of `Growth`; none when greedy.
     """
 
-    name = "draft_model"
     drafts_from_text = True
     requires = Requirements(prompts=True)
 
@@ -89,8 +89,10 @@ class DraftModelDrafter(Drafter):
         num_speculative_tokens: int = DraftModelOptions.num_speculative_tokens,
         policy: LengthPolicy | None = None,
         view: SparseView | None = None,
+        name: str = DraftModelOptions.method,
         **growth: Any,
     ) -> None:
+        self.name = name
         self.growth = Growth(
             target_vocab_size=target_vocab_size, policy=policy or Fixed(num_speculative_tokens), **growth
         )
@@ -99,8 +101,6 @@ class DraftModelDrafter(Drafter):
         self._cache = model.new_cache()
         self._rows = CachedRows(self._cache)
         self._view = view
-        if view is not None:
-            self.name = "sparse_kv"
         self._seen: KVCache = self._cache if view is None else view.bind(model, self._cache)  # by drafts
         self._drafts: dict[int, GrowingDraft] = {}
 

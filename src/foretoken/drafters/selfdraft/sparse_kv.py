@@ -96,7 +96,8 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | Dr
     if options.kv_selector == SNAPKV:
         votes.Voter(target if options.model is None or model is None else model)
     if options.model is not None and model is not None:
-        return DraftModelDrafter(model, view=SparseView.of(options), **options.growth(target.vocab_size))
+        view = SparseView.of(options)
+        return DraftModelDrafter(model, view=view, name=options.method, **options.growth(target.vocab_size))
     layer_set = options.given_set(target.num_layers)
     if layer_set is not None:
         for layer in target.layers:

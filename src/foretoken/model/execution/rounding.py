@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
 from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight
@@ -67,8 +68,8 @@ def check_quantization(name: str | None) -> None:
     """Raises: ConfigError for an unknown one."""
     if name is not None and name not in ROUNDINGS:
         raise ConfigError(
-            f"quantization is {name!r}; known are {', '.join(ROUNDINGS)}, and None for none. Weights that were "
-            "quantised elsewhere are loaded with transformers; pass the model."
+            f"quantization is {name!r}; {did_you_mean(str(name), ROUNDINGS, 0.0)} Known are {', '.join(ROUNDINGS)}, "
+            "and None for none. Weights that were quantised elsewhere are loaded with transformers; pass the model."
         )
 
 
