@@ -41,6 +41,7 @@ OPTION_OF = {
     "depth": ("num_speculative_tokens",),
     "max_depth": ("suffix_decoding_max_tree_depth",),
     "max_outputs": ("suffix_decoding_max_cached_requests",),
+    "name": ("method",),
 }
 """Arguments of classes -> keys of the same meaning, where they are not called the same."""
 
@@ -90,6 +91,7 @@ def made_by(method: Method) -> list[Any]:
 def disagreements(made: Any, options: type[Any]) -> Iterator[str]:
     """Arguments of a class or a function whose default is not that of the key of the same meaning."""
     keys = {field.name: field.default for field in dataclasses.fields(options)}
+    keys["method"] = getattr(options, "method", None)
     for name, argument in inspect.signature(made).parameters.items():
         place = f"{made.__name__}.{name}"
         if argument.default is inspect.Parameter.empty or name in OF_THEIR_OWN or place in OF_THEIR_OWN:
