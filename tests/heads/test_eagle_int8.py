@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -153,16 +154,26 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
     assert float((own.logits(outputs) - wanted).norm() / wanted.norm()) < 0.03
 
 
+LAWS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 3},
+    "top-k": {"temperature": 1.4, "seed": 4, "top_k": 7},
+    "top-p and min-p": {"temperature": 1.0, "seed": 5, "top_p": 0.7, "min_p": 0.02, "top_k": 60},
+}
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 @pytest.mark.parametrize("growth", [{}, {"num_branches": 5, "beam_width": 2, "max_nodes": 30}], ids=str)
 def test_a_draft_in_one_call_is_the_draft_level_by_level(
-    name: str, growth: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, growth: dict[str, Any], law: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    params = replace(GREEDY, max_tokens=14, **law)
     made = head(name)
     engine = Engine(target(), watched := drafter(made, 4, **growth))
     grown, grow = [], watched.states.grow
     monkeypatch.setattr(watched.states, "grow", lambda draft, *given: grown.append(draft) or grow(draft, *given))
-    row = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=14))[0]
+    row = engine.add_request(PROMPTS[0], params)[0]
     for _ in engine.run():
         pass
     assert len(grown) >= 10
@@ -171,13 +182,14 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
     monkeypatch.setattr(other, "_grows_at_once", lambda draft: False)
     propose, seen = other.propose, []
     monkeypatch.setattr(other, "propose", lambda *given: seen.extend(propose(*given)) or seen[-1:])
-    again = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=14))[0]
+    again = engine.add_request(PROMPTS[0], params)[0]
     for _ in engine.run():
         pass
     assert again.output_ids == row.output_ids
     for found in (tree for tree in seen if len(tree) > 1):
         wanted = next(drafts)
         assert (list(found.tokens), list(found.parents)) == (wanted.tokens, wanted.parents)
+        assert found.scores == pytest.approx([math.exp(score) for score in wanted.scores], abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=str)

@@ -50,22 +50,30 @@ def test_the_argmax_is_that_of_numpy(dtype: torch.dtype, monkeypatch: pytest.Mon
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [1.0, 0.33, 1.7])
-def test_the_same_token_wins_under_keyed_noise(dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_same_tokens_win_under_keyed_noise(dtype: torch.dtype, temperature: float, k: int) -> None:
     for scale in (0.1, 1.0, 4.0):  # from rows where anything may win to rows where one token nearly always does
         table = rows(dtype) * scale
         table[0, ::2] = -torch.inf
         keys = [noise.row_key(row, 100 + row) for row in range(len(table))]
-        found = kernels.gumbel_argmax(table, temperature, keys)
+        names = torch.arange(table.shape[1]) * 3 + 7
+        for named in (None, names):
+            found = kernels.gumbel_best(table, temperature, keys, k, named)
+            assert found is not None
+            columns = None if named is None else named.numpy()
+            best, sums = GumbelTopK(Warper(temperature), table, keys, k, columns).run()
+            assert found[0].tolist() == best.tolist()
+            torch.testing.assert_close(found[1], torch.from_numpy(sums), rtol=1e-13, atol=1e-13)
+        found = kernels.gumbel_best(table, temperature, keys, k)
         assert found is not None
-        assert found.tolist() == GumbelTopK(Warper(temperature), table, keys, 1).run()[0][:, 0].tolist()
-        assert found.tolist() == [
+        assert found[0][:, 0].tolist() == [
             kernels.gumbel_argmax_at(table, row, temperature, key) for row, key in enumerate(keys)
         ]
         everything = table[1].float().double() / temperature + choice.noise.gumbel_of_bits(
             noise.bits(torch.tensor(noise.as_int64([keys[1]])), torch.arange(table.shape[1]))
         )
         if dtype == torch.float32 and temperature == 1.0:
-            assert int(everything.argmax()) == int(found[1])
+            assert everything.topk(k).indices.tolist() == found[0][1].tolist()
 
 
 @needs_kernels
@@ -82,7 +90,7 @@ def test_the_largest_come_in_order(dtype: torch.dtype) -> None:
 def test_without_a_compiler_the_same_is_chosen(without: pytest.MonkeyPatch) -> None:
     table = rows(torch.float32)
     assert kernels.argmax(table) is None
-    assert kernels.gumbel_argmax(table, 1.0, list(range(len(table)))) is None
+    assert kernels.gumbel_best(table, 1.0, list(range(len(table))), 2) is None
     assert choice.argmax(table).tolist()[4:] == [70, -1, -1, -1, table.shape[1] - 1]
     assert largest_ids(table[:3], 4)[:, 0].tolist() == choice.argmax(table[:3]).tolist()
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import inf
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,18 @@ MOST_NODES = 64
 """Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Drawing(NamedTuple):
+    """The noise and the law by which the tokens of a draft are ranked.
+
+    Args:
+      keys: of the match stream, by depth.
+      law: top-k (0 for all), temperature, top-p and min-p.
+    """
+
+    keys: Seq[int]
+    law: tuple[int, float, float, float]
 
 
 class Int8Head:
@@ -139,8 +151,9 @@ class Int8Head:
         power: float,
         least_mass: float = 0.0,
         least: float = -inf,
+        drawing: Drawing | None = None,
     ) -> tuple[list[int], list[int], list[float]]:
-        """The draft of one greedy row, as `Growth` makes it with reranking.
+        """The draft of one row, as `Growth` makes it with reranking.
 
         Args:
           trunk: entries of the text; behind them there is room for ``(depth - 1) * beam`` more.
@@ -157,6 +170,7 @@ class Int8Head:
           power: to which laws are raised, and normalised.
           least_mass: of the nodes that are expanded next; see `Growth`.
           least: score from which on nodes are expanded.
+          drawing: how the target draws; None where it takes its likeliest tokens.
 
         Returns: tokens, parents, and logarithms of the chances of paths, of every node.
         """
@@ -165,6 +179,8 @@ class Int8Head:
         scores = (ctypes.c_double * most)()
         chain, streams = ((), None) if owed is None else (owed[0], owed[1].contiguous())
         tokens_of = abi.array_of(chain)
+        keys_of_noise = (ctypes.c_uint64 * depth)(*(() if drawing is None else drawing.keys))
+        law = None if drawing is None else abi.Drawing(ctypes.addressof(keys_of_noise), *drawing.law)
         growing = abi.Growing(
             pending,
             trunk,
@@ -180,6 +196,7 @@ class Int8Head:
             None if streams is None else streams.data_ptr(),
             last.data_ptr(),
             None if names is None else names.data_ptr(),
+            None if law is None else ctypes.addressof(law),
             *(ctypes.addressof(each) for each in (tokens, parents, scores)),
             least_mass,
             least,

@@ -128,10 +128,10 @@ def perturbed_best(
     """
     if scores.device.type != "cpu" or not warper.has_shortcut:
         return perturbed_best_dense(warper, scores, keys, k, columns)
-    if k == 1 and columns is None and not warper.truncates:
-        best = sample_kernels.gumbel_argmax(scores, warper.temperature, keys)
+    if not warper.truncates:
+        best = sample_kernels.gumbel_best(scores, warper.temperature, keys, k, columns)
         if best is not None:
-            return best[:, None], torch.where(best < 0, -torch.inf, 0.0).double()[:, None]
+            return best[0], torch.from_numpy(_distances(best[1].numpy()))
     top = GumbelTopK(warper, scores, list(keys), k, None if columns is None else columns.cpu().numpy())
     found, values = top.run()
     return torch.from_numpy(found), torch.from_numpy(_distances(values))

@@ -165,6 +165,12 @@ struct Level {
   float* outputs;           // (nodes, size)
 };
 
+struct Drawing {  // where the target draws: noise by depth, and what is left of its law
+  const uint64_t* keys;  // (depth,), of the match stream
+  int64_t top_k;         // 0 for all
+  float temperature, top_p, min_p;
+};
+
 struct Growing {
   int64_t pending, trunk, depth, branches, beam, most;  // trunk: entries of the text; most: nodes, root included
   uint16_t *keys, *values;
@@ -174,6 +180,7 @@ struct Growing {
   const void* streams;       // (owed, width) of the target
   float* last;              // (size,), the output of the last entry; written where it was owed
   const int64_t* names;  // (V_d,), the tokens that columns of logits stand for; null for their own numbers
+  const Drawing* drawing;  // null where the target takes its likeliest tokens
   int64_t *tokens, *parents;
   double* scores;  // (most,) each, of the draft
   double least_mass, least;  // of the nodes that are expanded next, together and each (a logarithm)
@@ -187,4 +194,7 @@ void foretoken_decode_attention(const Attention* call, const void* query, const 
                                 const void* mask, void* out, float* scratch, int threads);
 int64_t foretoken_decode_attention_scratch(const Attention* call, int threads);
 int64_t foretoken_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count);
+void foretoken_gumbel_best_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
+                              float temperature, uint64_t key, const int64_t* names, int64_t k, int64_t* columns,
+                              double* sums);
 }

@@ -191,6 +191,12 @@ class Level(ctypes.Structure):
     )
 
 
+class Drawing(ctypes.Structure):
+    """The noise and the law by which tokens of a draft are ranked, where the target draws its own."""
+
+    _fields_ = (("keys", Address), ("top_k", Integer), *_of(Float, "temperature top_p min_p"))
+
+
 class Growing(ctypes.Structure):
     """A draft that is to be grown, and where it is written."""
 
@@ -198,7 +204,7 @@ class Growing(ctypes.Structure):
         *_of(Integer, "pending trunk depth branches beam most"),
         *_of(Address, "keys values"),
         *_of(Integer, "row head owed"),
-        *_of(Address, "tokens_of streams last names tokens parents scores"),
+        *_of(Address, "tokens_of streams last names drawing tokens parents scores"),
         *_of(Double, "least_mass least"),
         ("power", Float),
     )
@@ -225,8 +231,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "argmax": (None, *_SCORES, Address),
     "argmax_at": (Integer, *_SCORES),
     "best": (None, *_SCORES, Address, Integer, Address),
-    "gumbel_argmax": (None, *_SCORES, Float, Address, Address),
-    "gumbel_argmax_at": (Integer, *_SCORES, Float, ctypes.c_uint64),
+    "gumbel_best": (None, *_SCORES, Float, Address, Address, Integer, Address, Address),
+    "gumbel_best_at": (None, *_SCORES, Float, ctypes.c_uint64, Address, Integer, Address, Address),
     "limit_threads": (None, Threads),
     "is_allowed": (ctypes.c_int,),
     "num_outputs": (ctypes.c_int,),

@@ -1,4 +1,4 @@
-// The draft of one greedy row, grown level by level by a head of EAGLE: what drafters/parts/growth.py does with
+// The draft of one row, grown level by level by a head of EAGLE: what drafters/parts/growth.py does with
 // reranking, in one call.
 
 #include "abi.h"
@@ -29,40 +29,91 @@ static double mass_of(const float* row, int64_t count, float peak, float power) 
   return sum_of(sum) + rest;
 }
 
+static bool is_finite(const float* row, int64_t count) {
+  Vector test = zero();
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) test = add_product(read(row + i), zero(), test);  // infinity becomes NaN
+  if (differ(test, zero())) return false;
+  for (; i < count; ++i)
+    if (row[i] - row[i] != 0.0f) return false;
+  return true;
+}
+
+static float peak_of(const float* row, int64_t count) {
+  int64_t i = 0;
+  Vector most = all(-__builtin_inff());
+  for (; i + LANES <= count; i += LANES) most = larger(most, read(row + i));
+  float peak = largest(most);
+  for (; i < count; ++i) peak = std::max(peak, row[i]);
+  return peak;
+}
+
 // The k largest of (count,), the first of equal ones first, as children with the logarithms of their shares of the
-// softmax raised to a power and normalised; none where a number is not one.
-static void best_of(float* row, int64_t count, int64_t k, float power, const int64_t* names, const Child& above,
-                    int64_t parent, std::vector<Child>& found) {
+// softmax raised to a power and normalised.
+static void likeliest_of(float* row, const Growing& growing, int64_t count, const Child& above, int64_t parent,
+                         std::vector<Child>& found) {
   static thread_local std::vector<float> peaks;
   const int64_t chunks = (count + CHUNK_OF_LOGITS - 1) / CHUNK_OF_LOGITS;
   peaks.resize(chunks);
-  Vector test = zero();
-  int64_t tested = 0;
-  for (; tested + LANES <= count; tested += LANES)
-    test = add_product(read(row + tested), zero(), test);  // NaN stays, infinity becomes one
-  if (differ(test, zero())) return;
-  for (; tested < count; ++tested)
-    if (row[tested] - row[tested] != 0.0f) return;
-  const auto peak_of = [&](int64_t chunk) {
-    const int64_t end = least(count, (chunk + 1) * CHUNK_OF_LOGITS);
-    int64_t i = chunk * CHUNK_OF_LOGITS;
-    Vector most = all(-__builtin_inff());
-    for (; i + LANES <= end; i += LANES) most = larger(most, read(row + i));
-    float peak = largest(most);
-    for (; i < end; ++i) peak = std::max(peak, row[i]);
-    return peak;
+  const auto refresh = [&](int64_t chunk) {
+    const int64_t start = chunk * CHUNK_OF_LOGITS;
+    peaks[chunk] = peak_of(row + start, least(count - start, CHUNK_OF_LOGITS));
   };
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) peaks[chunk] = peak_of(chunk);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) refresh(chunk);
   const float peak = *std::max_element(peaks.begin(), peaks.end());
-  const double mass = log(mass_of(row, count, peak, power));
-  for (int64_t rank = 0; rank < least(k, count); ++rank) {
+  const double mass = log(mass_of(row, count, peak, growing.power));
+  for (int64_t rank = 0; rank < least(growing.branches, count); ++rank) {
     const int64_t chunk = std::max_element(peaks.begin(), peaks.end()) - peaks.begin();
     int64_t place = chunk * CHUNK_OF_LOGITS;
     while (row[place] != peaks[chunk]) ++place;
-    const double share = ((double)row[place] - peak) * power - mass;
-    found.push_back({parent, names ? names[place] : place, above.score + share});
+    const double share = ((double)row[place] - peak) * growing.power - mass;
+    found.push_back({parent, growing.names ? growing.names[place] : place, above.score + share});
     row[place] = -__builtin_inff();
-    peaks[chunk] = peak_of(chunk);
+    refresh(chunk);
+  }
+}
+
+// The least of the scores that top-k, top-p and min-p leave; of equal ones all are left.
+static float least_left(const float* row, int64_t count, float peak, const Drawing& drawing) {
+  static thread_local std::vector<float> left;
+  left.assign(row, row + count);
+  if (0 < drawing.top_k && drawing.top_k < count) {
+    std::nth_element(left.begin(), left.begin() + drawing.top_k - 1, left.end(), std::greater<float>());
+    left.resize(drawing.top_k);
+  }
+  float found = *std::min_element(left.begin(), left.end());
+  if (drawing.top_p < 1.0f) {
+    const double enough = drawing.top_p * mass_of(left.data(), (int64_t)left.size(), peak, 1.0f);
+    double mass = 0;
+    for (size_t sorted = 0; sorted < left.size() && mass < enough;) {
+      const size_t end = std::min(left.size(), std::max<size_t>(64, 4 * sorted));
+      std::partial_sort(left.begin() + sorted, left.begin() + end, left.end(), std::greater<float>());
+      for (; sorted < end && mass < enough; ++sorted) mass += exp((double)(found = left[sorted]) - peak);
+    }
+  }
+  return drawing.min_p > 0.0f ? std::max(found, peak + logf(drawing.min_p)) : found;
+}
+
+// The k best of (count,) by the noise that the target draws with, as children with the logarithms of their shares: the
+// one that wins here wins there unless another comes near.
+static void drawn_of(float* row, const Growing& growing, int64_t count, int64_t depth, const Child& above,
+                     int64_t parent, std::vector<Child>& found) {
+  const Drawing& drawing = *growing.drawing;
+  for (int64_t i = 0; i < count; ++i) row[i] /= drawing.temperature;
+  if ((0 < drawing.top_k && drawing.top_k < count) || drawing.top_p < 1.0f || drawing.min_p > 0.0f) {
+    const float bound = least_left(row, count, peak_of(row, count), drawing);
+    for (int64_t i = 0; i < count; ++i) row[i] = row[i] < bound ? -__builtin_inff() : row[i];
+  }
+  const int64_t k = growing.branches;
+  std::vector<int64_t> columns(k);
+  std::vector<double> sums(k);
+  foretoken_gumbel_best_at(row, FLOAT32, 0, count, count, 1.0f, drawing.keys[depth], growing.names, k, columns.data(),
+                           sums.data());
+  double mass = 0;
+  for (int64_t rank = 0; rank < k && columns[rank] >= 0; ++rank) mass += exp(sums[rank] - sums[0]);
+  for (int64_t rank = 0; rank < k && columns[rank] >= 0; ++rank) {
+    const int64_t token = growing.names ? growing.names[columns[rank]] : columns[rank];
+    found.push_back({parent, token, above.score + sums[rank] - sums[0] - log(mass)});
   }
 }
 
@@ -140,9 +191,12 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
     logits.resize(n * vocab);
     foretoken_head_logits(head, outputs.data(), n, logits.data(), threads);
     children.clear();
-    for (int64_t i = 0; i < n; ++i)
-      best_of(logits.data() + i * vocab, vocab, growing->branches, growing->power, growing->names, pool[frontier[i]],
-              frontier[i], children);
+    for (int64_t i = 0; i < n; ++i) {
+      float* row = logits.data() + i * vocab;
+      if (!is_finite(row, vocab)) continue;
+      if (growing->drawing) drawn_of(row, *growing, vocab, depth, pool[frontier[i]], frontier[i], children);
+      else likeliest_of(row, *growing, vocab, pool[frontier[i]], frontier[i], children);
+    }
     std::vector<int64_t> fed_as(pool.size(), 0);
     for (int64_t i = 0; i < n; ++i) fed_as[frontier[i]] = i;
     std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 enum { BLOCK = 128 };  // scores that are looked at together
@@ -117,55 +118,58 @@ static void widen(const void* values, int64_t kind, int64_t count, float* out) {
   }
 }
 
-static int64_t gumbel_argmax(const void* values, int64_t kind, int64_t count, float temperature, uint64_t key,
-                             float* row, float* peaks) {
-  widen(values, kind, count, row);
-  if (temperature != 1.0f)
-    for (int64_t i = 0; i < count; ++i) row[i] /= temperature;
-  const int64_t num_blocks = (count + BLOCK - 1) / BLOCK;
-  bool is_bad = false;
-  int64_t top = 0;
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
-    int32_t most = std::numeric_limits<int32_t>::min(), large = 0;
-    for (int64_t i = 0; i < size; ++i) {
-      int32_t bits;
-      memcpy(&bits, row + start + i, 4);
-      most = std::max(most, Single::key(bits));
-      large = std::max(large, Single::magnitude(bits));
-    }
-    if (large > 0x7f800000 || most >= 0x7f800000) is_bad = true;
-    const int32_t bits = most ^ ((most >> 31) & 0x7fffffff);
-    memcpy(peaks + block, &bits, 4);
-    if (peaks[block] > peaks[top]) top = block;
+// The k best of the scores with noise, best first, of equal ones the first.
+struct Winners {
+  int64_t k, *columns;
+  double* values;
+  int64_t found = 0;
+
+  double last() const { return found < k ? -std::numeric_limits<double>::infinity() : values[k - 1]; }
+
+  void offer(int64_t column, double value) {
+    int64_t place = found;
+    while (place > 0 && (value > values[place - 1] || (value == values[place - 1] && column < columns[place - 1]))) --place;
+    if (place == k) return;
+    found = std::min(found + 1, k);
+    for (int64_t i = found - 1; i > place; --i) columns[i] = columns[i - 1], values[i] = values[i - 1];
+    columns[place] = column, values[place] = value;
   }
-  if (is_bad || !(peaks[top] > -std::numeric_limits<float>::infinity())) return -1;
-  int64_t winner = top * BLOCK;
-  while (row[winner] != peaks[top]) ++winner;
-  double most = (double)row[winner] + gumbel(key, winner);
+};
+
+// Scores over their temperature are in the row (count,), the largest of every block in `peaks`. Few tokens have the
+// noise to overtake what was found so far: the hash alone tells which, and only these get theirs.
+static void gumbel_best(const float* row, const float* peaks, int64_t count, uint64_t key, const int64_t* names,
+                        Winners& winners) {
+  const int64_t num_blocks = (count + BLOCK - 1) / BLOCK;
+  static thread_local std::vector<int64_t> order;  // those with the largest scores first
+  order.resize(num_blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + std::min(winners.k, num_blocks), order.end(),
+                    [&](int64_t a, int64_t b) { return peaks[a] > peaks[b]; });
+  const auto name = [&](int64_t column) { return names ? names[column] : column; };
+  const auto offer = [&](int64_t column) {
+    winners.offer(column, (double)row[column] + gumbel(key, name(column)));
+  };
+  int64_t first = order[0] * BLOCK;
+  while (row[first] != peaks[order[0]]) ++first;
+  offer(first);
   uint8_t may_win[BLOCK];
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const double least = most - (double)peaks[block];
+  for (const int64_t block : order) {
+    if (peaks[block] == -std::numeric_limits<float>::infinity()) continue;
+    const double least = winners.last() - (double)peaks[block];
     if (!(least < 37.0)) continue;  // no noise is as large
     const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
-    const uint64_t bound = least_bits(least), first = key + (uint64_t)(start + 1) * GOLDEN;
+    const uint64_t bound = least_bits(least);
     uint64_t any = 0;
     for (int64_t i = 0; i < size; ++i) {
-      const uint64_t passes = mixed(first + (uint64_t)i * GOLDEN) >= bound;
+      const uint64_t passes = mixed(key + (uint64_t)(name(start + i) + 1) * GOLDEN) >= bound;
       may_win[i] = (uint8_t)passes;
       any |= passes;
     }
     if (!any) continue;
-    for (int64_t i = 0; i < size; ++i) {
-      if (!may_win[i] || row[start + i] == -std::numeric_limits<float>::infinity()) continue;
-      const double value = (double)row[start + i] + gumbel(key, start + i);
-      if (value > most || (value == most && start + i < winner)) {
-        most = value;
-        winner = start + i;
-      }
-    }
+    for (int64_t i = 0; i < size; ++i)
+      if (may_win[i] && start + i != first && row[start + i] != -std::numeric_limits<float>::infinity()) offer(start + i);
   }
-  return winner;
 }
 
 // ---- what Python calls ----------------------------------------------------------------------------------------------
@@ -198,17 +202,43 @@ void foretoken_best(const void* values, int64_t kind, int64_t rows, int64_t stri
   }
 }
 
-// The largest of score / temperature + noise of every row, whose key is keys[row]; -1 as above.
-int64_t foretoken_gumbel_argmax_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
-                                   float temperature, uint64_t key) {
-  room.resize(count + count / BLOCK + 1);
-  const void* scores = row_of(values, kind, stride, row);
-  return gumbel_argmax(scores, kind, count, temperature, key, room.data(), room.data() + count);
+// The k largest of score / temperature + noise of a row, best first, and these sums; -1 and minus infinity where there
+// are none, and in rows as above. Columns stand for the tokens in `names`, or for their own numbers where that is null.
+void foretoken_gumbel_best_at(const void* values, int64_t kind, int64_t row, int64_t stride, int64_t count,
+                              float temperature, uint64_t key, const int64_t* names, int64_t k, int64_t* columns,
+                              double* sums) {
+  const int64_t num_blocks = (count + BLOCK - 1) / BLOCK;
+  room.resize(count + num_blocks);
+  float *scores = room.data(), *peaks = scores + count;
+  widen(row_of(values, kind, stride, row), kind, count, scores);
+  if (temperature != 1.0f)
+    for (int64_t i = 0; i < count; ++i) scores[i] /= temperature;
+  std::fill(columns, columns + k, -1);
+  std::fill(sums, sums + k, -std::numeric_limits<double>::infinity());
+  float peak = -std::numeric_limits<float>::infinity();
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t start = block * BLOCK, size = std::min<int64_t>(BLOCK, count - start);
+    int32_t most = std::numeric_limits<int32_t>::min(), large = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      int32_t bits;
+      memcpy(&bits, scores + start + i, 4);
+      most = std::max(most, Single::key(bits));
+      large = std::max(large, Single::magnitude(bits));
+    }
+    if (large > 0x7f800000 || most >= 0x7f800000) return;
+    const int32_t bits = most ^ ((most >> 31) & 0x7fffffff);
+    memcpy(peaks + block, &bits, 4);
+    peak = std::max(peak, peaks[block]);
+  }
+  if (!(peak > -std::numeric_limits<float>::infinity())) return;
+  Winners winners = {k, columns, sums};
+  gumbel_best(scores, peaks, count, key, names, winners);
 }
 
-void foretoken_gumbel_argmax(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
-                             float temperature, const uint64_t* keys, int64_t* out) {
-  for (int64_t row = 0; row < rows; ++row)
-    out[row] = foretoken_gumbel_argmax_at(values, kind, row, stride, count, temperature, keys[row]);
+void foretoken_gumbel_best(const void* values, int64_t kind, int64_t rows, int64_t stride, int64_t count,
+                           float temperature, const uint64_t* keys, const int64_t* names, int64_t k, int64_t* columns,
+                           double* sums) {
+  for (int64_t row = 0; row < rows; ++row, columns += k, sums += k)
+    foretoken_gumbel_best_at(values, kind, row, stride, count, temperature, keys[row], names, k, columns, sums);
 }
 }

@@ -49,12 +49,15 @@ def argmax_at(scores: Tensor, row: int) -> int | None:
 
 
 def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> int | None:
-    """`gumbel_argmax` of one row of (M, V)."""
+    """The first of `gumbel_best` of one row of (M, V)."""
     table = _table(scores)
     if table is None:
         return None
     address, kind, _, stride, length = table.arguments
-    return table.kernels.gumbel_argmax_at(address, kind, row, stride, length, temperature, key)
+    column, total = ctypes.c_int64(), ctypes.c_double()
+    places = ctypes.addressof(column), ctypes.addressof(total)
+    table.kernels.gumbel_best_at(address, kind, row, stride, length, temperature, key, None, 1, *places)
+    return column.value
 
 
 def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | None:
@@ -72,22 +75,36 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
     return found
 
 
-def gumbel_argmax(scores: Tensor, temperature: float, keys: Sequence[int]) -> Tensor | None:
-    """Index of the largest of score / temperature + match noise of every row, -1 in bad rows: int64 (M,).
+def gumbel_best(
+    scores: Tensor, temperature: float, keys: Sequence[int], k: int, names: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The k largest of score / temperature + match noise of every row, best first. None as above.
 
     Args:
       scores: (M, V), of which every one may be chosen.
       keys: M keys of the match stream.
+      names: int64 (V,), the tokens that columns stand for; None for their own numbers.
 
-    Exactness: the sum that is largest among those of all tokens, in float64; see `foretoken.law.noise`.
+    Returns: columns int64 and these sums float64, (M, k); -1 and -inf where there are none, and in bad rows.
+    Exactness: the sums that are largest among those of all tokens, in float64; see `foretoken.law.noise`.
     """
-    table = _table(scores)
+    table = _table(scores) if 0 < k <= MOST_BEST else None
     if table is None:
         return None
-    found = torch.empty(len(scores), dtype=torch.int64)
+    columns = torch.empty(len(scores), k, dtype=torch.int64)
+    sums = torch.empty(len(scores), k, dtype=torch.float64)
     of_rows = (ctypes.c_uint64 * len(scores))(*keys)
-    table.kernels.gumbel_argmax(*table.arguments, temperature, ctypes.addressof(of_rows), found.data_ptr())
-    return found
+    named = None if names is None else names.contiguous()
+    table.kernels.gumbel_best(
+        *table.arguments,
+        temperature,
+        ctypes.addressof(of_rows),
+        None if named is None else named.data_ptr(),
+        k,
+        columns.data_ptr(),
+        sums.data_ptr(),
+    )
+    return columns, sums
 
 
 @dataclass(frozen=True)

@@ -176,9 +176,9 @@ class EagleDrafter(HeadDrafter[EagleRows]):
             self.states.close()
 
     def _grows_at_once(self, draft: GrowingDraft) -> bool:
-        """Whether a draft can be grown by the library's own kernels: nothing but the head has a say in it."""
+        """Whether a draft can be grown by the library's own kernels: by the head and by noise alone."""
         has_room = draft.cap <= MOST_CAP and self.growth.is_unconditional
-        return self.states.native is not None and has_room and draft.row.law.is_argmax
+        return self.states.native is not None and has_room and self.growth.ranks_by_scores(draft.row.law)
 
     def open(self, drafts: Seq[GrowingDraft]) -> torch.Tensor:
         """What follows the pending tokens was computed when these became known; the output layer is missing."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import foretoken.heads.int8 as int8
     import foretoken.heads.layers as layers
+    import foretoken.law.noise as noise
     import foretoken.model.masks as masks
     import foretoken.model.nodes as nodes_of
     import foretoken.native.library as kernels_of
@@ -32,6 +33,7 @@ else:
     layers = Lazy("foretoken.heads.layers")
     masks = Lazy("foretoken.model.masks")
     nodes_of = Lazy("foretoken.model.nodes")
+    noise = Lazy("foretoken.law.noise")
 
 MOST_OWED = 32
 """Committed tokens of a row whose entries are made later, with the next draft."""
@@ -190,7 +192,7 @@ class EagleRows(CachedStates):
     # -- drafts ------------------------------------------------------------------------------------------------
 
     def grow(self, draft: GrowingDraft, least_mass: float, sharpness: float) -> None:
-        """Grow the draft of a greedy row in one call of the library's own kernels, which makes entries that are owed.
+        """Grow the draft of a row in one call of the library's own kernels, which makes entries that are owed.
 
         Args:
           least_mass, sharpness: see `Growth`.
@@ -219,6 +221,7 @@ class EagleRows(CachedStates):
             power=sharpness,
             least_mass=least_mass,
             least=draft.least,
+            drawing=_drawing(draft),
         )
         self.cache.commit([range(count)], place.slot)
         place.trunk += count
@@ -328,6 +331,16 @@ class EagleRows(CachedStates):
         own = self.head.embed_tokens
         table = self._target.shadow.get_input_embeddings() if own is None else own
         return torch.nn.functional.embedding(tokens, table.weight)
+
+
+def _drawing(draft: GrowingDraft) -> int8.Drawing | None:
+    """How the target draws the tokens that a draft foresees; None where it takes its likeliest."""
+    law, start = draft.row.law, len(draft.row.token_ids)
+    if law.is_greedy:
+        return None
+    warper = law.warper
+    keys = [noise.row_key(law.seed, start + depth) for depth in range(draft.cap)]
+    return int8.Drawing(keys, (warper.top_k, warper.temperature, warper.top_p, warper.min_p))
 
 
 def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int8.Int8Head | None:

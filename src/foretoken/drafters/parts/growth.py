@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
     from foretoken.heads.vocabulary import DraftVocabulary
     from foretoken.law import noise
+    from foretoken.law.processors import SamplingLaw
 else:
     torch = Lazy("torch")
     noise = Lazy("foretoken.law.noise")
@@ -147,10 +148,16 @@ class Growth:
 
     @property
     def is_unconditional(self) -> bool:
-        """Whether the drafts of greedy rows depend on the expander alone: reranked, and as long as they may be."""
+        """Whether drafts depend on the expander and their row's law alone: reranked, and as long as they may be."""
         policy = type(self.policy)
         asks = policy.go_on is not LengthPolicy.go_on or policy.keep_drafting is not LengthPolicy.keep_drafting
         return self._reranks and self._shares_noise and not asks and policy.looks_at == NOTHING
+
+    def ranks_by_scores(self, law: SamplingLaw) -> bool:
+        """Whether tokens are ranked by logits, or by noise and what temperature, top-k, top-p and min-p leave."""
+        if law.is_processed:
+            return False
+        return law.is_greedy or (law.warper.has_shortcut and not self._is_greedy)
 
     # -- the life of a draft -----------------------------------------------------------------------------------
 
