@@ -18,7 +18,7 @@ from foretoken.drafters.context import DrafterContext, make_drafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import costs, governing, governor
 from foretoken.engine.cost_model import FEW, CostCurve, CostModel
-from foretoken.engine.costs import Forward
+from foretoken.engine.costs import Forward, Prices
 from foretoken.engine.engine import Engine
 from foretoken.engine.governing import new_governor
 from foretoken.engine.governor import Governor
@@ -296,13 +296,18 @@ def test_a_digit_that_was_damaged_is_measured_again(folder: Path) -> None:
     curve = costs.cost_curve(one)
     (file,) = folder.iterdir()
     kept = json.loads(file.read_text())
-    assert costs._read(file) == costs._Kept(curve)
-    kept["seconds"]["4"] *= 1000
+    facts = costs.facts_of(one)
+    known = Prices.kept(facts)
+    assert known is not None
+    assert known.curves == (curve,)
+    kept["curves"][0]["seconds"]["4"] *= 1000
     file.write_text(json.dumps(kept))
-    assert costs._read(file) is None
+    assert Prices.kept(facts) is None
     again = costs.cost_curve(CausalLM(toy_model(64), execution="eager"))
     assert again.seconds[4] < 100 * curve.seconds[4]
-    assert costs._read(file) == costs._Kept(again)
+    known = Prices.kept(facts)
+    assert known is not None
+    assert known.curves == (again,)
 
 
 @pytest.mark.usefixtures("_steady")
@@ -312,6 +317,11 @@ def test_another_dtype_is_another_curve(folder: Path) -> None:
     for dtype in (torch.float64, torch.float32):
         costs.cost_curve(CausalLM(toy_model(64, dtype=dtype), execution="eager"))
     assert len(list(folder.iterdir())) == 2
+
+
+def kept(curve: str) -> str:
+    """A file with this curve alone, as costs are kept."""
+    return f'{{"curves": [{curve}], "host_seconds": 0.0, "drafting": {{}}, "measured": "", "is_steady": true}}'
 
 
 def signed(text: str) -> str:
@@ -327,17 +337,17 @@ def signed(text: str) -> str:
         "",
         "{",
         "[]",
-        '{"seconds": [1], "context": 256, "per_token": 0.0}',
-        '{"seconds": {}, "context": 256, "per_token": 0.0}',
-        '{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}',
-        '{"seconds": {"1": 1}, "context": 256, "per_token": -1}',
-        '{"seconds": {"1": 1}}',
-        '{"seconds": {"1": 1}, "context": 256, "per_token": 0.0}',
-        signed('{"seconds": {"1": Infinity}, "context": 256, "num_doubtful": 0, "per_token": 0.0}'),
-        signed('{"seconds": {"1": NaN}, "context": 256, "num_doubtful": 0, "per_token": 0.0}'),
-        signed('{"seconds": {"1": 1}, "context": 256, "num_doubtful": 0, "per_token": Infinity}'),
-        signed('{"seconds": {"1": 1}, "context": Infinity, "num_doubtful": 0, "per_token": 0.0}'),
-        signed('{"seconds": {"1": 1%s}, "context": 256, "num_doubtful": 0, "per_token": 0.0}' % ("0" * 400)),
+        signed(kept('{"seconds": [1], "context": 256, "per_token": 0.0}')),
+        signed(kept('{"seconds": {}, "context": 256, "per_token": 0.0}')),
+        signed(kept('{"seconds": {"1": -1}, "context": 256, "per_token": 0.0}')),
+        signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": -1}')),
+        signed(kept('{"seconds": {"1": 1}}')),
+        kept('{"seconds": {"1": 1}, "context": 256, "per_token": 0.0}'),
+        signed(kept('{"seconds": {"1": Infinity}, "context": 256, "per_token": 0.0}')),
+        signed(kept('{"seconds": {"1": NaN}, "context": 256, "per_token": 0.0}')),
+        signed(kept('{"seconds": {"1": 1}, "context": 256, "per_token": Infinity}')),
+        signed(kept('{"seconds": {"1": 1}, "context": Infinity, "per_token": 0.0}')),
+        signed(kept('{"seconds": {"1": 1%s}, "context": 256, "per_token": 0.0}' % ("0" * 400))),
         "[" * 100_000,
     ],
 )

@@ -19,23 +19,32 @@ from foretoken.cli import app
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.cost_model import CostCurve
+from foretoken.engine.costs import Prices
 from foretoken.engine.engine import Engine
 from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
 from foretoken.tune.choosing import Choice, choose
-from foretoken.tune.counting import LENGTHS, PLAIN, Arm, Setting, decoded, record, settings_of, walked
-from foretoken.tune.prices import Counts, Prices, Step
+from foretoken.tune.counting import (
+    LENGTHS,
+    PLAIN,
+    Arm,
+    Setting,
+    decoded,
+    record,
+    settings_of,
+    walked,
+)
 from foretoken.tune.tuning import Tuning
-from foretoken.tune.walk import Text, Walk
+from foretoken.tune.walk import Counts, Step, Text, Walk
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 CHEAP, DEAR = {1: 0.020, 2: 0.021, 5: 0.024, 17: 0.036}, {1: 0.020, 2: 0.030, 5: 0.038, 17: 0.12}
 
 
 def prices(*curves: dict[int, float]) -> Prices:
-    return Prices(tuple(CostCurve(seconds, 256) for seconds in curves))
+    return Prices(tuple(CostCurve(seconds, 256) for seconds in curves), is_steady=True)
 
 
 def arm(title: str, *texts: tuple[int, int], length: int = 4, method: str = "ngram") -> Arm:
@@ -151,10 +160,10 @@ def test_a_tie_is_named_and_the_simpler_is_taken() -> None:
 def test_what_is_not_known_of_the_curve_widens_the_interval() -> None:
     arms = [arm("ngram", *[(10, 1)] * 8)]
     sure = choose(arms, prices(CHEAP)).ranked
-    unsure = choose(arms, prices(CHEAP, {**CHEAP, 5: 0.05})).ranked
+    unsure = choose(arms, prices(CHEAP, {**CHEAP, 5: 0.035})).ranked
     assert sure[0].low == sure[0].high
     ngram = next(one for one in unsure if one.setting is not PLAIN)
-    assert ngram.low == pytest.approx(2 * 0.020 / 0.05)
+    assert ngram.low == pytest.approx(2 * 0.020 / 0.035)
     assert ngram.high == pytest.approx(2 * 0.020 / 0.024)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from foretoken.bench.workload import Prompt
 from foretoken.cli import app
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.cost_model import CostCurve
+from foretoken.engine.costs import Prices
 from foretoken.engine.governing import new_governor
 from foretoken.engine.governor import Governor
-from foretoken.engine.profiles import Profile, StepCurve
+from foretoken.engine.profiles import Profile
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 from foretoken.testing import toy_model
-from foretoken.tune.prices import drafting_seconds
-from foretoken.tune.profile import Observed, expected_speed, measure, settings
+from foretoken.tune.profile import best_length, expected_speed, measure
+from foretoken.tune.walk import Counts, Step, rates
 
-CURVE = StepCurve(1, 256, {1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030})
+CURVE = CostCurve({1: 0.020, 2: 0.021, 5: 0.024, 9: 0.030}, 256)
 PROMPTS = [Prompt(str(i), "x", tuple([1 + i, 2, 3] * 6)) for i in range(3)]
 
 
@@ -41,24 +43,36 @@ def found(target: CausalLM) -> Profile:
     return profile
 
 
+def text(*steps: tuple[int, int]) -> Counts:
+    """One whose steps have drafted and kept so many tokens."""
+    found = Counter(Step(drafted + 1, drafted, drafted, kept) for drafted, kept in steps)
+    return Counts(found, sum(kept + 1 for _, kept in steps))
+
+
+def prices(drafting: dict[int, float]) -> Prices:
+    return Prices((CURVE,), drafting={"ngram": drafting})
+
+
 def test_rates_are_those_of_what_was_tried() -> None:
-    observed = Observed([[(3, 3), (3, 1)], [(2, 0), (1, 1)]], 0.5, {1: 0.001, 3: 0.003})
-    assert observed.rates() == (3 / 4, 1 / 2, 1.0)
-    assert drafting_seconds(observed.drafting, 2) == pytest.approx(0.002)
-    assert drafting_seconds(observed.drafting, 5) == pytest.approx(0.005)
+    assert rates([text((3, 3), (3, 1)), text((2, 0), (1, 1))]) == (3 / 4, 1 / 2, 1.0)
+    known = prices({1: 0.001, 3: 0.003})
+    assert known.draft_seconds("ngram", 2) == pytest.approx(0.002)
+    assert known.draft_seconds("ngram", 5) == pytest.approx(0.005)
 
 
 def test_expected_speed_is_tokens_by_time() -> None:
-    observed = Observed([[(2, 1)]], 0.5, {1: 0.0, 2: 0.0})
+    drafted = [(2, 2), (2, 2), (2, 1), (2, 1), (2, 0)]
+    texts = [text(*drafted, *[(0, 0)] * 5)]
+    assert rates(texts) == (0.8, 0.5)
     # half of the steps draft two tokens: 1 + 0.5 (0.8 + 0.4) tokens in half 20 and half 22 ms
-    assert CostCurve(CURVE.seconds).at(3) == pytest.approx(0.022)
-    assert expected_speed(observed, (0.8, 0.5), CURVE, 2) == pytest.approx(1.6 * 20 / 21)
+    assert CURVE.at(3) == pytest.approx(0.022)
+    assert expected_speed(texts, prices({1: 0.0, 2: 0.0}), "ngram", CURVE, 2) == pytest.approx(1.6 * 20 / 21)
 
 
 def test_the_best_length_follows_from_costs() -> None:
-    steps = [[(4, 4), (4, 2), (4, 4)], [(4, 0), (4, 4)]]
-    dear = StepCurve(8, 256, {1: 0.02, 5: 0.2})
-    cheap, none = settings(Observed(steps, 1.0, {1: 1e-6}), [CURVE, dear])
+    texts = [text((4, 4), (4, 2), (4, 4)), text((4, 0), (4, 4))]
+    dear = CostCurve({1: 0.02, 5: 0.2}, 256, num_rows=8)
+    cheap, none = (best_length(texts, prices({1: 1e-6}), "ngram", curve) for curve in (CURVE, dear))
     assert cheap.num_speculative_tokens == 4
     assert cheap.low <= cheap.speedup <= cheap.high
     assert (none.num_speculative_tokens, none.speedup) == (0, 1.0)

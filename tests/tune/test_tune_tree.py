@@ -13,13 +13,14 @@ from foretoken.cli import app
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.engine.cost_model import CostCurve
 from foretoken.errors import ConfigError
 from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.llm import LLM
 from foretoken.testing import PROMPTS, decode
 from foretoken.tune.hits import MISS, Hits, measured_hits, watched_hits
-from foretoken.tune.trees import CostModel, measured_costs, search, sizes_to_measure
+from foretoken.tune.trees import measured_costs, search, sizes_to_measure
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads, target
 
 HITS = Hits(((0, 0), (0, 1), (1, 0), (0, MISS), (MISS, 0), (0,)), 2)
@@ -46,10 +47,12 @@ def test_tokens_per_step_are_counted_path_by_path() -> None:
 
 
 def test_costs_between_measured_sizes_are_in_proportion() -> None:
-    costs = CostModel({1: 2.0, 4: 2.6, 8: 4.0}, {1: 0.2, 8: 0.9})
-    assert costs.cost(4) == pytest.approx((2.6 + 0.5) / 2)
-    assert costs.cost(6) == pytest.approx((3.3 + 0.7) / 2)
-    assert costs.cost(99) == pytest.approx(4.9 / 2)
+    costs = CostCurve({1: 2.0, 4: 2.6, 8: 4.0}), CostCurve({1: 0.2, 8: 0.9})
+    found = search(HITS, 8, lambda tree: costs, 8)
+    cost_of = {one.num_nodes: one.cost for one in found.sizes}
+    assert cost_of[4] == pytest.approx((2.6 + 0.5) / 2)
+    assert cost_of[6] == pytest.approx((3.3 + 0.7) / 2)
+    assert cost_of[8] == pytest.approx(4.9 / 2)
     assert sizes_to_measure(14) == [1, 2, 3, 4, 6, 8, 10, 12, 14]
 
 
@@ -57,17 +60,17 @@ def test_the_size_is_that_with_the_most_tokens_per_second() -> None:
     """Ten nodes are nearly free, the eleventh costs as much as a plain step."""
     hits = Hits(tuple((rank % 5, rank % 3) for rank in range(60)), 2)
 
-    def costs(tree: RankTree) -> CostModel:
-        return CostModel({1: 1.0, 10: 1.001, 11: 2.0, 64: 3.0}, {1: 0.0})
+    def costs(tree: RankTree) -> tuple[CostCurve, CostCurve]:
+        return CostCurve({1: 1.0, 10: 1.001, 11: 2.0, 64: 3.0}), CostCurve({1: 0.0})
 
     found = search(hits, 64, costs, None)
     assert found.best.num_nodes == 10
     assert len(found.chosen) == 10
     assert found.best.speedup == max(one.speedup for one in found.sizes)
     assert len(search(hits, 64, costs, 7).chosen) == 7
-    free = search(hits, 64, lambda tree: CostModel({1: 1.0}, {1: 0.0}), None)
+    free = search(hits, 64, lambda tree: (CostCurve({1: 1.0}), CostCurve({1: 0.0})), None)
     assert free.best.tokens_per_step == max(one.tokens_per_step for one in free.sizes)
-    dear = search(hits, 64, lambda tree: CostModel({1: 1.0, 64: 64.0}, {1: 0.0}), None)
+    dear = search(hits, 64, lambda tree: (CostCurve({1: 1.0, 64: 64.0}), CostCurve({1: 0.0})), None)
     assert dear.best.num_nodes == 2
 
 
@@ -119,8 +122,8 @@ def test_drafts_that_are_watched_tell_what_asking_the_heads_tells(temperature: f
 
 def test_costs_rise_with_the_size() -> None:
     costs = measured_costs(target(), drafter("hydra"), RankTree.grown([[0.5, 0.1]] * 4, 12), PROMPTS[0], repeats=2)
-    assert list(costs.verify) == [1, 2, 3, 4, 6, 8, 10, 12]
-    for seconds in (costs.verify, costs.draft):
+    assert list(costs[0].seconds) == [1, 2, 3, 4, 6, 8, 10, 12]
+    for seconds in (curve.seconds for curve in costs):
         assert min(seconds.values()) > 0
         assert list(seconds.values()) == sorted(seconds.values())
 

@@ -59,6 +59,20 @@ class Position:
         return wilson(self.rate * self.num_tested, self.num_tested)
 
 
+def by_position(steps: Iterable[tuple[int, int, int]]) -> Iterator[Position]:
+    """The chance of every position, as deep as anything was tried.
+
+    Args:
+      steps: as of `AcceptedLengths`.
+    """
+    known = list(steps)
+    for position in range(1, max((drafted for drafted, _, _ in known), default=0) + 1):
+        reached = [(kept, count) for drafted, kept, count in known if drafted >= position and kept >= position - 1]
+        num_tested = sum(count for _, count in reached)
+        if num_tested:
+            yield Position(position, num_tested, sum(count for kept, count in reached if kept >= position) / num_tested)
+
+
 @dataclass(frozen=True)
 class AcceptedLengths:
     """Steps of an arm by what they drafted and accepted.
@@ -137,19 +151,7 @@ class AcceptedLengths:
     @property
     def positions(self) -> tuple[Position, ...]:
         """The chance by position. Were acceptances independent, it would be the same everywhere."""
-        longest = max((drafted for drafted, _, _ in self.steps), default=0)
-        found = []
-        for position in range(1, longest + 1):
-            reached = [
-                (accepted, count)
-                for drafted, accepted, count in self.steps
-                if drafted >= position and accepted >= position - 1
-            ]
-            num_tested = sum(count for _, count in reached)
-            if num_tested:
-                num_accepted = sum(count for accepted, count in reached if accepted >= position)
-                found.append(Position(position, num_tested, num_accepted / num_tested))
-        return tuple(found)
+        return tuple(by_position(self.steps))
 
     def _mean(self, value: Callable[[int, int], float]) -> float:
         total = sum(value(drafted, accepted) * count for drafted, accepted, count in self.steps)

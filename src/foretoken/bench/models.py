@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken import zoo
-from foretoken.engine.costs import Forward, filled_cache, median_times
+from foretoken.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foretoken.errors import ConfigError
 from foretoken.loading.info import Loaded, eos_token_ids
 from foretoken.loading.models import is_zoo, load_model
@@ -19,7 +19,6 @@ SCALES = {"none": None, "100m": (1024, 4096)}
 """Hidden and intermediate sizes of the target, by name; "100m" makes 98.6 M parameters of zoo:tiny."""
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16)  # of an inflated drafter, as multiples of its own
-_COST_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def drafter_of_cost(pair: Pair, target: CausalLM, cost: float) -> tuple[Any, flo
     return min(candidates, key=lambda candidate: abs(candidate[1] - cost))
 
 
-def relative_cost(target: CausalLM, drafter: CausalLM, context: int = _COST_CONTEXT, repeats: int = 9) -> float:
+def relative_cost(target: CausalLM, drafter: CausalLM, context: int = CONTEXT, repeats: int = 9) -> float:
     """Median seconds of a drafter's forward over one token, divided by the target's, interleaved."""
     forwards = [Forward(model, filled_cache(model, context, 1)[0]) for model in (target, drafter)]
     dear, cheap = median_times(forwards, repeats)

@@ -105,12 +105,11 @@ def _notes(model: str) -> list[str]:
 
 def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     """Everything `info` tells, as plain data."""
-    from foretoken.engine.costs import Forward, filled_cache, median_times
+    from foretoken.engine.costs import forward_curve
 
     target = llm.target
-    cache, length = filled_cache(target, context, max(WIDTHS))
-    curve = median_times([Forward(target, cache, width) for width in WIDTHS], repeats)
-    seconds = dict(zip(WIDTHS, curve, strict=True))
+    curve = forward_curve(target, WIDTHS, context, repeats)
+    seconds = curve.seconds
     report: dict[str, Any] = {
         "model": asdict(llm.model_info),
         "probe": "trees and chains" if target.supports_trees else "chains only",
@@ -120,7 +119,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
         "length_policy": llm.speculative_config.length_policy,
         "varies_with_time": varies_with_time(llm),
         "num_speculative_tokens": llm.speculative_config.num_speculative_tokens,
-        "context_tokens": length,
+        "context_tokens": curve.context,
         "step_seconds": {str(width): seconds[width] for width in seconds},
         "step_cost": {str(width): seconds[width] / seconds[1] for width in seconds},
         "peak_memory_bytes": peak_memory(target),
@@ -132,7 +131,7 @@ def describe(llm: LLM, context: int, repeats: int) -> dict[str, Any]:
     }
     drafting = llm.drafting
     if drafting.model is not None and drafting.info is not None:
-        (step,) = median_times([Forward(drafting.model, filled_cache(drafting.model, length, 1)[0])], repeats)
+        step = forward_curve(drafting.model, (1,), curve.context, repeats).seconds[1]
         report["drafter"] = {
             **asdict(drafting.info),
             "tokenizer": "same as the target's" if llm.tokenizer is not None else "vocabulary sizes fit",

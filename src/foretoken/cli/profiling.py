@@ -48,9 +48,11 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
     from foretoken.bench.provenance import provenance
+    from foretoken.bench.trial import compare
     from foretoken.config.speculative import SpeculativeConfig
     from foretoken.errors import ConfigError
     from foretoken.tune import profile as profiles
+    from foretoken.tune.objective import beside_plain
 
     model = choose_model(options.model)
     config = SpeculativeConfig.parse(options.speculative_config or options.method)
@@ -66,7 +68,7 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     def new_drafter(length: int) -> Drafter:
         return _drafter(llm, _with_length(config, length))
 
-    found, observed = profiles.measure(
+    found, share = profiles.measure(
         llm.target,
         config.method,
         new_drafter,
@@ -78,17 +80,16 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         repeats=options.repeats,
         say=say,
     )
-    details: dict[str, Any] = {"found_by": "foretoken tune profile", "share_of_steps": observed.share}
+    details: dict[str, Any] = {"found_by": "foretoken tune profile", "share_of_steps": share}
     if options.check:
         best = profiles.nearest_setting(found.settings, prompts, options.max_new_tokens)
         if best is None or best.num_speculative_tokens == 0:
             raise ConfigError("there is nothing to check: plain decoding is expected to be best at one row")
         say("checking by decoding")
-        trial = profiles.replayed(
-            llm.target, new_drafter(best.num_speculative_tokens), prompts, options.max_new_tokens, 1
-        )
-        speed, low, high = profiles.measured_speed(trial)
-        details["check"] = {"expected": best.speedup, "measured": speed, "low": low, "high": high}
+        drafter = new_drafter(best.num_speculative_tokens)
+        trial = beside_plain(llm.target, {"drafting": drafter}, prompts, options.max_new_tokens, 1)
+        speed = compare(trial, "drafting", "plain")
+        details["check"] = {"expected": best.speedup, "measured": speed.ratio, "low": speed.low, "high": speed.high}
     conditions = provenance()
     details["measured"] = {name: conditions[name] for name in ("time", "commit") if name in conditions}
     return found, details

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from foretoken.config.keywords import integer, real
 
 FEW = 3
 """Times that something was seen, below which the least of them counts: first calls compile and warm up. Three, since
@@ -28,17 +33,49 @@ MEMORY = 128
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a forward of one row.
+    """Seconds of a forward.
 
     Args:
-      seconds: by its number of nodes, at least for one node.
+      seconds: by its number of nodes per row, chains; at least for one node.
       context: tokens before them.
       per_token: seconds that a step takes longer for every token more that a row of it has.
+      num_rows: of the batch.
     """
 
     seconds: Mapping[int, float]
     context: int = 0
     per_token: float = 0.0
+    num_rows: int = 1
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> CostCurve:
+        """A curve as JSON has it.
+
+        Raises: KeyError, TypeError, AttributeError, ValueError, OverflowError where it is none.
+        """
+        seconds = read_seconds(data["seconds"])
+        if 1 not in seconds:
+            raise ValueError("one node was not measured")
+        return cls(
+            seconds,
+            integer("a curve", "context", data["context"], 0),
+            real("a curve", "per_token", data.get("per_token", 0.0), 0.0),
+            integer("a curve", "num_rows", data.get("num_rows", 1), 1),
+        )
+
+    @classmethod
+    def mean(cls, curves: Seq[CostCurve]) -> CostCurve:
+        """Several measurements of one curve, as far as all of them went."""
+        first = curves[0]
+        shared = [count for count in first.seconds if all(count in curve.seconds for curve in curves)]
+        seconds = {count: fmean(curve.seconds[count] for curve in curves) for count in shared}
+        return replace(first, seconds=seconds, per_token=fmean(curve.per_token for curve in curves))
+
+    def rising(self) -> CostCurve:
+        """No number of nodes counts for more than a larger one: what disturbs a machine only ever adds."""
+        known = self.seconds
+        seconds = {count: min(known[other] for other in known if other >= count) for count in known}
+        return replace(self, seconds=seconds)
 
     @cached_property
     def _nodes(self) -> list[int]:
@@ -55,6 +92,19 @@ class CostCurve:
         if num_nodes > high:
             slope = max(slope, 0.0)
         return self.seconds[high] + slope * (num_nodes - high)
+
+
+def read_seconds(data: Mapping[str, Any]) -> dict[int, float]:
+    """Seconds by a number of nodes or levels, as JSON has them.
+
+    Raises: TypeError, AttributeError, ValueError, OverflowError where they are none.
+    """
+    seconds = {
+        integer("a curve", "count", int(key), 0): real("a curve", "time", taken, 0.0) for key, taken in data.items()
+    }
+    if not all(seconds.values()):
+        raise ValueError("seconds must be above 0")
+    return seconds
 
 
 class Average:

@@ -9,19 +9,18 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
-from math import inf
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
-from typing import Any
+from time import gmtime, perf_counter, process_time, strftime
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 
-from foretoken.engine.cost_model import FEW, CostCurve
+from foretoken.engine.cost_model import FEW, CostCurve, read_seconds
 from foretoken.engine.memory import bytes_per_token
 from foretoken.folders import cache_folder, keep_json
 from foretoken.machine import cpu_digest, cpu_name
@@ -93,6 +92,26 @@ def median_times(forwards: Seq[Forward], repeats: int) -> list[float]:
     return [median(taken) for taken in forward_times(forwards, repeats)]
 
 
+def forward_curve(
+    target: CausalLM,
+    counts: Seq[int],
+    context: int,
+    repeats: int,
+    *,
+    num_rows: int = 1,
+    of: Callable[[list[float]], float] = median,
+) -> CostCurve:
+    """Seconds of forwards over chains of these numbers of nodes, interleaved.
+
+    Args:
+      context: tokens before them, fewer where the model has no room for more.
+      of: what counts of the times of one.
+    """
+    cache, length = filled_cache(target, context, max(counts), num_rows)
+    times = forward_times([Forward(target, cache, count, num_rows) for count in counts], repeats)
+    return CostCurve(dict(zip(counts, map(of, times), strict=True)), length, num_rows=num_rows)
+
+
 @torch.inference_mode()
 def filled_cache(model: CausalLM, context: int, room: int, num_rows: int = 1) -> tuple[KVCache, int]:
     """A cache whose rows each hold ``context`` tokens, fewer where the model has no room for more, and how many.
@@ -117,58 +136,118 @@ def _wait(device: torch.device) -> None:
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
+
+@dataclass
+class Prices:
+    """Seconds of what steps of a model consist of, as they were measured on this machine and are kept there.
+
+    Args:
+      curves: of verifying, measured one after another: their spread is what is not known of it.
+      host_seconds: of a step beside drafting and verifying; plain steps have them, too.
+      drafting: by the title of what drafts, seconds of drafting by levels, one row.
+      measured: when the newest curve was.
+      is_steady: whether nothing else kept the machine busy then, as far as can be told.
+    """
+
+    curves: tuple[CostCurve, ...] = ()
+    host_seconds: float = 0.0
+    drafting: dict[str, dict[int, float]] = field(default_factory=dict)
+    measured: str = ""
+    is_steady: bool = False
+
+    def is_settled(self, num_curves: int) -> bool:
+        """Whether nobody needs to measure again who wants so many curves: a few times as many of a busy machine."""
+        return len(self.curves) >= num_curves * (1 if self.is_steady else FEW)
+
+    def add(self, curve: CostCurve, is_steady: bool) -> None:
+        """Take in one more measurement. What a quiet machine shows replaces what a busy one did."""
+        if is_steady == self.is_steady:
+            self.curves += (curve,)
+        elif is_steady:
+            self.curves, self.is_steady = (curve,), True
+        self.measured = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
+
+    def rising(self) -> tuple[CostCurve, ...]:
+        """The curves, without what disturbed the machine; see `CostCurve.rising`."""
+        return tuple(curve.rising() for curve in self.curves)
+
+    def mean(self) -> CostCurve:
+        """These as one."""
+        return CostCurve.mean(self.rising())
+
+    def draft_seconds(self, title: str, levels: int) -> float:
+        """Of drafting so many levels; see `drafting_seconds`."""
+        return drafting_seconds(self.drafting.get(title, {}), levels)
+
+    def keep(self, facts: Mapping[str, Any]) -> None:
+        """For the next process on this machine, with this model; where nothing can be written it measures again."""
+        content = json.loads(json.dumps({"facts": facts, **asdict(self)}))  # as it will be read: keys are text
+        try:
+            keep_json(_file_of(facts), {**content, "digest": _digest(content)})
+        except OSError as error:
+            logger.debug("costs are not kept in %s: %s", _file_of(facts), error)
+
+    @classmethod
+    def kept(cls, facts: Mapping[str, Any]) -> Self | None:
+        """What an earlier process has measured; None where nothing was, or the file does not hold what was written."""
+        try:
+            read = json.loads(_file_of(facts).read_text(encoding="utf-8"))
+            if read.pop("digest") != _digest(read):
+                return None
+            return cls(
+                tuple(map(CostCurve.read, read["curves"])),
+                float(read["host_seconds"]),
+                {str(title): read_seconds(known) for title, known in read["drafting"].items()},
+                str(read["measured"]),
+                bool(read["is_steady"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return None
+
+
+def drafting_seconds(known: Mapping[int, float], levels: int) -> float:
+    """Of drafting so many levels: on lines through those that were measured, and on beyond; 0 where nothing was."""
+    return max(0.0, CostCurve(known).at(max(levels, min(known)))) if levels and known else 0.0
+
+
+def prices_of(
+    target: CausalLM,
+    num_curves: int = 1,
+    *,
+    is_fresh: bool = False,
+    say: Callable[[str, int, int], None] = lambda *_: None,
+) -> Prices:
+    """The prices of a target on this machine: those that are kept, else measured now, in about two seconds a curve.
+
+    They hold for the same shapes, dtype, execution, number of threads and versions. What was measured while the machine
+    was busy is measured again by the next processes, a few of them.
+
+    Args:
+      num_curves: that are wanted.
+      is_fresh: measure anew.
+    """
+    facts = facts_of(target)
+    found = (None if is_fresh else Prices.kept(facts)) or Prices()
+    if found.is_settled(num_curves):
+        return found
+    missing = num_curves - len(found.curves) if found.is_steady else num_curves
+    for place in range(missing):
+        say("timing forwards", place, missing)
+        found.add(*measure_curve(target))
+    found.keep(facts)
+    return found
+
+
 _known: WeakKeyDictionary[CausalLM, tuple[Any, CostCurve]] = WeakKeyDictionary()
 
 
 def cost_curve(target: CausalLM) -> CostCurve:
-    """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context.
-
-    It is read from the cache folder where this model has been measured on this machine before, in the same dtype,
-    execution, number of threads and versions; else it is measured, in about two seconds, and kept there. What was
-    measured while the machine was busy is measured again by the next processes, a few of them.
-    """
+    """Seconds of a forward of the target by its number of nodes, after 256 tokens, and per token of context."""
     facts = facts_of(target)
     known = _known.get(target)
-    if known is not None and known[0] == facts:
-        return known[1]
-    kept = _read(measured_file(facts)) or _Kept(CostCurve({}))
-    if not kept.is_settled:
-        kept = kept.with_another(*measure_curve(target))
-        keep_measured(measured_file(facts), {"facts": facts, **vars(kept.curve), "num_doubtful": kept.num_doubtful})
-    _known[target] = facts, kept.curve
-    return kept.curve
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What the cache folder holds of one model.
-
-    Args:
-      curve: the mean of those that were measured while the machine was busy, or one that was not.
-      num_doubtful: how many these are; 0 for one that was not.
-    """
-
-    curve: CostCurve
-    num_doubtful: int = 0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nobody needs to measure again."""
-        return bool(self.curve.seconds) and not 0 < self.num_doubtful < FEW
-
-    def with_another(self, curve: CostCurve, is_steady: bool) -> _Kept:
-        """After one more measurement."""
-        if is_steady:
-            return _Kept(curve)
-        if not self.curve.seconds.keys() >= curve.seconds.keys():
-            return _Kept(curve, 1)
-        count = self.num_doubtful
-        mean = {
-            number: (count * self.curve.seconds[number] + taken) / (count + 1)
-            for number, taken in curve.seconds.items()
-        }
-        per_token = (count * self.curve.per_token + curve.per_token) / (count + 1)
-        return _Kept(CostCurve(mean, curve.context, per_token), count + 1)
+    if known is None or known[0] != facts:
+        known = _known[target] = facts, CostCurve.mean(prices_of(target).curves)
+    return known[1]
 
 
 def forget_curve(facts: Mapping[str, Any]) -> None:
@@ -176,7 +255,7 @@ def forget_curve(facts: Mapping[str, Any]) -> None:
     for target in [target for target, known in _known.items() if known[0] == facts]:
         del _known[target]
     with suppress(OSError):
-        measured_file(facts).unlink(missing_ok=True)
+        _file_of(facts).unlink(missing_ok=True)
 
 
 @torch.inference_mode()
@@ -284,47 +363,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def measured_file(facts: Mapping[str, Any], kind: str = "") -> Path:
-    """Where measurements of a kind are kept that hold where these facts do."""
-    return cache_folder("costs", f"{_digest(facts)}{kind}.json")
-
-
-def _read(file: Path) -> _Kept | None:
-    """What was measured before; None where nothing was, or the file does not hold what was written."""
-    try:
-        read = read_measured(file) or {}
-        curve, num_doubtful = curve_of(read), int(read["num_doubtful"])
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
-    return _Kept(curve, num_doubtful)
-
-
-def curve_of(read: Mapping[str, Any]) -> CostCurve:
-    """A curve as JSON has it.
-
-    Raises: KeyError, TypeError, AttributeError, ValueError, OverflowError where it is none.
-    """
-    seconds = {int(count): float(taken) for count, taken in read["seconds"].items()}
-    curve = CostCurve(seconds, int(read["context"]), float(read["per_token"]))
-    is_sound = 1 in seconds and all(0.0 < taken < inf for taken in seconds.values()) and 0.0 <= curve.per_token < inf
-    if not is_sound:
-        raise ValueError("times are not above 0")
-    return curve
-
-
-def read_measured(file: Path) -> dict[str, Any] | None:
-    """What `keep_measured` has written; None where nothing was, or something else stands there."""
-    try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return read if read.pop("digest") == _digest(read) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def keep_measured(file: Path, content: Mapping[str, Any]) -> None:
-    """Keep a measurement and its digest; a folder that cannot be written only means that it is made again."""
-    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
-    try:
-        keep_json(file, {**plain, "digest": _digest(plain)})
-    except OSError as error:
-        logger.debug("costs are not kept in %s: %s", file, error)
+def _file_of(facts: Mapping[str, Any]) -> Path:
+    """Where measurements are kept that hold where these facts do."""
+    return cache_folder("costs", f"{_digest(facts)}.json")

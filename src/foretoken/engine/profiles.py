@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from foretoken.config.keywords import whole_number
-from foretoken.engine.cost_model import FEW, MEMORY, CostCurve
+from foretoken.config.keywords import integer, real
+from foretoken.engine.cost_model import FEW, MEMORY, CostCurve, read_seconds
 from foretoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,20 +20,6 @@ REMEDY = "make one with foretoken tune"
 
 SAME_MODEL = ("model", "layers", "shapes")
 """Facts that must agree; where others differ, the costs of a profile do not hold and are left out."""
-
-
-@dataclass(frozen=True)
-class StepCurve:
-    """Seconds of steps.
-
-    Args:
-      num_rows, context: rows of the batch, and tokens before the draft in each.
-      seconds: by nodes per row, chains.
-    """
-
-    num_rows: int
-    context: int
-    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -53,6 +38,13 @@ class BestLength:
     low: float
     high: float
 
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> BestLength:
+        """One as JSON has it."""
+        least = {"num_rows": 1, "context": 0, "num_speculative_tokens": 0}
+        counts = (integer("a setting", name, data[name], low) for name, low in least.items())
+        return cls(*counts, *(real("a setting", name, data[name], 0.0) for name in ("speedup", "low", "high")))
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -70,7 +62,7 @@ class Profile:
 
     method: str
     facts: Mapping[str, Any]
-    curves: tuple[StepCurve, ...]
+    curves: tuple[CostCurve, ...]
     drafting: Mapping[int, float]
     acceptance: tuple[float, ...]
     settings: tuple[BestLength, ...] = ()
@@ -81,10 +73,10 @@ class Profile:
         return {
             "method": self.method,
             "facts": dict(self.facts),
-            "costs": [{**vars(curve), "seconds": dict(curve.seconds)} for curve in self.curves],
+            "costs": [asdict(curve) for curve in self.curves],
             "drafting_seconds": dict(self.drafting),
             "acceptance": list(self.acceptance),
-            "settings": [vars(setting) for setting in self.settings],
+            "settings": [asdict(setting) for setting in self.settings],
             **self.details,
         }
 
@@ -105,13 +97,10 @@ class Profile:
             return cls(
                 str(data["method"]),
                 dict(data["facts"]),
-                tuple(
-                    StepCurve(_whole(one["num_rows"], 1), _whole(one["context"], 0), _seconds(one["seconds"]))
-                    for one in data["costs"]
-                ),
-                _seconds(data["drafting_seconds"]),
-                tuple(_number(rate, 0.0, 1.0) for rate in data["acceptance"]),
-                tuple(_setting(**one) for one in data["settings"]),
+                tuple(map(CostCurve.read, data["costs"])),
+                read_seconds(data["drafting_seconds"]),
+                tuple(real("a profile", "acceptance", rate, 0.0, 1.0) for rate in data["acceptance"]),
+                tuple(map(BestLength.read, data["settings"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
@@ -139,9 +128,9 @@ class Profile:
         short, long = single[0], single[-1]
         fewest = min(short.seconds.keys() & long.seconds.keys(), default=None)
         if fewest is None or long.context == short.context:
-            return CostCurve(short.seconds, short.context)
+            return short
         more = max(long.seconds[fewest] - short.seconds[fewest], 0.0)
-        return CostCurve(short.seconds, short.context, more / (long.context - short.context))
+        return replace(short, per_token=more / (long.context - short.context))
 
     def teach(self, governor: Governor, *, has_costs: bool) -> None:
         """Give a governor the experience that was measured.
@@ -158,28 +147,3 @@ class Profile:
                     governor.costs.verified(curve.num_rows, curve.num_rows * nodes, seconds)
             for levels, seconds in self.drafting.items():
                 governor.costs.drafted(1, levels, seconds)
-
-
-def _seconds(given: Mapping[str, Any]) -> dict[int, float]:
-    seconds = {_whole(int(count), 0): _number(value, 0.0) for count, value in given.items()}
-    if not all(seconds.values()):
-        raise ValueError("seconds must be above 0")
-    return seconds
-
-
-def _setting(num_rows: Any, context: Any, num_speculative_tokens: Any, speedup: Any, low: Any, high: Any) -> BestLength:
-    numbers = (_number(value, 0.0) for value in (speedup, low, high))
-    return BestLength(_whole(num_rows, 1), _whole(context, 0), _whole(num_speculative_tokens, 0), *numbers)
-
-
-def _whole(value: Any, least: int) -> int:
-    number = whole_number(value)
-    if number < least:
-        raise ValueError(f"{value!r} is less than {least}")
-    return number
-
-
-def _number(value: Any, low: float, high: float = sys.float_info.max) -> float:
-    if isinstance(value, (bool, str)) or not low <= float(value) <= high:
-        raise ValueError(f"{value!r} is not a number between {low:g} and {high:g}")
-    return float(value)

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from foretoken.bench.outcome import MIN_PROMPTS
 from foretoken.config.speculative import SpeculativeConfig
+from foretoken.engine.cost_model import CostCurve
+from foretoken.engine.costs import Prices
 from foretoken.tune.counting import PLAIN, Arm, Setting
-from foretoken.tune.prices import Counts, Prices
+from foretoken.tune.walk import Counts
 
 NUM_RESAMPLES = 2000
 TAIL = 0.025
@@ -83,8 +85,10 @@ class Choice:
     def speed_at(self, one: Ranked, num_rows: int) -> float:
         """Of an arm in a batch of so many rows, by the mean curve."""
         curve = self.prices.mean()
-        plain = sum(self.prices.plain(counts, curve, num_rows) for counts in one.arm.counts)
-        return plain / sum(self.prices.drafted(one.arm.priced_as, counts, curve, num_rows) for counts in one.arm.counts)
+        plain, drafted = (
+            sum(_seconds(arm, self.prices, curve, num_rows)) for arm in (Arm(PLAIN, one.arm.counts), one.arm)
+        )
+        return plain / drafted
 
     def sentence(self) -> str:
         """What to do, and why, by numbers."""
@@ -179,7 +183,7 @@ def choose(arms: Seq[Arm], prices: Prices, *, num_rows: int = 1, seed: int = 0) 
     """
     plain_counts = arms[0].counts if arms else ()
     arms = [Arm(PLAIN, plain_counts), *arms]
-    times = np.array([[_seconds(arm, prices, index, num_rows) for index in range(len(prices.curves))] for arm in arms])
+    times = np.array([[_seconds(arm, prices, curve, num_rows) for curve in prices.rising()] for arm in arms])
     points = _speeds(times.mean(axis=1).sum(axis=1))
     generator = np.random.default_rng(seed)
     num_prompts = times.shape[2]
@@ -199,12 +203,23 @@ def choose(arms: Seq[Arm], prices: Prices, *, num_rows: int = 1, seed: int = 0) 
     return Choice(tuple(found[i] for i in order), found[chosen], ties, prices, num_rows)
 
 
-def _seconds(arm: Arm, prices: Prices, index: int, num_rows: int) -> list[float]:
-    """Of every text, by one measurement of the curve."""
-    curve = prices.curves[index]
+def _seconds(arm: Arm, prices: Prices, curve: CostCurve, num_rows: int) -> list[float]:
+    """In which an arm writes every text. The other rows of a batch are taken to verify as many nodes."""
+
+    def verifying(nodes: int, counts: Counts) -> float:
+        """What a step takes for one of so many rows, but for drafting."""
+        of_context = curve.per_token * max(counts.context - curve.context, 0.0)
+        return curve.at(num_rows * nodes) / num_rows + of_context + prices.host_seconds
+
     if arm.setting is PLAIN:
-        return [prices.plain(counts, curve, num_rows) for counts in arm.counts]
-    return [prices.drafted(arm.priced_as, counts, curve, num_rows) for counts in arm.counts]
+        return [counts.num_tokens * verifying(1, counts) for counts in arm.counts]
+    return [
+        sum(
+            number * (verifying(step.nodes, counts) + prices.draft_seconds(arm.priced_as, step.levels))
+            for step, number in counts.steps.items()
+        )
+        for counts in arm.counts
+    ]
 
 
 def _speeds(seconds: Times) -> Times:

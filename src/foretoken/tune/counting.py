@@ -16,11 +16,11 @@ from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostCurve, CostModel
+from foretoken.engine.costs import Prices
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.governor import Governor
-from foretoken.tune.prices import Counts, Prices, Step
-from foretoken.tune.walk import Text, Walk
+from foretoken.tune.walk import Counts, Step, Text, Walk
 
 if TYPE_CHECKING:
     from foretoken.model.lm import CausalLM

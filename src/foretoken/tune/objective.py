@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
 
 from foretoken.bench.arms import EngineArm
-from foretoken.bench.trial import Sampling, compare, interleave
+from foretoken.bench.trial import Sampling, Trial, compare, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
-from foretoken.engine.costs import Forward, filled_cache, median_times
+from foretoken.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -23,8 +24,6 @@ from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
 
 DrafterOf = Callable[[LayerSet], Drafter]
-
-_COST_CONTEXT = 256
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,14 @@ class Task:
         return rows
 
 
+def beside_plain(
+    target: CausalLM, drafters: Mapping[str, Drafter], prompts: Seq[Prompt], max_new_tokens: int, repeats: int
+) -> Trial:
+    """The prompts with every drafter and plainly ("plain"), one row, greedily, interleaved."""
+    arms = [EngineArm(name, target, drafter) for name, drafter in {"plain": EmptyDrafter(), **drafters}.items()]
+    return interleave(arms, prompts, Sampling(ignore_eos=True), max_new_tokens, repeats)
+
+
 class MeasuredTime(Objective):
     """Seconds per token with the set over seconds per token without, interleaved prompt by prompt (A B B A).
 
@@ -120,10 +127,8 @@ class MeasuredTime(Objective):
     def scores(self, layer_sets: dict[str, LayerSet]) -> dict[str, Score]:
         """Several sets against plain decoding, all interleaved."""
         task = self._task
-        config = EngineConfig(max_num_seqs=1)
-        arms = [EngineArm("plain", task.target, EmptyDrafter(), (), config)]
-        arms += [EngineArm(name, task.target, task.drafter_of(one), (), config) for name, one in layer_sets.items()]
-        trial = interleave(arms, task.prompts, Sampling(ignore_eos=True), task.max_new_tokens, self._repeats)
+        drafters = {name: task.drafter_of(one) for name, one in layer_sets.items()}
+        trial = beside_plain(task.target, drafters, task.prompts, task.max_new_tokens, self._repeats)
         scores = {}
         for name, layer_set in layer_sets.items():
             ratio = compare(trial, name, "plain")
@@ -156,7 +161,7 @@ class Costs:
     def measured(cls, target: CausalLM, longest_draft: int, repeats: int = 15) -> Costs:
         """Median times after 256 tokens of context, all interleaved."""
         everything = tuple(range(target.num_layers))
-        cache, _ = filled_cache(target, _COST_CONTEXT, longest_draft + 1)
+        cache, _ = filled_cache(target, CONTEXT, longest_draft + 1)
         without = [skipping(target, LayerSet(everything, ())), skipping(target, LayerSet((), everything))]
         forwards = [Forward(variant, cache) for variant in without]
         forwards += [Forward(target, cache, width) for width in range(1, longest_draft + 2)]

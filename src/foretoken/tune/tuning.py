@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -12,21 +11,18 @@ from foretoken.bench.outcome import MIN_PROMPTS
 from foretoken.bench.workload import Prompt
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.engine.costs import facts_of
+from foretoken.engine.cost_model import FEW
+from foretoken.engine.costs import Prices, facts_of, prices_of
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.profiles import BestLength, Profile, StepCurve
+from foretoken.engine.profiles import BestLength, Profile
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.llm import LLM
 from foretoken.tune.choosing import Choice, choose
 from foretoken.tune.counting import ROWS_AT_ONCE, Arm, Setting, alone, decoded, record, settings_of, walked
-from foretoken.tune.prices import Prices, prices_of, rates
-from foretoken.tune.walk import Text
+from foretoken.tune.walk import Text, rates
 
 SHARE_OF_TEXTS = 0.25
 """Of the budget, for decoding the prompts plainly; what drafts are tried on grows with them."""
-
-FARTHER = 1024
-"""Tokens of context at which a profile says what a step costs beside that at which it was timed."""
 
 Say = Callable[[str, int, int], None]
 """Told what is running, how much of it is done, and of how much."""
@@ -54,7 +50,7 @@ class Tuning:
 
     def measure(self, *, is_fresh: bool = False) -> None:
         """What forwards cost, unless it is known."""
-        self.prices = prices_of(self.llm.target, is_fresh=is_fresh, say=self.say)
+        self.prices = prices_of(self.llm.target, FEW, is_fresh=is_fresh, say=self.say)
         self._left = self.budget_seconds
 
     def num_prompts(self, most: int, max_new_tokens: int) -> int:
@@ -148,18 +144,13 @@ class Tuning:
     def profile(self, choice: Choice, details: Mapping[str, Any]) -> Profile:
         """What `generate` and others begin with: the costs, and what the chosen method gets right."""
         curve, chosen = self.prices.mean(), choice.chosen
-        longer = StepCurve(1, curve.context + FARTHER, {1: curve.at(1) + FARTHER * curve.per_token})
-        steps: Counter[tuple[int, int]] = Counter()
-        for one in () if choice.plain_is_best else chosen.arm.counts:
-            for step, count in one.steps.items():
-                steps[step.depth, step.accepted] += count
-        acceptance = rates(steps)
+        acceptance = rates(() if choice.plain_is_best else chosen.arm.counts)
         length = 0 if choice.plain_is_best else chosen.setting.length or len(acceptance)
         expected = BestLength(choice.num_rows, curve.context, length, chosen.speed, chosen.low, chosen.high)
         return Profile(
             str(chosen.setting.config["method"]),
             facts_of(self.llm.target),
-            (StepCurve(1, curve.context, dict(curve.seconds)), longer),
+            (curve,),
             self.prices.drafting.get(chosen.arm.priced_as, {}),
             acceptance,
             (expected,),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from foretoken.bench.accepted import by_position
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import Budget
@@ -30,6 +33,48 @@ class Text:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     params: SamplingParams
+
+
+class Step(NamedTuple):
+    """What a step of one row has drafted and brought.
+
+    Args:
+      nodes: that were verified, the pending one included.
+      levels: that were asked for.
+      depth: of what was drafted.
+      accepted: drafted tokens that were kept.
+    """
+
+    nodes: int
+    levels: int
+    depth: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The steps that one text takes.
+
+    Args:
+      context: tokens before the steps, on average.
+    """
+
+    steps: Counter[Step]
+    num_tokens: int
+    context: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps.total()
+
+
+def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
+    """The chance of every depth, given that the one above was right; as deep as anything was tried."""
+    steps: Counter[tuple[int, int]] = Counter()
+    for text in texts:
+        for step, count in text.steps.items():
+            steps[step.depth, step.accepted] += count
+    return tuple(one.rate for one in by_position((*step, count) for step, count in steps.items()))
 
 
 class Walk:
