@@ -39,7 +39,7 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import EngineConfig
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, PromptError
 from foretoken.model.lm import CausalLM
 from gguf_files import write_llama
 
@@ -135,7 +135,7 @@ def test_prompts_are_read_from_files_as_people_have_them(tmp_path: Path) -> None
     text.write_text("one\n\ntwo\x0cand on\n", encoding="utf-8")
     assert [question.text for question in workload.read_questions(text)] == ["one", "two\x0cand on"]
     text.write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(PromptError, match="is empty"):
         workload.read_questions(text)
 
 
@@ -143,9 +143,9 @@ def test_prompts_are_read_from_files_as_people_have_them(tmp_path: Path) -> None
 def test_a_bad_line_of_a_prompts_file_is_named(tmp_path, line: str) -> None:
     file = tmp_path / "question.jsonl"
     file.write_text('{"question_id": 1, "category": "a", "turns": ["x"]}\n' + line + "\n")
-    with pytest.raises(ConfigError, match="line 2"):
+    with pytest.raises(PromptError, match="line 2"):
         workload.read_questions(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(PromptError, match="cannot be read"):
         workload.read_questions(tmp_path / "missing")
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from foretoken import zoo
 from foretoken.cli import app
-from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts, read_prompts_file
+from foretoken.cli.prompts import ask, check_template, looks_like_instruct, read_prompts
 from foretoken.cli.running import put_json
 from foretoken.cli.writers import ending
 from foretoken.errors import ConfigError, PromptError
@@ -40,24 +40,24 @@ def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
 def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
     jsonl = tmp_path / "prompts.jsonl"
     jsonl.write_text(json.dumps({"prompt": ODD}, ensure_ascii=False) + '\r\n{"prompt": "next"}\n', encoding="utf-8")
-    assert read_prompts_file(str(jsonl)) == [ODD, "next"]
+    assert read_prompts([], str(jsonl)) == [ODD, "next"]
     text = tmp_path / "prompts.txt"
     text.write_bytes(f"{ODD}\r\n\nnext".encode())
-    assert read_prompts_file(str(text)) == [ODD, "next"]
+    assert read_prompts([], str(text)) == [ODD, "next"]
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
 def test_a_byte_order_mark_belongs_to_no_prompt(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.write_text('"A cat"\n' if name.endswith("jsonl") else "A cat\n", encoding="utf-8-sig")
-    assert read_prompts_file(str(file)) == ["A cat"]
+    assert read_prompts([], str(file)) == ["A cat"]
 
 
 def test_a_file_in_another_encoding_is_refused_by_its_byte(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("Grüße".encode("cp1252"))
     with pytest.raises(PromptError, match=r"is not UTF-8: byte 2 is 0xfc .*; convert it"):
-        read_prompts_file(str(file))
+        read_prompts([], str(file))
 
 
 @pytest.mark.parametrize(

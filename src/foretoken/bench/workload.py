@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, PromptError
+from foretoken.sessions.prompt_files import PromptLine, read_prompts_file
 
 COPY = "copy"
 AGAIN = "again"
@@ -51,44 +50,21 @@ class Prompt:
 def read_questions(path: Path | None = None) -> list[Question]:
     """Read prompts: those that ship with the package, or a file.
 
-    A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851), or has one prompt per line: JSON with ``turns``,
-    ``prompt``, ``text`` or ``prompt_token_ids``, a JSON string, or plain text where its name ends in .txt. The keys
+    A file is Spec-Bench's ``question.jsonl`` (arXiv:2401.07851), or any that `read_prompts_file` takes. The keys
     ``category`` and ``question_id`` may be left out.
 
-    Raises: ConfigError for a file that cannot be read or is empty, and for a line without a prompt.
+    Raises: PromptError for a file that cannot be read or is empty, and for a line without a prompt.
     """
-    source = resources.files("foretoken.bench") / "prompts.jsonl" if path is None else path.expanduser()
-    try:
-        text = source.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"the prompts file {source} cannot be read: {reason}; check the path") from None
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    file = path or Path(__file__).with_name("prompts.jsonl")
+    lines = read_prompts_file(file)
     if not lines:
-        raise ConfigError(f"the prompts file {source} is empty; give one prompt per line")
-    if str(source).endswith(".txt"):
-        return [Question(number, UNNAMED, line.rstrip("\r")) for number, line in lines]
-    return [_question(line, number, str(source)) for number, line in lines]
+        raise PromptError(f"the prompts file {file} is empty; give one prompt per line")
+    return [_question(one) for one in lines]
 
 
-def _question(line: str, number: int, source: str) -> Question:
-    try:
-        record: Any = json.loads(line)
-        if isinstance(record, str):
-            record = {"text": record}
-        turns = record.get("turns", [record.get("prompt", record.get("text"))])
-        ids = record.get("prompt_token_ids")
-        question_id, category = int(record.get("question_id", number)), str(record.get("category", UNNAMED))
-        if ids is not None:
-            return Question(question_id, category, "", tuple(map(int, ids)))
-        if not isinstance(turns[0], str):
-            raise TypeError("no text under turns, prompt or text")
-    except (ValueError, AttributeError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"line {number} of {source} holds no prompt ({type(error).__name__}: {error}); give JSON with turns (a "
-            "list of text), prompt, text or prompt_token_ids, or plain text in a file that ends in .txt"
-        ) from None
-    return Question(question_id, category, turns[0])
+def _question(line: PromptLine) -> Question:
+    named, category = line.keys.get("question_id"), str(line.keys.get("category", UNNAMED))
+    return Question(named if isinstance(named, int) else line.number, category, line.text, line.token_ids)
 
 
 def select(questions: Iterable[Question], num_prompts: int, *, copying: bool = False) -> list[Question]:

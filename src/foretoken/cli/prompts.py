@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.config.keywords import check_unicode, whole_number
+from foretoken.config.keywords import check_unicode
 from foretoken.errors import ConfigError, PromptError
+from foretoken.sessions.prompt_files import STDIN, read_prompts_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STDIN = "-"
 Chat = Annotated[
     bool,
     typer.Option("--chat", help="Put text through the chat template; what instruct models get without saying so."),
@@ -55,7 +53,7 @@ def read_prompts(prompts: Sequence[str], file: str | None, *, raw: bool = False)
     """
     read: list[Any] = [read_stdin() if prompt == STDIN else prompt for prompt in prompts]
     if file is not None:
-        read += read_prompts_file(file)
+        read += [one.given for one in read_prompts_file(file)]
     if not read:
         raise PromptError("there is no prompt; give some text, - for standard input, or --prompts-file")
     for place, prompt in enumerate(read):
@@ -76,67 +74,6 @@ def check_text(text: str, place: int, *, raw: bool = False) -> None:
 def read_stdin() -> str:
     """Standard input as one text, in the encoding of the terminal, without the line end that ``echo`` adds."""
     return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
-
-
-def read_prompts_file(file: str) -> list[Any]:
-    """Prompts of a JSONL file (``turns``, ``prompt``, ``text`` or ``prompt_token_ids``), or one per line of a .txt.
-
-    Of several turns the first is taken. "-" is JSONL on standard input. Files are UTF-8, with or without a byte order
-    mark, and only line ends end a line: U+2028, U+0085 and form feeds are text.
-
-    Raises: PromptError.
-    """
-    try:
-        if file == STDIN:
-            lines = _lines(sys.stdin.buffer.read())
-        else:
-            lines = _lines(Path(file).expanduser().read_bytes())
-    except UnicodeDecodeError as error:
-        name = "standard input" if file == STDIN else f"prompts file {file!r}"
-        raise PromptError(
-            f"{name} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x} ({error.reason}); convert "
-            "it, with iconv for instance"
-        ) from None
-    except OSError as error:
-        raise PromptError(f"prompts file {file!r} cannot be read: {error.strerror or error}; check the path") from None
-    written = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if file.endswith(".txt"):
-        return [line for _, line in written]
-    return [_json_prompt(line, f"{file}, line {number}") for number, line in written]
-
-
-def _lines(data: bytes) -> list[str]:
-    """A text stream ends lines at line ends alone, where `str.splitlines` ends them at a dozen characters."""
-    return [line.removesuffix("\n") for line in io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")]
-
-
-def _json_prompt(line: str, place: str) -> Any:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{place} is not JSON: {error}; write one object per line, or name the file .txt") from None
-    if isinstance(entry, str):
-        return entry
-    if isinstance(entry, Mapping):
-        turns = entry.get("turns")
-        if isinstance(turns, list) and turns and isinstance(turns[0], str):
-            return turns[0]
-        for key in ("prompt", "text"):
-            if isinstance(entry.get(key), str):
-                return entry[key]
-        if isinstance(entry.get("prompt_token_ids"), list):
-            return {"prompt_token_ids": [_token_id(token, place) for token in entry["prompt_token_ids"]]}
-    raise PromptError(f"{place} holds no prompt; give turns (a list of text), prompt, text or prompt_token_ids")
-
-
-def _token_id(token: Any, place: str) -> int:
-    try:
-        number = whole_number(token)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise PromptError(f"{place} holds {token!r}; token ids are whole numbers, 0 or more")
-    return number
 
 
 # -- the chat template -----------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import TargetOptions
-from foretoken.cli.prompts import STDIN, Raw, ask, read_prompts_file
+from foretoken.cli.prompts import Raw, ask
 from foretoken.errors import ConfigError
+from foretoken.sessions.prompt_files import STDIN, read_prompts_file
 
 if TYPE_CHECKING:
     from foretoken.bench.workload import Prompt
@@ -49,7 +50,7 @@ class TuneOptions(TargetOptions):
         from foretoken.sessions.prompts import read_prompt
 
         if self.prompts != BUILT_IN:
-            given = read_prompts_file(self.prompts)[: self.num_prompts]
+            given = [one.given for one in read_prompts_file(self.prompts)[: self.num_prompts]]
             asked = ask(tokenizer, model, given, raw=self.raw)
             ids = (read_prompt(one.prompt, tokenizer, place).token_ids for place, one in enumerate(asked))
             return [Prompt(str(place), "file", one) for place, one in enumerate(ids)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +13,7 @@ from typing import Any
 
 from foretoken.config.keywords import check_unicode
 from foretoken.errors import PromptError
+from foretoken.sessions.prompt_files import PromptLine, read_prompts_file
 from foretoken.sessions.prompts import chat_prompt
 
 SUFFIXES = (".jsonl", ".jsonl.xz", ".txt")
@@ -77,45 +76,24 @@ def read_prompts(path: Path) -> list[Asked]:
             raise PromptError(f"{path} holds no files of prompts; want names that end in {', '.join(SUFFIXES)}")
     else:
         files = [path]
-    found = [asked for file in files for asked in _read_file(file)]
+    found = [_asked(line) for file in files for line in read_prompts_file(file)]
     if not found:
         raise PromptError(f"{path} holds no prompts; give one per line")
     return found
 
 
-def _read_file(file: Path) -> Iterator[Asked]:
-    try:
-        data = file.read_bytes()
-        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
+def _asked(line: PromptLine) -> Asked:
+    answer, ended = line.keys.get("answer"), line.keys.get("ended", True)
+    if not line.text.strip():
         raise PromptError(
-            f"the prompts file {file} cannot be read: {reason}; check the path, or copy it again"
-        ) from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{file}, line {number}"
-        yield Asked(line.rstrip("\r"), place) if file.suffix == ".txt" else _asked(line, place)
-
-
-def _asked(line: str, place: str) -> Asked:
-    try:
-        entry: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{place} is not JSON: {error}; write one object per line, or name the file .txt") from None
-    if isinstance(entry, str):
-        entry = {"prompt": entry}
-    entry = entry if isinstance(entry, dict) else {}
-    turns = entry.get("turns")
-    text = turns[0] if isinstance(turns, list) and turns else entry.get("prompt", entry.get("text"))
-    answer, ended = entry.get("answer"), entry.get("ended", True)
-    if not isinstance(text, str) or not text.strip():
-        raise PromptError(f"{place} holds no prompt; give prompt, text or turns (a list of text) that is not empty")
+            f"{line.place} holds no prompt; give prompt, text or turns (a list of text) that is not empty"
+        )
     if not (answer is None or isinstance(answer, str)) or not isinstance(ended, bool):
-        raise PromptError(f"{place}: answer must be text and ended true or false; leave answer out to have it made")
-    check_unicode(text, place)
-    return Asked(text, place, answer, ended)
+        raise PromptError(
+            f"{line.place}: answer must be text and ended true or false; leave answer out to have it made"
+        )
+    check_unicode(line.text, line.place)
+    return Asked(line.text, line.place, answer, ended)
 
 
 def prompt_ids(asked: Asked, tokenizer: Any, *, is_raw: bool = False) -> tuple[int, ...]:
