@@ -158,7 +158,8 @@ LAWS = {
     "greedy": {},
     "sampled": {"temperature": 0.8, "seed": 3},
     "top-k": {"temperature": 1.4, "seed": 4, "top_k": 7},
-    "top-p and min-p": {"temperature": 1.0, "seed": 5, "top_p": 0.7, "min_p": 0.02, "top_k": 60},
+    "top-p": {"temperature": 1.3, "seed": 8, "top_p": 0.95},
+    "all": {"temperature": 1.0, "seed": 5, "top_p": 0.7, "min_p": 0.02, "top_k": 60},
 }
 
 

@@ -3,6 +3,7 @@
 
 #include "abi.h"
 #include "functions.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <functional>
@@ -73,24 +74,43 @@ static void likeliest_of(float* row, const Growing& growing, int64_t count, cons
   }
 }
 
+// The least of the scores that are needed, the largest first, for a share of the mass of all. Changes their order, and
+// drops some. What is below (1 - share) of the mean has less than that mass together, so it is dropped in one go; the
+// rest is halved, by its mass, until one is left.
+static float least_of_nucleus(std::vector<float>& scores, float peak, double share) {
+  double mass = mass_of(scores.data(), (int64_t)scores.size(), peak, 1.0f);
+  const double enough = share * mass;
+  for (size_t before = 0; before != scores.size() && mass > enough;) {
+    const float bound = peak + (float)log((mass - enough) / scores.size());
+    before = scores.size();
+    size_t kept = 0;
+    for (const float score : scores) scores[kept] = score, kept += score >= bound;
+    scores.resize(kept);
+    mass = mass_of(scores.data(), (int64_t)kept, peak, 1.0f);
+    if (kept > before - before / 8) break;
+  }
+  auto first = scores.begin(), last = scores.end();
+  for (double needed = enough; last - first > 1;) {
+    const auto middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last, std::greater<float>());
+    const double upper = mass_of(&*first, middle - first, peak, 1.0f);
+    if (upper >= needed) last = middle;
+    else needed -= upper, first = middle;
+  }
+  return *first;
+}
+
 // The least of the scores that top-k, top-p and min-p leave; of equal ones all are left.
 static float least_left(const float* row, int64_t count, float peak, const Drawing& drawing) {
   static thread_local std::vector<float> left;
   left.assign(row, row + count);
+  float found = -__builtin_inff();
   if (0 < drawing.top_k && drawing.top_k < count) {
     std::nth_element(left.begin(), left.begin() + drawing.top_k - 1, left.end(), std::greater<float>());
+    found = left[drawing.top_k - 1];
     left.resize(drawing.top_k);
   }
-  float found = *std::min_element(left.begin(), left.end());
-  if (drawing.top_p < 1.0f) {
-    const double enough = drawing.top_p * mass_of(left.data(), (int64_t)left.size(), peak, 1.0f);
-    double mass = 0;
-    for (size_t sorted = 0; sorted < left.size() && mass < enough;) {
-      const size_t end = std::min(left.size(), std::max<size_t>(64, 4 * sorted));
-      std::partial_sort(left.begin() + sorted, left.begin() + end, left.end(), std::greater<float>());
-      for (; sorted < end && mass < enough; ++sorted) mass += exp((double)(found = left[sorted]) - peak);
-    }
-  }
+  if (drawing.top_p < 1.0f) found = least_of_nucleus(left, peak, drawing.top_p);
   return drawing.min_p > 0.0f ? std::max(found, peak + logf(drawing.min_p)) : found;
 }
 
@@ -191,12 +211,14 @@ extern "C" int64_t foretoken_head_grow(const Head* head, const Growing* growing,
     logits.resize(n * vocab);
     foretoken_head_logits(head, outputs.data(), n, logits.data(), threads);
     children.clear();
-    for (int64_t i = 0; i < n; ++i) {
+    std::vector<std::vector<Child>> of_node(n);
+    share_each(n, threads, [&](int64_t i, int) {
       float* row = logits.data() + i * vocab;
-      if (!is_finite(row, vocab)) continue;
-      if (growing->drawing) drawn_of(row, *growing, vocab, depth, pool[frontier[i]], frontier[i], children);
-      else likeliest_of(row, *growing, vocab, pool[frontier[i]], frontier[i], children);
-    }
+      if (!is_finite(row, vocab)) return;
+      if (growing->drawing) drawn_of(row, *growing, vocab, depth, pool[frontier[i]], frontier[i], of_node[i]);
+      else likeliest_of(row, *growing, vocab, pool[frontier[i]], frontier[i], of_node[i]);
+    });
+    for (const std::vector<Child>& some : of_node) children.insert(children.end(), some.begin(), some.end());
     std::vector<int64_t> fed_as(pool.size(), 0);
     for (int64_t i = 0; i < n; ++i) fed_as[frontier[i]] = i;
     std::stable_sort(children.begin(), children.end(), [](const Child& a, const Child& b) { return a.score > b.score; });
