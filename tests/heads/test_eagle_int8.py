@@ -169,7 +169,7 @@ LAWS = {
 def test_a_draft_in_one_call_is_the_draft_level_by_level(
     name: str, growth: dict[str, Any], law: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = replace(GREEDY, max_tokens=14, **law)
+    params = replace(GREEDY, max_tokens=24, **law)
     made = head(name)
     engine = Engine(target(), watched := drafter(made, 4, **growth))
     grown, grow = [], watched.states.grow
