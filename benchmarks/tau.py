@@ -39,7 +39,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.beginnings import first_difference
-from foretoken.bench.equality import preference_gap
+from foretoken.bench.equality import gap_of
 from foretoken.bench.provenance import provenance
 from foretoken.bench.trial import Sampling, bootstrap
 from foretoken.bench.workload import read_questions
@@ -325,15 +325,14 @@ def beside(llm: LLM, asked: Seq[Question], plain: Found, found: Found, sampling:
 
     Half precision promises equal tokens for chains, and for trees but for near-ties (docs/exactness.md).
     """
-    gaps = []
+    gaps, gap = [], gap_of(llm.target, sampling)
     for question, expected, output in zip(asked, plain.outputs, found.outputs, strict=True):
         place = first_difference(expected, output)
         if place is None:
             continue
         ended = place >= min(len(expected), len(output))
         pair = (-1, -1) if ended else (expected[place], output[place])
-        known = (question.token_ids, expected[:place], sampling)
-        gaps.append(math.inf if ended else preference_gap(llm.target, *known, *pair))
+        gaps.append(math.inf if ended else gap(question.token_ids, expected[:place], *pair))
     return {"num_equal": len(asked) - len(gaps), "largest_gap": round(max(gaps, default=0.0), 3)}
 
 

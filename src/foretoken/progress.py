@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TaskID,
-    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+SECONDS_PER_LINE = 10.0
+"""Of progress where there is no terminal, of what takes long."""
+
+Watch = Callable[[str, int, int], None]
+"""Told what is running, how much of it is done, and of how much."""
 
 
 class Bar:
@@ -53,29 +58,48 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Bar
 
 
 @contextmanager
-def build_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar for building a datastore, on standard error, where that is a terminal; None elsewhere."""
+def stages(say: Callable[[str], None] | None = None) -> Iterator[Watch]:
+    """Show on standard error what is running and how long it will take, where that is a terminal.
+
+    Args:
+      say: gets a line now and then where it is none; nothing is shown there if left out.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield None
+        yield (lambda what, done, total: None) if say is None else _lines(say)
         return
     columns = (
-        SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn(),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("reading", total=None)
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage == "sorting":
-                progress.update(task, description=f"sorting {done:,} tokens")
-            else:
-                progress.update(task, description=stage, completed=done, total=total)
+        def watch(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
 
-        yield report
+        yield watch
+
+
+def _lines(say: Callable[[str], None]) -> Watch:
+    started = perf_counter()
+    latest = ("", started)
+
+    def watch(what: str, done: int, total: int) -> None:
+        nonlocal latest
+        now = perf_counter()
+        if what != latest[0] or now - latest[1] > SECONDS_PER_LINE:
+            say(f"{(now - started) / 60:.1f} min: {what}, {done} of {total}")
+            latest = what, now
+
+    return watch
 
 
 @contextmanager

@@ -312,7 +312,7 @@ def test_a_wrong_token_closes_the_gate_and_shows_its_gap(pair: Pair, target: Cau
     for sampling in (GREEDY, Sampling(temperature=1.0, seed=2, ignore_eos=True)):
         trial = interleave([arm, Wrong(), Short()], prompts, sampling, 10)
         wrong, short, right = equality.check(
-            trial, equality.gap_of(pair.target, sampling), "plain", ["wrong", "short", "plain"]
+            trial, equality.gap_of(target, sampling), "plain", ["wrong", "short", "plain"]
         )
         assert wrong.divergences[0].position == 5
         assert equality.MAX_FLOAT32_GAP < wrong.largest_gap < 100
@@ -330,9 +330,8 @@ def test_the_gap_knows_what_was_drawn(pair: Pair, target: CausalLM) -> None:
     logits = pair.target(input_ids=torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 :]
     for place, token in enumerate(tokens):
         likeliest = [int(other) for other in logits[place].topk(3).indices if int(other) != token]
-        gaps = [
-            equality.preference_gap(pair.target, PROMPT, tokens[:place], sampling, token, other) for other in likeliest
-        ]
+        gap = equality.gap_of(target, sampling)
+        gaps = [gap(PROMPT, tokens[:place], token, other) for other in likeliest]
         assert min(gaps) > 0
 
 

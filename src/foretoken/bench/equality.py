@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from foretoken.beginnings import first_difference
 from foretoken.bench.trial import Sampling, Trial, rows_of
-from foretoken.law.noise import as_int64, gumbel
-from foretoken.law.sampling import SamplingLaw, log_probs
-from foretoken.model.lm import CausalLM, Nodes
+from foretoken.model.lm import CausalLM
+from foretoken.testing.divergence import token_gap
 
 MAX_FLOAT32_GAP = 1e-4
 """Largest gap at which two float32 computations may choose differently (DESIGN 7.5)."""
 
 Gap = Callable[[Seq[int], Seq[int], int, int], float]
 """Of a prompt, the text so far and two tokens: by how much the model prefers one to the other, in logits."""
-
-_CHUNK = 512  # tokens per forward after a long text
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,10 @@ def check(trial: Trial, gap: Gap, reference: str, arms: Seq[str]) -> list[Equali
     return [_compared(trial, gap, reference, arm) for arm in arms]
 
 
-def gap_of(model: Any, sampling: Sampling) -> Gap:
-    """Gaps by a plain forward of a model: a transformers model, or its adapter."""
-    return lambda prompt, output, one, other: preference_gap(model, prompt, output, sampling, one, other)
+def gap_of(target: CausalLM, sampling: Sampling) -> Gap:
+    """Gaps by a plain forward of a model, noise of the draw included; see `foretoken.testing.divergence`."""
+    params = sampling.params(1)
+    return lambda prompt, output, one, other: token_gap(target, prompt, output, params, 0, (one, other))
 
 
 def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
@@ -102,32 +99,3 @@ def _compared(trial: Trial, gap: Gap, reference: str, arm: str) -> Equality:
     share = num_same / num_tokens if num_tokens else 1.0
     num_identical = num_rows - len(divergences)
     return Equality(arm, reference, num_rows, num_identical, tuple(divergences), share, trial.is_repeatable(arm))
-
-
-@torch.inference_mode()
-def preference_gap(model: Any, prompt: Seq[int], output: Seq[int], sampling: Sampling, one: int, other: int) -> float:
-    """How strongly one token is preferred to the other after prompt and output, noise of the draw included."""
-    text = [*prompt, *output]
-    logits = _next_logits(model, text)  # (1, V)
-    values = logits[0].double()
-    if not sampling.is_greedy:
-        law = SamplingLaw(sampling.params(1), vocab_size=logits.shape[1], prompt_ids=prompt)
-        law.extend(output)
-        seeds, positions = torch.tensor(as_int64([law.seed])), torch.tensor([len(text)])
-        pair = torch.tensor([one, other])
-        values = log_probs(logits, [law], [()])[0].double()
-        values[pair] += gumbel(seeds, positions, pair)[0]
-    return abs(float(values[one] - values[other]))
-
-
-def _next_logits(model: Any, text: Seq[int]) -> torch.Tensor:
-    """(1, V), after the whole text."""
-    if not isinstance(model, CausalLM):
-        logits: torch.Tensor = model(input_ids=torch.tensor([text]), use_cache=False, logits_to_keep=1).logits[0]
-        return logits
-    cache = model.new_cache(1, capacity=len(text))
-    *chunks, last = [text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK)]
-    for chunk in chunks:
-        model.forward(Nodes.from_chains([chunk]), cache, keep=slice(0, 0))
-        cache.commit([range(len(chunk))])
-    return model.forward(Nodes.from_chains([last]), cache)[0, -1:].cpu()

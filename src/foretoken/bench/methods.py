@@ -24,13 +24,11 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.stats import StepProfile
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.progress import Watch
 
 _WARM_UP_TOKENS = 8
 _CHECKED_TOKENS = 32
 """Of a prompt's output that are compared in the strict mode before anything is timed."""
-
-Say = Callable[[str, int, int], None]
-"""Told what is running, how many prompts of it are done, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,13 @@ class Methods:
         dtype: str,
         scale: str,
         settings: MethodsSettings,
-        say: Say | None = None,
+        say: Watch = lambda *_: None,
         *,
         quantization: str | None = None,
         weights: str | None = None,
     ) -> None:
         self.settings = settings
-        self._say = say or (lambda what, done, total: None)
+        self._say = say
         _, loaded = load_scaled(model, scale, dtype=dtype, quantization=quantization, weights=weights)
         self.label = describe(loaded.model)
         self._arms = OwnArms(loaded, model, dtype, settings.execution, settings.exactness)

@@ -12,9 +12,10 @@ from typing import Any
 
 from foretoken.bench.candidates import PLAIN, Candidate
 from foretoken.bench.equality import Equality
-from foretoken.bench.report import NOTHING, Column, Line, Table, count, figure, load_lines, percent
+from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.tables import same_of
 from foretoken.bench.trial import Comparison, Trial, bootstrap, compare, prompt_ratios
+from foretoken.engine.budget import counted
 from foretoken.engine.stats import StepProfile
 
 MIN_PROMPTS = 6
@@ -142,7 +143,7 @@ class Outcome:
           notes: what is to be known about the model.
         """
         found = by_kind(self)
-        title = f"methods: {self.sampling}, {count(self.num_prompts, 'prompt')}"
+        title = f"methods: {self.sampling}, {counted(self.num_prompts, 'prompt')}"
         rows = (self.plain, *ranked(self), *(row for row in self.rows if not row.is_timed))
         yield Table(title + (f" of {len(found)} kinds" if len(found) > 1 else ""), _COLUMNS, rows)
         yield Line(self._legend(), "dim")
@@ -163,7 +164,7 @@ class Outcome:
         interval = " (95 % interval)" if self.num_prompts > 1 else ""
         parts = [
             f"x plain: times plain decoding's speed, median of the prompts{interval}, "
-            f"{count(self.runs_per_prompt, 'interleaved run')} each",
+            f"{counted(self.runs_per_prompt, 'interleaved run')} each",
             "tau: tokens per step",
             "acc.: drafted tokens that were accepted",
             "nodes: verified per step",

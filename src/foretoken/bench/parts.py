@@ -312,7 +312,7 @@ class Suite:
         Raises: UnequalOutputsError.
         """
         names = [arm.name for arm in arms]
-        gap = gap_of(self.reference, trial.sampling)
+        gap = gap_of(self.target, trial.sampling)
         reference, judged = PLAIN, [name for name in names if name != PLAIN]
         if trial.sampling.is_greedy:
             reference, judged = others[0].name, names

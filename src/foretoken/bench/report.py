@@ -210,11 +210,6 @@ def load_lines(other_cpu_share: float) -> Iterator[Line]:
         )
 
 
-def count(number: int, noun: str) -> str:
-    """(1, "prompt") is "1 prompt", (2, "prompt") is "2 prompts"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def figure(value: float | None, digits: int = 2) -> str:
     """A figure, nothing where there is none to have, and `NOTHING` where nothing was timed."""
     if value is None:

@@ -11,9 +11,10 @@ from typing import Any
 from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
 from foretoken.bench.forwards import VERBS, Efficiency, Profile
-from foretoken.bench.report import NOTHING, Column, Line, Table, count, figure, load_lines, percent
+from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.trial import Comparison, Trial
 from foretoken.bench.workload import repeated_share
+from foretoken.engine.budget import counted
 
 # -- speed -------------------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ class SpeedTable:
         title = f"{self.title}: {self.sampling}, {context}"
         yield Table(title, self._columns(), self.rows, is_wide=True, narrow=self._columns(is_narrow=True))
         yield Line(
-            f"{count(self.num_prompts, 'prompt')}, {count(self.runs_per_prompt, 'interleaved run')} each; ratio: "
+            f"{counted(self.num_prompts, 'prompt')}, {counted(self.runs_per_prompt, 'interleaved run')} each; ratio: "
             f"median of the prompts{' (95 % interval)' if self.num_prompts > 1 else ', of which one has no interval'}; "
             "repeats: share of the tokens inside repeated 8-grams",
             "dim",

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model, put_json, say
 from foretoken.folders import check_place, keep_text
+from foretoken.progress import stages
 
 if TYPE_CHECKING:
     from foretoken.bench.candidates import Candidate
     from foretoken.bench.parts import Suite
     from foretoken.bench.report import Report
     from foretoken.model.lm import CausalLM
-
-_SECONDS_PER_LINE = 10.0
-"""Of progress where there is no terminal, of what takes long."""
 
 _NOTHING_MEASURED = "interrupted before the first prompt was done: nothing was measured"
 
@@ -139,7 +134,6 @@ def _fill_parts(suite: Suite, parts: list[str], report: Report) -> None:
     from foretoken.bench import accepted
     from foretoken.bench.report import show
     from foretoken.bench.tables import batch_table, drafting_table, profile_table
-    from foretoken.progress import build_bar
 
     settings, greedy = suite.settings, suite.greedy
     first = settings.contexts[0]
@@ -174,8 +168,8 @@ def _fill_parts(suite: Suite, parts: list[str], report: Report) -> None:
         show(report.console, [profile_table(cells)])
         report.keep(profile=cells)
     if "drafting" in parts:
-        with build_bar() as bar:
-            costs = list(suite.drafting(bar))
+        with stages() as watch:
+            costs = list(suite.drafting(watch))
         show(report.console, [drafting_table(costs)])
         report.keep(drafting=costs)
 
@@ -206,7 +200,7 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
         )
 
     try:
-        with progress() as watch:
+        with stages() as watch:
             rounding = {"quantization": options.quantization, "weights": options.weights}
             methods = Methods(model, options.dtype, scale, settings, watch, **rounding)
             dtype, execution = _dtype(methods.target), methods.target.execution.describe()
@@ -261,7 +255,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
         latest[:] = [outcome]
         report.keep(race=outcome)
 
-    with progress(is_long=True) as watch:
+    with stages(say) as watch:
         exported = export(model, options.draft_model, scale, say)
         dtype = exported.dtype if options.dtype == "auto" else options.dtype
         if dtype not in launching.OPENVINO:
@@ -296,54 +290,6 @@ def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
         return ()
     named = {part.method for one in candidates for part in one.config.parts}
     return zoo.manifest(model).notes_about(map(str, named))
-
-
-# -- what is told meanwhile --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(*, is_long: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show on standard error what is running and how long it will take.
-
-    Args:
-      is_long: where that is no terminal, write a line now and then; else nothing.
-    """
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines() if is_long else lambda what, done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def watch(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for task in tasks.values():
-                    bar.update(task, visible=False)
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        yield watch
-
-
-def _lines() -> Callable[[str, int, int], None]:
-    started = time.perf_counter()
-    latest = ("", started)
-
-    def watch(what: str, done: int, total: int) -> None:
-        nonlocal latest
-        now = time.perf_counter()
-        if what != latest[0] or now - latest[1] > _SECONDS_PER_LINE:
-            say(f"{(now - started) / 60:.1f} min: {what}, {done} of {total}")
-            latest = what, now
-
-    return watch
 
 
 def _check_folder(file: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foretoken.cli.options import Target, TargetOptions, numbers
+from foretoken.config.written import by_comma
 
 if TYPE_CHECKING:
     from foretoken.bench.methods import MethodsSettings
@@ -167,7 +168,7 @@ class BenchOptions(TargetOptions):
         """
         from foretoken.errors import ConfigError
 
-        chosen = _split(self.parts)
+        chosen = by_comma(self.parts)
         unknown = [part for part in chosen if part not in (*PARTS, *EXTRA_PARTS)]
         if unknown:
             raise ConfigError(f"--parts holds {unknown[0]!r}; choose among {', '.join((*PARTS, *EXTRA_PARTS))}")
@@ -226,12 +227,10 @@ class BenchOptions(TargetOptions):
         for name, read in _READ.items():
             if wanted.get(name) is not None:
                 wanted[name] = numbers(name.replace("_", "-"), wanted[name], read)
+        if wanted.get("kinds") is not None:
+            wanted["kinds"] = tuple(by_comma(wanted["kinds"]))
         wanted |= given | (quick if self.quick else {})
         return kind(**{name: value for name, value in wanted.items() if value is not None})
-
-
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _whole(text: str) -> int:
@@ -240,5 +239,5 @@ def _whole(text: str) -> int:
 
 
 _LISTS = ("contexts", "draft_contexts", "datastore_sizes", "batch_sizes", "assisted_lengths", "lookup_lengths")
-_READ: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_LISTS, _whole), "draft_costs": float, "kinds": str.strip}
-"""What options by comma are lists of."""
+_READ: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_LISTS, _whole), "draft_costs": float}
+"""How the numbers of options by comma are read."""

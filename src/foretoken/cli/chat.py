@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.beginnings import shared_length
 from foretoken.cli.chat_screen import JsonScreen, Screen
 from foretoken.cli.options import AsJson, DraftingOptions, LoadingOptions, ModelOptions, SamplingOptions, takes_groups
 from foretoken.cli.running import EXIT_DIFFERS, EXIT_REFUSED, exit_codes, load_llm
@@ -114,8 +115,7 @@ class Chat:
         name, _, argument = line.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            known = [*self._commands, "/quit"]
-            hint = did_you_mean(name, known).replace("'", "")
+            hint = did_you_mean(name, [*self._commands, "/quit"], shown=str)
             raise ConfigError(f"there is no command {name}; {hint} A message that begins with / is written with //")
         command(argument.strip())
 
@@ -148,10 +148,7 @@ class Chat:
             )
         else:
             self._fail(EXIT_DIFFERS)
-            same = next(
-                (i for i, pair in enumerate(zip(turn.token_ids, last.token_ids, strict=False)) if pair[0] != pair[1]),
-                min(len(turn.token_ids), len(last.token_ids)),
-            )
+            same = shared_length(turn.token_ids, last.token_ids)
             self.screen.say(f"different from token {same} on; {_why_different(self.conversation)}")
 
     def _stats(self, _: str) -> None:

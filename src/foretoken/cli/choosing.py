@@ -14,12 +14,14 @@ from rich.table import Table
 
 from foretoken.cli.options import Target, TargetOptions
 from foretoken.cli.running import choose_model, load_llm
+from foretoken.config.written import by_comma
 
 if TYPE_CHECKING:
     from foretoken.bench.workload import Prompt, Question
     from foretoken.llm import LLM
+    from foretoken.progress import Watch
     from foretoken.tune.choosing import Choice
-    from foretoken.tune.tuning import Say, Tuning
+    from foretoken.tune.tuning import Tuning
 
 USUAL = ("ngram", "suffix", "draft_model", "eagle3", "token_recycling", "suffix+eagle3")
 """Methods that are tried where none is named: those that gain somewhere without a search of their own
@@ -74,7 +76,7 @@ class ChoosingOptions(TargetOptions):
     seed: Annotated[int, typer.Option(help="Of sampled texts, and of the resampling behind intervals.", min=0)] = 0
 
 
-def find_method(options: ChoosingOptions, say: Say) -> tuple[Choice, Tuning, dict[str, Any]]:
+def find_method(options: ChoosingOptions, say: Watch) -> tuple[Choice, Tuning, dict[str, Any]]:
     """Decode, count, price and choose; what was found, what has found it, and what is to be known about it.
 
     Raises: ConfigError, CheckpointError, UnsupportedModelError.
@@ -120,7 +122,7 @@ def _prompts(llm: LLM, options: ChoosingOptions, questions: Sequence[Question], 
     from foretoken.errors import ConfigError
 
     context = llm.target.context_length
-    kinds = None if options.kinds is None else [kind.strip() for kind in options.kinds.split(",") if kind.strip()]
+    kinds = None if options.kinds is None else by_comma(options.kinds)
     if kinds and AGAIN in kinds:
         raise ConfigError(f"--kinds names {AGAIN!r}, which bench makes by decoding; put such conversations into a file")
     room = None if context is None else context - options.max_new_tokens

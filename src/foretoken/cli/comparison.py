@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from foretoken.beginnings import first_difference
-from foretoken.cli.writers import pooled
+from foretoken.cli.writers import pooled, ratio
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats
 from foretoken.llm import LLM
@@ -288,8 +288,3 @@ class Report:
                 "speedup": answer.speedup,
             }
         return facts
-
-
-def ratio(part: float, whole: float) -> float:
-    """0 where there is nothing to divide by."""
-    return part / whole if whole else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretoken.cli.writers import pooled
+from foretoken.cli.writers import pooled, ratio
 from foretoken.config.keywords import check_unicode
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -84,7 +84,7 @@ class Totals:
             "num_turns": self.num_turns,
             "num_generated_tokens": self.num_tokens,
             "num_steps": self.counts.num_steps,
-            "tokens_per_step": _ratio(self.num_tokens, self.counts.num_steps),
+            "tokens_per_step": ratio(self.num_tokens, self.counts.num_steps),
             "draft_acceptance_rate": self.counts.draft_acceptance_rate,
             "num_accepted_draft_tokens": self.counts.num_accepted_draft_tokens,
             "num_draft_tokens": self.counts.num_draft_tokens,
@@ -92,8 +92,8 @@ class Totals:
             "num_cut_tokens": dict(self.counts.cuts.tokens),
             "num_undrafted_steps": dict(self.counts.cuts.steps),
             "lossless": self.is_lossless,
-            "tokens_per_second": _ratio(self.num_tokens, self.decode_seconds),
-            "estimated_speedup": _ratio(self.plain_seconds, self.decode_seconds),
+            "tokens_per_second": ratio(self.num_tokens, self.decode_seconds),
+            "estimated_speedup": ratio(self.plain_seconds, self.decode_seconds),
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_cached_tokens": self.num_cached_tokens,
             "num_fed_tokens": self.num_prompt_tokens - self.num_cached_tokens,
@@ -236,7 +236,3 @@ class Conversation:
                     break
             is_stopped = stream.num_finished == 0
         return Turn(message, llm.speculative_config.title, stream.output(0), is_stopped)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

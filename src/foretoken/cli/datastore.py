@@ -12,7 +12,8 @@ from rich.console import Console
 
 from foretoken.cli.options import AsJson
 from foretoken.cli.running import choose_model, exit_codes, put_json
-from foretoken.progress import build_bar
+from foretoken.engine.budget import counted
+from foretoken.progress import stages
 
 if TYPE_CHECKING:
     from foretoken.retrieval.datastore import Lookup, Match
@@ -66,7 +67,7 @@ def build_(
 
         name = choose_model(tokenizer)
         loaded = load_tokenizer(name)
-    with exit_codes(), build_bar() as report:
+    with exit_codes(), stages() as report:
         from foretoken.retrieval.build import Limits, build
 
         manifest = build(
@@ -96,7 +97,7 @@ def append_(
         from foretoken.retrieval.build import Limits, append
 
         loaded = _tokenizer_of(folder, tokenizer)
-    with exit_codes(), build_bar() as report:
+    with exit_codes(), stages() as report:
         manifest = append(folder, corpora, loaded, field=field, limits=Limits(int(memory * 1e9)), progress=report)
     _show(_facts(folder, manifest), as_json)
 
@@ -203,16 +204,12 @@ def _show(facts: dict[str, Any], as_json: bool) -> None:
         return
     console = Console(highlight=False, markup=False)
     console.print(
-        f"{facts['datastore']}: {facts['num_tokens']:,} tokens of {_count(facts['num_documents'], 'document')} in "
-        f"{_count(facts['num_shards'], 'shard')}, {facts['num_bytes'] / 1e6:.1f} MB"
+        f"{facts['datastore']}: {facts['num_tokens']:,} tokens of {counted(facts['num_documents'], 'document')} in "
+        f"{counted(facts['num_shards'], 'shard')}, {facts['num_bytes'] / 1e6:.1f} MB"
     )
     console.print(
         f"tokenizer {facts['tokenizer']}, {facts['vocab_size']:,} ids, {facts['bytes_per_token_id']} bytes each"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _tokenizer_of(folder: Path, named: str | None) -> Any:

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from foretoken.cli.comparison import Answer, Lane, Report, ratio
-from foretoken.cli.writers import DRAFTED_STYLE, drafted
+from foretoken.cli.comparison import Answer, Lane, Report
+from foretoken.cli.writers import DRAFTED_STYLE, drafted, ratio
 from foretoken.errors import ConfigError
 from foretoken.folders import check_place
 

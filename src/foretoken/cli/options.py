@@ -16,7 +16,7 @@ from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.config.structured import StructuredOutputs
-from foretoken.config.written import tuned
+from foretoken.config.written import by_comma, tuned
 from foretoken.errors import ConfigError
 from foretoken.loading.defaults import RULE, default_keys
 
@@ -233,7 +233,7 @@ def numbers(option: str, text: str, kind: Callable[[str], N]) -> tuple[N, ...]:
     Raises: ConfigError, naming the option.
     """
     try:
-        return tuple(kind(part) for part in text.split(",") if part.strip())
+        return tuple(map(kind, by_comma(text)))
     except ValueError:
         what = "whole numbers" if kind is int else "numbers"
         raise ConfigError(f"--{option} is {text!r}; give {what} by comma, such as 1,8") from None

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foretoken.cli.bench import progress
 from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
 from foretoken.cli.layer_search import Job, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
@@ -20,6 +18,7 @@ from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 from foretoken.folders import check_place, keep_json
+from foretoken.progress import stages
 
 if TYPE_CHECKING:
     from foretoken.tune.layer_sets import SearchResult
@@ -57,7 +56,7 @@ def tune(
             from foretoken.views.traceplot import check_picture
 
             check_picture(plot)
-        with progress() as watch:
+        with stages() as watch:
             choice, tuning, details = find_method(options, watch)
         report = tuning.profile(choice, details).as_dict()
         if plot is not None:
@@ -95,8 +94,13 @@ def layer_skip(
             check_picture(plot)
         job = Job.of(options)
         search = job.search(out.with_suffix(".trials"), resume)
-        with _bar(options.trials) as on_trial:
-            result = search.run(options.trials, on_trial)
+        with stages() as watch:
+
+            def tell(result: SearchResult) -> None:
+                best = f"best {result.best.value:.3f} of plain's time, {words(result.best.layer_set)}"
+                watch(f"sets tried, {best}", len(result.trials), options.trials)
+
+            result = search.run(options.trials, tell)
         if not result.trials:
             typer.echo("foretoken: interrupted before any set was tried; nothing was written", err=True)
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -199,27 +203,3 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         f"kept in {report['out']}: --speculative-config "
         f'\'{{"method": "layer_skip", "layer_set": "{report["out"]}"}}\'{again}'
     )
-
-
-@contextmanager
-def _bar(num_trials: int) -> Iterator[Callable[[SearchResult], None]]:
-    """Progress on standard error, where it is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (
-        TextColumn("sets tried"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=num_trials)
-
-        def report(result: SearchResult) -> None:
-            best = f"best {result.best.value:.3f} of plain's time, {words(result.best.layer_set)}"
-            progress.update(task, completed=len(result.trials), description=best)
-
-        yield report

@@ -135,7 +135,7 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
     seeds = sorted({sample.seed for output in outputs for sample in output.outputs})
     parts = [
         f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.1f} tokens/s)",
-        f"{num_tokens / counts.num_steps if counts.num_steps else 0.0:.2f} tokens per step",
+        f"{ratio(num_tokens, counts.num_steps):.2f} tokens per step",
         *drafted(counts),
     ]
     if is_sampled and len(seeds) == 1:
@@ -159,6 +159,11 @@ def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
             )
         )
     return total
+
+
+def ratio(part: float, whole: float) -> float:
+    """0 where there is nothing to divide by."""
+    return part / whole if whole else 0.0
 
 
 def drafted(counts: SequenceStats) -> list[str]:

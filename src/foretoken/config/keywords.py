@@ -34,11 +34,11 @@ class Foreign:
         return any(_same(value, harmless) for harmless in self.harmless)
 
 
-def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(given: str, known: Iterable[str], cutoff: float = 0.5, *, shown: Callable[[str], str] = repr) -> str:
     """The nearest name as a question; where none is near, all that are known."""
     names = list(known)
     near = get_close_matches(given, names, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}."
+    return f"did you mean {shown(near[0])}?" if near else f"known are {', '.join(names)}."
 
 
 def unknown_key(owner: str, key: str, known: Iterable[str]) -> ConfigError:

@@ -1,4 +1,4 @@
-"""A speculative config as people write it: JSON, a file of it, or the bare name of a method."""
+"""What people write: a speculative config as JSON, a file of it, or the bare name of a method; and lists by comma."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def read_text(text: str) -> Any:
         raise ConfigError(f'{source} is not valid JSON: {error}; write for instance {{"method": "ngram"}}') from None
     is_profile = isinstance(found, dict) and PROFILE_KEY in found and "facts" in found
     return found[PROFILE_KEY] if is_profile else found
+
+
+def by_comma(text: str) -> list[str]:
+    """``a, b`` is "a" and "b"."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def tuned(profile_file: str) -> dict[str, Any] | None:

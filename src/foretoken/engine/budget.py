@@ -219,6 +219,6 @@ class Cuts:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``, ``2 guesses``."""
+    """``1 step``, ``2,000 steps``, ``2 guesses``."""
     plural = "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

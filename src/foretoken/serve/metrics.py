@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -153,38 +153,41 @@ class Metrics:
         return family.labels(self._model)
 
 
-def _governed(name: str) -> Callable[[LLM], float | None]:
-    return lambda llm: None if (totals := llm.governed) is None else getattr(totals, name)
-
-
-def _held(name: str) -> Callable[[LLM], float | None]:
-    return lambda llm: getattr(llm.memory, name)
-
-
 RATIO, COUNT = GaugeMetricFamily, CounterMetricFamily
-OF_ENGINES: tuple[tuple[Any, str, str, Callable[[LLM], float | None]], ...] = (
-    (RATIO, "governor_estimated_speedup", "Speed so far by that of plain decoding, by estimate.", _governed("speedup")),
-    (COUNT, "governor_steps", "Steps that a governor has seen.", _governed("num_steps")),
-    (COUNT, "governor_drafted_steps", "Of these, steps that verified a draft.", _governed("num_drafted")),
-    (COUNT, "governor_seconds", "Time of these steps.", _governed("seconds")),
-    (
-        COUNT,
-        "governor_plain_seconds",
-        "Time that plain decoding would have taken for their tokens, by estimate.",
-        _governed("plain_seconds"),
-    ),
-    (RATIO, "kv_cache_bytes", "Keys and values that are allocated, drafters' included.", _held("allocated_bytes")),
-    (RATIO, "kv_cache_planned_bytes", "Those that may be allocated (max_kv_bytes).", _held("planned_bytes")),
-    (RATIO, "kv_cache_usage_perc", "Share of the plan that rows take; 1 is all of it.", _held("planned_share")),
-    (
-        RATIO,
-        "prefix_cache_bytes",
-        "Keys and values left for later prompts, all methods together.",
-        _held("prefix_bytes"),
-    ),
-    (COUNT, "num_preemptions", "Rows that left the cache for a while.", lambda llm: llm.profile.num_preemptions),
+OF_ENGINES: tuple[tuple[Any, str, str], ...] = (
+    (RATIO, "governor_estimated_speedup", "Speed so far by that of plain decoding, by estimate."),
+    (COUNT, "governor_steps", "Steps that a governor has seen."),
+    (COUNT, "governor_drafted_steps", "Of these, steps that verified a draft."),
+    (COUNT, "governor_seconds", "Time of these steps."),
+    (COUNT, "governor_plain_seconds", "Time that plain decoding would have taken for their tokens, by estimate."),
+    (RATIO, "kv_cache_bytes", "Keys and values that are allocated, drafters' included."),
+    (RATIO, "kv_cache_planned_bytes", "Those that may be allocated (max_kv_bytes)."),
+    (RATIO, "kv_cache_usage_perc", "Share of the plan that rows take; 1 is all of it."),
+    (RATIO, "prefix_cache_bytes", "Keys and values left for later prompts, all methods together."),
+    (COUNT, "num_preemptions", "Rows that left the cache for a while."),
 )
-"""What governors estimate and what memory holds: kind, name, text and value; None where there is none."""
+"""What governors estimate and what memory holds: kind, name and text."""
+
+
+def _figures(llm: LLM) -> dict[str, float | None]:
+    """Those of `OF_ENGINES` by name, of one engine; None or missing where there is none."""
+    totals, memory = llm.governed, llm.memory
+    found: dict[str, float | None] = {
+        "kv_cache_bytes": memory.allocated_bytes,
+        "kv_cache_planned_bytes": memory.planned_bytes,
+        "kv_cache_usage_perc": memory.planned_share,
+        "prefix_cache_bytes": memory.prefix_bytes,
+        "num_preemptions": llm.profile.num_preemptions,
+    }
+    if totals is not None:
+        found |= {
+            "governor_estimated_speedup": totals.speedup,
+            "governor_steps": totals.num_steps,
+            "governor_drafted_steps": totals.num_drafted,
+            "governor_seconds": totals.seconds,
+            "governor_plain_seconds": totals.plain_seconds,
+        }
+    return found
 
 
 class _Engines(Collector):
@@ -198,10 +201,11 @@ class _Engines(Collector):
             self._llms[f"{title} {len(self._llms)}" if title in self._llms else title] = llm
 
     def collect(self) -> Iterator[Metric]:
-        for kind, name, text, read in OF_ENGINES:
+        found = {title: _figures(llm) for title, llm in self._llms.items()}
+        for kind, name, text in OF_ENGINES:
             family = kind(OWN + name, text, labels=["model_name", "method"])
-            for title, llm in self._llms.items():
-                if (value := read(llm)) is not None:
+            for title, figures in found.items():
+                if (value := figures.get(name)) is not None:
                     family.add_metric([self._model, title], value)
             yield family
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from foretoken.bench.forwards import replaced
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.candidates import Parents
-from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foretoken.engine.drafter import Budget, Requirements
 from foretoken.engine.engine import Engine
@@ -26,18 +26,6 @@ MISS = MAX_SIBLINGS
 """Stands for every rank that no tree tries."""
 
 _CHUNK = 512
-
-
-class RankedDrafter(Protocol):
-    """A drafter of heads with a static tree: `MultiHeadDrafter`, `MultiHeadDrafter`."""
-
-    name: str
-    requires: Requirements
-    growth: Growth
-
-    def along(self, depth: int, states: torch.Tensor, token_ids: torch.Tensor, first: int) -> torch.Tensor:
-        """What head ``depth`` says along a text; row i guesses token first + i + 2 + depth."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -89,12 +77,12 @@ def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
 
 
 def measured_hits(
-    target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
+    target: CausalLM, drafter: MultiHeadDrafter, prompts: Seq[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
 ) -> Hits:
     """Decode prompts and see where the target's tokens stood among the candidates of the heads.
 
     Args:
-      drafter: a `RankedDrafter`; it drafts while the texts are made, which changes nothing about them.
+      drafter: it drafts while the texts are made, which changes nothing about them.
       params: how texts are sampled. Candidates are ranked as they would be for a row with these parameters.
 
     Exactness: texts are the target's own. Randomness: that of ``params``.
@@ -167,7 +155,7 @@ def _ranks_in(tree: DraftTree, text: Seq[int]) -> Ranks:
 
 
 @torch.inference_mode()
-def _ranks_of(target: CausalLM, drafter: RankedDrafter, row: Sequence, num_heads: int) -> list[Ranks]:
+def _ranks_of(target: CausalLM, drafter: MultiHeadDrafter, row: Sequence, num_heads: int) -> list[Ranks]:
     """Of every place from which something that was generated can be guessed."""
     tokens, first = row.token_ids, max(0, row.num_prompt_tokens - 2)
     states = states_along(target, drafter.requires, tokens)

@@ -55,7 +55,7 @@ def measured_costs(
     only ever adds.
 
     Args:
-      drafter: a `RankedDrafter` that is not in use.
+      drafter: one with a `Growth`, that is not in use.
       tree: the largest one.
       prompt: of the row for which trees are proposed.
 

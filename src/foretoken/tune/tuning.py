@@ -17,15 +17,13 @@ from foretoken.engine.drafter import Drafter
 from foretoken.engine.profiles import BestLength, Profile
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.llm import LLM
+from foretoken.progress import Watch
 from foretoken.tune.choosing import Choice, choose
 from foretoken.tune.counting import ROWS_AT_ONCE, Arm, Setting, alone, decoded, record, settings_of, walked
 from foretoken.tune.walk import Text, rates
 
 SHARE_OF_TEXTS = 0.25
 """Of the budget, for decoding the prompts plainly; what drafts are tried on grows with them."""
-
-Say = Callable[[str, int, int], None]
-"""Told what is running, how much of it is done, and of how much."""
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Tuning:
     llm: LLM
     methods: Mapping[str, Mapping[str, Any]]
     budget_seconds: float
-    say: Say = lambda *_: None
+    say: Watch = lambda *_: None
     prices: Prices = field(init=False)
     refused: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from foretoken.engine.budget import counted
+
 Status = Literal["holds", "broken", "undecided", "left out"]
 
 LOSSLESS, NOT_LOSSLESS, UNDECIDED = "lossless", "not lossless", "undecided"
@@ -100,8 +102,8 @@ class Verdict:
         smallest = min((one.numbers["p_value"] for one in laws), default=1.0)
         finest = min((one.numbers["detectable"] for one in laws), default=1.0)
         return (
-            f"{self.subject} is lossless: {same} tokens under {_count(len(tokens), 'setting')} are those of "
-            f"{self.reference}, and {_count(len(laws), 'law test')} agree with the enumerated law (smallest p "
+            f"{self.subject} is lossless: {same} tokens under {counted(len(tokens), 'setting')} are those of "
+            f"{self.reference}, and {counted(len(laws), 'law test')} agree with the enumerated law (smallest p "
             f"{smallest:.2g}; false alarms at most {self.false_alarm_rate:.0%}; a shift of {finest:g} of the mass of a "
             f"token would have been found).{drafts} A decoder that was broken on purpose was caught."
         )
@@ -124,7 +126,3 @@ def holm(p_values: Seq[float], rate: float) -> list[bool]:
             break
         rejected[place] = True
     return rejected
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

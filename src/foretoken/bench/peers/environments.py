@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from foretoken.config.written import by_comma
 from foretoken.errors import ConfigError
 from foretoken.folders import cache_folder
 
@@ -73,7 +74,7 @@ def read_peers(text: str, option: str) -> list[Peer]:
 
     Raises: ConfigError for a name that is none of them.
     """
-    names = [part.strip() for part in text.split(",") if part.strip()]
+    names = by_comma(text)
     unknown = [name for name in names if name not in (*PEERS, ALL)]
     if unknown or not names:
         what = f"holds {unknown[0]!r}" if unknown else "is empty"

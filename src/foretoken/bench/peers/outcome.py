@@ -12,9 +12,10 @@ from typing import Any
 from foretoken.bench.equality import Equality
 from foretoken.bench.peers.client import RemoteArm
 from foretoken.bench.peers.workers.protocol import DRAFT, LOOKUP, PLAIN
-from foretoken.bench.report import NOTHING, Column, Line, Table, count, figure, load_lines
+from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines
 from foretoken.bench.tables import same_of
 from foretoken.bench.trial import Comparison, Trial, compare
+from foretoken.engine.budget import counted
 
 OWN = "foretoken"
 COMPARED = {"plain": (PLAIN,), "best without a second model": (PLAIN, LOOKUP), "best with a second model": (DRAFT,)}
@@ -128,7 +129,7 @@ class Heat:
             yield Line(f"{names}: texts differ where equality is promised, so no speed is shown", "red")
             return
         yield Table(f"speed of decoding: {title}", _SPEED_COLUMNS, self.rows, is_wide=True)
-        told = f"greedy, {count(self.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
+        told = f"greedy, {counted(self.runs_per_prompt, 'interleaved run')} each; threads: processor seconds per second"
         told += "" if all(row.counts for row in self.rows) else "; *: shown, and does not count"
         if any(math.isnan(row.tokens_per_second) for row in self.rows):
             told += f"; {NOTHING}: all tokens came with the first emission, which is not timed; raise --max-new-tokens"

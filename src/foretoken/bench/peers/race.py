@@ -19,9 +19,7 @@ from foretoken.bench.peers.workers.protocol import PLAIN
 from foretoken.bench.trial import Sampling, Trial, in_groups, interleave
 from foretoken.bench.workload import Prompt
 from foretoken.errors import ConfigError
-
-Say = Callable[[str, int, int], None]
-"""Told what is running, how many prompts of it are done, and of how many."""
+from foretoken.progress import Watch
 
 _WORTH_TIMING = 0.5  # of the budget: answers shorter than that are left out
 
@@ -72,7 +70,7 @@ class Race:
         launches: Seq[Launch],
         missing: Mapping[str, str],
         settings: RaceSettings,
-        say: Say,
+        say: Watch,
     ) -> None:
         self._exported = exported
         self._dtype = dtype
