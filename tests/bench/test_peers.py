@@ -23,7 +23,7 @@ from foretoken.bench import report
 from foretoken.bench.candidates import Candidate
 from foretoken.bench.peers import client, environments, launching
 from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
-from foretoken.bench.peers.environments import PEERS, PeerEnvironmentError, check_installed, make, read_peers
+from foretoken.bench.peers.environments import PEERS, check_installed, make, read_peers
 from foretoken.bench.peers.export import Exported
 from foretoken.bench.peers.outcome import Heat, Outcome, PeerRow
 from foretoken.bench.peers.race import Race, RaceSettings
@@ -382,7 +382,7 @@ def test_an_environment_is_made_once_and_completed_where_it_broke_off(
     monkeypatch.setattr(environments.venv, "create", create)
     peer = PEERS["openvino"]
     status.write_text("1")
-    with pytest.raises(PeerEnvironmentError, match=r"pip install ended with 1: \.\.\.no such wheel"):
+    with pytest.raises(ConfigError, match=r"pip install ended with 1: \.\.\.no such wheel"):
         make(peer, tmp_path, said.append)
     assert not environments.is_installed(peer, tmp_path)
     status.write_text("0")

@@ -238,20 +238,25 @@ class TransformersArm(Arm):
         self._assistant = assistant
         self.assistant_options = dict(assistant_options or {})
 
-    def run(self, prompt_ids: Seq[int], max_new_tokens: int, sampling: Sampling) -> Run:
-        ids = torch.tensor([list(prompt_ids)])
+    def run(self, prompt_ids: Seq[Any], max_new_tokens: int, sampling: Sampling) -> Run:
+        """Of a group, rows of one batch, padded on the left to the longest prompt."""
+        prompts = rows_of(prompt_ids)
+        width = max(map(len, prompts))
+        padding = [width - len(ids) for ids in prompts]
         config = generation_config(sampling.params(max_new_tokens), self._eos, self.options)
         torch.manual_seed(sampling.seed)
         with torch.inference_mode(), self._prepared() as extra:
             emissions = _Emissions()
             output = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                input_ids=torch.tensor([[0] * wide + list(ids) for wide, ids in zip(padding, prompts, strict=True)]),
+                attention_mask=torch.tensor([[0] * wide + [1] * (width - wide) for wide in padding]),
                 generation_config=config,
                 streamer=_Clock(emissions),
                 **extra,
             )
-        return emissions.as_run(output[0, len(prompt_ids) :].tolist())
+        rows = tuple(tuple(row) for row in output[:, width:].tolist())
+        run = emissions.as_run(tuple(chain.from_iterable(rows)))
+        return run if len(rows) == 1 else replace(run, rows=rows)
 
     @contextmanager
     def _prepared(self) -> Iterator[dict[str, Any]]:

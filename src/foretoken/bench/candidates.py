@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ def read_candidates(text: str, draft_model: str | None, num_draft_tokens: int | 
     for part in split_outside_brackets(text):
         single = (name for name, method in methods().items() if name != "none" and not method.combines)
         names = [*single, *COMPOSITIONS]
-        for given in [{"method": name} for name in names] if part == ALL else [_given(part)]:
+        for given in [{"method": name} for name in names] if part == ALL else [_read(part)]:
             candidate = _completed(given, draft_model, num_draft_tokens)
             if candidate.name not in [other.name for other in found]:
                 found.append(candidate)
@@ -75,23 +74,13 @@ def split_outside_brackets(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _given(part: str) -> dict[str, Any]:
-    if part.startswith("@"):
-        return _mapping(read_text(part), part)
-    if not part.startswith("{"):
-        return {"method": part}
-    try:
-        return _mapping(json.loads(part), part)
-    except ValueError as error:
-        raise ConfigError(f"--methods holds {part!r}, which is not valid JSON: {error}") from None
-
-
-def _mapping(read: Any, part: str) -> dict[str, Any]:
-    if not isinstance(read, dict):
+def _read(part: str) -> dict[str, Any]:
+    found = read_text(part)
+    if not isinstance(found, dict):
         raise ConfigError(
             f"--methods holds {part!r}, which is not a JSON object; write the keys of a speculative config"
         )
-    return read
+    return found
 
 
 def _completed(given: dict[str, Any], draft_model: str | None, num_draft_tokens: int | None) -> Candidate:

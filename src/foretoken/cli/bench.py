@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.bench.report import Report
     from foretoken.model.lm import CausalLM
 
-_NOTHING_MEASURED = "interrupted before the first prompt was done: nothing was measured"
+Found = TypeVar("Found")
 
 
 @takes_groups
@@ -80,10 +80,10 @@ def _make_environments(options: BenchOptions) -> int:
 
     Raises: ConfigError.
     """
-    from foretoken.bench.peers.environments import environments, make_all, read_peers
+    from foretoken.bench.peers.environments import environments, make, read_peers
 
-    peers = read_peers(options.make_peers or "", "--make-peers")
-    make_all(peers, environments(options.peers_folder), lambda text: typer.echo(text, err=True))
+    for peer in read_peers(options.make_peers or "", "--make-peers"):
+        make(peer, environments(options.peers_folder), lambda text: typer.echo(text, err=True))
     return 0
 
 
@@ -185,11 +185,8 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
     candidates = read_candidates(options.methods or "", options.draft_model, options.num_speculative_tokens)
     settings = options.methods_settings(is_toy=_is_toy(model))
     notes = model_notes(model, candidates)
-    latest: list[Outcome] = []
-    code = 0
 
-    def note(outcome: Outcome) -> None:
-        latest[:] = [outcome]
+    def keep(outcome: Outcome) -> None:
         advice = advise(outcome)
         report.keep(
             methods=outcome,
@@ -199,20 +196,19 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
             notes=[*advice.notes, *notes],
         )
 
-    try:
+    def compare(note: Callable[[Outcome], None]) -> Outcome:
         with stages() as watch:
             rounding = {"quantization": options.quantization, "weights": options.weights}
             methods = Methods(model, options.dtype, scale, settings, watch, **rounding)
             dtype, execution = _dtype(methods.target), methods.target.execution.describe()
             report.begin({}, settings, model=model, models=methods.label, dtype=dtype, execution=execution)
-            note(methods.run(candidates, note))
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    if not latest:
-        Console(stderr=True).print(_NOTHING_MEASURED)
+            return methods.run(candidates, note)
+
+    found, code = _as_far_as_it_came(keep, compare)
+    if not found:
         return code
     report.show_conditions()
-    show(report.console, latest[0].shown(model, notes))
+    show(report.console, found[0].shown(model, notes))
     if options.save_config is not None:
         try:
             options.save_config.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +217,7 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
             place = f"{options.save_config} cannot be written: {error.strerror}"
             raise ConfigError(f"{place}; the config is shown above") from None
         report.console.print(f"  --speculative-config @{options.save_config}", markup=False, soft_wrap=True)
-    return code or (EXIT_DIFFERS if latest[0].different else 0)
+    return code or (EXIT_DIFFERS if found[0].different else 0)
 
 
 def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
@@ -248,12 +244,13 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     peers, folder = read_peers(options.peers or "", "--peers"), environments(options.peers_folder)
     check_installed(peers, folder)
     settings = options.race_settings(options.threads or torch.get_num_threads())
-    latest: list[Outcome] = []
-    code = 0
 
-    def note(outcome: Outcome) -> None:
-        latest[:] = [outcome]
-        report.keep(race=outcome)
+    def race(note: Callable[[Outcome], None]) -> Outcome:
+        with Race(exported, dtype, launches, missing, settings, watch) as running:
+            length = settings.max_new_tokens
+            target = exported.folder / "target"
+            prompts = prompts_of(target, settings.kinds, settings.prompts_file, length, running.answer)
+            return running.run(prompts, note)
 
     with stages(say) as watch:
         exported = export(model, options.draft_model, scale, say)
@@ -266,19 +263,36 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
             say(f"{name} takes no part: {reason}")
         more = {"model": model, "models": exported.models, "dtype": dtype, "execution": options.execution}
         report.begin({"num_threads": settings.threads}, settings, **more)
-        target, length = exported.folder / "target", settings.max_new_tokens
-        try:
-            with Race(exported, dtype, launches, missing, settings, watch) as race:
-                prompts = prompts_of(target, settings.kinds, settings.prompts_file, length, race.answer)
-                note(race.run(prompts, note))
-        except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED
-    if not latest:
-        Console(stderr=True).print(_NOTHING_MEASURED)
+        found, code = _as_far_as_it_came(lambda outcome: report.keep(race=outcome), race)
+    if not found:
         return code
     report.show_conditions(f"execution {options.execution}")
-    show(report.console, latest[0].shown())
-    return code or (EXIT_DIFFERS if latest[0].wrong else 0)
+    show(report.console, found[0].shown())
+    return code or (EXIT_DIFFERS if found[0].wrong else 0)
+
+
+def _as_far_as_it_came(
+    keep: Callable[[Found], None], run: Callable[[Callable[[Found], None]], Found]
+) -> tuple[list[Found], int]:
+    """What a run has found, and the exit code; of one that was interrupted, what the prompts so far have told, if any.
+
+    Args:
+      keep: is told of all that is known so far.
+      run: takes what is to be told of it.
+    """
+    latest: list[Found] = []
+
+    def note(outcome: Found) -> None:
+        latest[:] = [outcome]
+        keep(outcome)
+
+    try:
+        note(run(note))
+    except KeyboardInterrupt:
+        if not latest:
+            Console(stderr=True).print("interrupted before the first prompt was done: nothing was measured")
+        return latest, EXIT_INTERRUPTED
+    return latest, 0
 
 
 def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:

@@ -65,10 +65,6 @@ PEERS = {
 }
 
 
-class PeerEnvironmentError(ConfigError):
-    """An environment could not be made."""
-
-
 def read_peers(text: str, option: str) -> list[Peer]:
     """The engines that a user names, by comma; "all" are those of `PEERS`.
 
@@ -117,7 +113,7 @@ def command_that_makes(peer: Peer, folder: Path) -> str:
 def make(peer: Peer, folder: Path, say: Callable[[str], None]) -> None:
     """Make one environment. An unfinished one is completed, one of other versions brought up to date.
 
-    Raises: PeerEnvironmentError with pip's complaint.
+    Raises: ConfigError with pip's complaint.
     """
     place, wanted = folder / peer.name, "\n".join(peer.packages) + "\n"
     if not peer.has_environment:
@@ -142,16 +138,7 @@ def _pip(peer: Peer, place: Path, *arguments: str) -> None:
     command = [str(place / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise PeerEnvironmentError(
+        raise ConfigError(
             f"the environment of {peer.name} in {place} is not finished: pip {arguments[0]} ended with "
             f"{done.returncode}: ...{done.stdout.strip()[-_TAIL:]}"
         )
-
-
-def make_all(peers: Iterable[Peer], folder: Path, say: Callable[[str], None]) -> None:
-    """One after another.
-
-    Raises: PeerEnvironmentError.
-    """
-    for peer in peers:
-        make(peer, folder, say)

@@ -17,7 +17,7 @@ from foretoken.bench.arms import OwnArms
 from foretoken.bench.equality import gap_of
 from foretoken.bench.models import inflated, sizes
 from foretoken.bench.peers.export import cast
-from foretoken.bench.trial import Sampling
+from foretoken.bench.trial import Arm, Sampling
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.loading.models import load_model
 
@@ -58,14 +58,7 @@ class Own:
         return Entry(name, kind, self.numerics, one_way({}, make), counts, num_rows)
 
     def _decode(self, config: SpeculativeConfig, num_rows: int) -> Decode:
-        arm = self._arms.arm("", config, num_rows=num_rows)
-        sampling = Sampling(ignore_eos=num_rows > 1)
-
-        def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
-            done = arm.run(prompts if num_rows > 1 else prompts[0], max_new_tokens, sampling)
-            return Answer([list(row) for row in done.texts], done.num_first, done.first_seconds, done.decode_seconds)
-
-        return run
+        return decode_with(self._arms.arm("", config, num_rows=num_rows))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The greedy text of one prompt."""
@@ -76,6 +69,17 @@ class Own:
         """In logits."""
         gap = gap_of(self._arms.target, Sampling())
         return {"gap": gap(request["prompt"], request["output"], request["one"], request["other"])}
+
+
+def decode_with(arm: Arm) -> Decode:
+    """Greedily: one row ends where the model ends it, rows of a batch at the budget."""
+
+    def run(prompts: list[list[int]], max_new_tokens: int) -> Answer:
+        is_batch = len(prompts) > 1
+        done = arm.run(prompts if is_batch else prompts[0], max_new_tokens, Sampling(ignore_eos=is_batch))
+        return Answer([list(row) for row in done.texts], done.num_first, done.first_seconds, done.decode_seconds)
+
+    return run
 
 
 def main() -> None:

@@ -19,20 +19,7 @@ from typing import Any
 
 import xllamacpp
 
-from .protocol import (
-    DRAFT,
-    LOOKUP,
-    PLAIN,
-    Answer,
-    Candidate,
-    Chosen,
-    Decode,
-    Entry,
-    common_options,
-    has_draft,
-    say,
-    serve,
-)
+from .protocol import Answer, Candidate, Chosen, Decode, Entry, common_options, say, serve, usual_entries
 from .to_gguf import TYPES, convert
 
 CONTEXT = 4096
@@ -54,21 +41,23 @@ class LlamaCpp:
 
     Args:
       types: of the weights, in the words of GGUF, among which the fastest is chosen.
+      plain: name of its plain decoding, with whose settings it also drafts.
     """
 
-    def __init__(self, folder: Path, types: list[str], threads: int) -> None:
+    def __init__(self, folder: Path, types: list[str], threads: int, plain: str) -> None:
         self._folder = folder
         self._types = types
+        self._plain = plain
         self._threads = threads
 
     def plain(self, chosen: Chosen) -> list[Candidate]:
         return [self._candidate({"weights": kind, **flash}) for kind in self._types for flash in FLASH]
 
-    def lookups(self, plain: str, chosen: Chosen) -> list[Candidate]:
-        return [self._candidate({**chosen[plain], **lookup}) for lookup in LOOKUPS]
+    def lookups(self, chosen: Chosen) -> list[Candidate]:
+        return [self._candidate({**chosen[self._plain], **lookup}) for lookup in LOOKUPS]
 
-    def drafted(self, plain: str, chosen: Chosen) -> list[Candidate]:
-        return [self._candidate({**chosen[plain], **draft}) for draft in DRAFTS]
+    def drafted(self, chosen: Chosen) -> list[Candidate]:
+        return [self._candidate({**chosen[self._plain], **draft}) for draft in DRAFTS]
 
     def batches(self, num_rows: int, chosen: Chosen) -> list[Candidate]:
         return [
@@ -176,19 +165,15 @@ def main() -> None:
     options = parser.parse_args()
 
     def start() -> tuple[str, list[Entry]]:
-        entries = []
+        entries: list[Entry] = []
         for types in (options.types, *([kind] for kind in options.quantised)):
-            engine = LlamaCpp(options.folder, types, options.threads)
-            counts, name = types == options.types, "" if types == options.types else f" {types[0]}"
-            numerics, plain = "keys and values f16", f"plain{name}"
-            entries.append(Entry(plain, PLAIN, numerics, engine.plain, counts))
-            for rows in options.batch_sizes:
-                batches = partial(engine.batches, rows)
-                entries.append(Entry(f"{plain}, {rows} rows", PLAIN, numerics, batches, counts, rows))
-            if not options.batch_sizes:
-                entries.append(Entry(f"n-gram{name}", LOOKUP, numerics, partial(engine.lookups, plain), counts))
-            if has_draft(options.folder) and not options.batch_sizes:
-                entries.append(Entry(f"draft model{name}", DRAFT, numerics, partial(engine.drafted, plain), counts))
+            counts, suffix = types == options.types, "" if types == options.types else f" {types[0]}"
+            engine, titles = (
+                LlamaCpp(options.folder, types, options.threads, f"plain{suffix}"),
+                ("n-gram", "draft model"),
+            )
+            numerics = "keys and values f16"
+            entries += usual_entries(engine, options, numerics, titles=titles, suffix=suffix, counts=counts)
         return f"llama.cpp, xllamacpp {xllamacpp.__version__}", entries
 
     serve(start)

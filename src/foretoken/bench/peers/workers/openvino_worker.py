@@ -22,9 +22,6 @@ import openvino
 import openvino_genai
 
 from .protocol import (
-    DRAFT,
-    LOOKUP,
-    PLAIN,
     Answer,
     Candidate,
     Chosen,
@@ -32,9 +29,9 @@ from .protocol import (
     Entry,
     common_options,
     eos_token_ids,
-    has_draft,
     say,
     serve,
+    usual_entries,
 )
 
 LOOKUPS = ((3, 3), (5, 3), (8, 3), (10, 3), (5, 2), (5, 5))
@@ -228,16 +225,9 @@ def main() -> None:
         exported(options.folder, "target", options.weights)
         for weights in (options.weights, *options.quantised):
             engine = OpenVINO(options.folder, weights, options.precision, options.threads)
-            counts, name = weights == options.weights, "" if weights == options.weights else f" {weights}"
-            numerics = f"weights {weights}, computes in {options.precision}"
-            entries.append(Entry(f"plain{name}", PLAIN, numerics, engine.plain, counts))
-            for rows in options.batch_sizes:
-                batches = partial(engine.batches, rows)
-                entries.append(Entry(f"plain{name}, {rows} rows", PLAIN, numerics, batches, counts, rows))
-            if not options.batch_sizes:
-                entries.append(Entry(f"prompt lookup{name}", LOOKUP, numerics, engine.lookups, counts))
-            if has_draft(options.folder) and not options.batch_sizes:
-                entries.append(Entry(f"draft model{name}", DRAFT, numerics, engine.drafted, counts))
+            counts, suffix = weights == options.weights, "" if weights == options.weights else f" {weights}"
+            numerics, titles = f"weights {weights}, computes in {options.precision}", ("prompt lookup", "draft model")
+            entries += usual_entries(engine, options, numerics, titles=titles, suffix=suffix, counts=counts)
         return f"OpenVINO GenAI {openvino_genai.__version__}", entries
 
     serve(start)

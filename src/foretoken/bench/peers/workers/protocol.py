@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -83,6 +84,34 @@ class Entry:
     candidates: Callable[[Chosen], list[Candidate]]
     counts: bool = True
     num_rows: int = 1
+
+
+def usual_entries(
+    engine: Any,
+    options: argparse.Namespace,
+    numerics: str,
+    *,
+    titles: tuple[str, str],
+    suffix: str = "",
+    counts: bool = True,
+) -> list[Entry]:
+    """Plain decoding, of one row or of batches; of one row also by lookup, and with the second model if there is one.
+
+    Args:
+      engine: whose methods ``plain``, ``batches``, ``lookups`` and ``drafted`` give the candidates.
+      options: of the worker; see `common_options`.
+      titles: of lookups, and of decoding with a second model.
+      suffix: of all names.
+    """
+    plain, lookup, draft = (f"{title}{suffix}" for title in ("plain", *titles))
+    found = [Entry(plain, PLAIN, numerics, engine.plain, counts)]
+    for rows in options.batch_sizes:
+        found.append(Entry(f"{plain}, {rows} rows", PLAIN, numerics, partial(engine.batches, rows), counts, rows))
+    if not options.batch_sizes:
+        found.append(Entry(lookup, LOOKUP, numerics, engine.lookups, counts))
+        if has_draft(options.folder):
+            found.append(Entry(draft, DRAFT, numerics, engine.drafted, counts))
+    return found
 
 
 def one_way(settings: Mapping[str, Any], make: Callable[[], Decode]) -> Callable[[Chosen], list[Candidate]]:
