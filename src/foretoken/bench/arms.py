@@ -93,7 +93,7 @@ class EngineArm(Arm):
         """One batch after another; the time of each starts when all of its rows have entered."""
         size = self.engine.config.max_num_seqs
         rows: list[Sequence] = []
-        stats, num_first, entering, decoding = SequenceStats(), 0, 0.0, 0.0
+        num_first, entering, decoding = 0, 0.0, 0.0
         for start in range(0, len(prompts), size):
             began = perf_counter()
             batch = [
@@ -108,8 +108,7 @@ class EngineArm(Arm):
                 self._step()
             entering, decoding = entering + entered - began, decoding + perf_counter() - entered
             rows += batch
-        for row in rows:
-            stats.add(row.stats)
+        stats = SequenceStats.pooled(row.stats for row in rows)
         texts = tuple(tuple(row.output_ids) for row in rows)
         return Run(tuple(chain.from_iterable(texts)), num_first, entering, decoding, stats, rows=texts)
 

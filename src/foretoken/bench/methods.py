@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -16,8 +17,8 @@ from foretoken.bench.arms import EngineArm, OwnArms
 from foretoken.bench.candidates import PLAIN, PLAIN_CANDIDATE, Candidate
 from foretoken.bench.equality import Equality, check, gap_of
 from foretoken.bench.models import describe, load_scaled
-from foretoken.bench.outcome import MethodRow, Outcome, Refused, row_of
-from foretoken.bench.trial import Sampling, Trial, interleave
+from foretoken.bench.outcome import MethodRow, Outcome, Refused
+from foretoken.bench.trial import Sampling, Trial, compare, interleave, prompt_ratios
 from foretoken.bench.workload import Prompt, prompts_of_kinds, read_questions, repeated_share
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
@@ -69,8 +70,28 @@ class Contender:
     equality: Equality | None = None
 
     def row(self, trial: Trial, judged: Equality | None, timed: Equality | None) -> MethodRow:
-        """What a trial tells of it; ``judged`` and ``timed`` as in `row_of`."""
-        return row_of(trial, self.candidate, self.arm.engine.profile, self.memory_bytes, judged, timed)
+        """What a trial tells of it.
+
+        Args:
+          judged, timed: equality with plain decoding, where it is promised and in the runs that were timed.
+        """
+        name, profile = self.candidate.name, self.arm.engine.profile
+        stats, speed = trial.stats(name), trial.tokens_per_second(name)
+        return MethodRow(
+            method=name,
+            given=self.candidate.given,
+            tokens_per_second=None if math.isnan(speed) else speed,
+            comparison=None if name == PLAIN else compare(trial, name, PLAIN),
+            prompt_ratios=tuple(prompt_ratios(trial, name, PLAIN)),
+            tokens_per_step=stats.tokens_per_step,
+            acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
+            nodes_per_step=1 + stats.num_draft_tokens / max(1, stats.num_steps),
+            draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
+            memory_bytes=self.memory_bytes,
+            equality=judged,
+            timed_equality=timed,
+            lossless=self.candidate.config.rule.is_lossless,
+        )
 
 
 class Methods:
@@ -111,19 +132,16 @@ class Methods:
         settings, context = self.settings, self.target.context_length
         room = None if context is None else context - settings.max_new_tokens
         questions = read_questions(settings.prompts_file)
-        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, self._answer)
+        ending, answering = replace(settings.sampling, temperature=0.0, ignore_eos=False), self._arm(PLAIN_CANDIDATE)
+
+        def answer(ids: tuple[int, ...]) -> tuple[int, ...]:
+            return answering.run(ids, settings.max_new_tokens, ending).token_ids
+
+        found = prompts_of_kinds(self._arms.tokenizer, questions, settings.kinds, room, answer)
         prompts = list(islice(found, settings.num_prompts))
         if not prompts:
             raise ConfigError(f"no prompt leaves room for {settings.max_new_tokens} tokens in {room} of context")
         return prompts
-
-    def _answer(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        ending = replace(self.settings.sampling, temperature=0.0, ignore_eos=False)
-        return self._answering.run(ids, self.settings.max_new_tokens, ending).token_ids
-
-    @cached_property
-    def _answering(self) -> EngineArm:
-        return self._arm(PLAIN_CANDIDATE)
 
     def run(self, candidates: Seq[Candidate], on_prompt: Callable[[Outcome], None]) -> Outcome:
         """Compare all that apply.

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foretoken.bench.candidates import PLAIN, Candidate
 from foretoken.bench.equality import Equality
 from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
 from foretoken.bench.tables import same_of
-from foretoken.bench.trial import Comparison, Trial, bootstrap, compare, prompt_ratios
+from foretoken.bench.trial import Comparison, bootstrap
 from foretoken.engine.budget import counted
-from foretoken.engine.stats import StepProfile
 
 MIN_PROMPTS = 6
 """With fewer, not even the smallest and largest ratio enclose the median with a chance of 95 % (1 - 2 / 2^n)."""
@@ -72,39 +69,6 @@ class MethodRow:
     @property
     def is_timed(self) -> bool:
         return self.comparison is not None and self.comparison.num_prompts > 0
-
-
-def row_of(
-    trial: Trial,
-    candidate: Candidate,
-    profile: StepProfile,
-    memory_bytes: int | None,
-    judged: Equality | None,
-    timed: Equality | None,
-) -> MethodRow:
-    """What a trial tells of a method.
-
-    Args:
-      profile: of the steps of its runs.
-      judged, timed: equality with plain decoding, where it is promised and in the runs that were timed.
-    """
-    stats = trial.stats(candidate.name)
-    speed = trial.tokens_per_second(candidate.name)
-    return MethodRow(
-        method=candidate.name,
-        given=candidate.given,
-        tokens_per_second=None if math.isnan(speed) else speed,
-        comparison=None if candidate.name == PLAIN else compare(trial, candidate.name, PLAIN),
-        prompt_ratios=tuple(prompt_ratios(trial, candidate.name, PLAIN)),
-        tokens_per_step=stats.tokens_per_step,
-        acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
-        nodes_per_step=1 + stats.num_draft_tokens / max(1, stats.num_steps),
-        draft_seconds=(profile.propose_seconds + profile.observe_seconds) / max(1, profile.num_steps),
-        memory_bytes=memory_bytes,
-        equality=judged,
-        timed_equality=timed,
-        lossless=candidate.config.rule.is_lossless,
-    )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from foretoken.bench.drafting import DraftCost, draft_costs
 from foretoken.bench.equality import Equality, check, gap_of
 from foretoken.bench.forwards import Efficiency, efficiencies, profile
 from foretoken.bench.models import Pair, describe, drafter_of_cost, relative_cost, scaled
-from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, SpeedTable, row_of
+from foretoken.bench.tables import BatchRow, EfficiencyTable, ProfileCell, Row, SpeedTable
 from foretoken.bench.trial import Arm, Sampling, Trial, compare, in_groups, interleave
-from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, select
+from foretoken.bench.workload import Prompt, asked_again, load_prompts, read_questions, repeated_share, select
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.context import DrafterContext, drafter_factory
 from foretoken.engine.engine import EngineConfig
@@ -290,8 +290,17 @@ class Suite:
         bases = [PLAIN, *(other.name for other in others)]
         rows = []
         for arm in everyone:
-            ratios = tuple(compare(trial, arm.name, base) for base in bases if base != arm.name)
-            rows.append(row_of(trial, arm.name, ratios, equal.get(arm.name)))
+            stats = trial.stats(arm.name)
+            row = Row(
+                arm=arm.name,
+                tokens_per_second=trial.tokens_per_second(arm.name),
+                comparisons=tuple(compare(trial, arm.name, base) for base in bases if base != arm.name),
+                tokens_per_step=stats.tokens_per_step if stats.num_steps else None,
+                acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
+                repeated_share=repeated_share(trial.outputs(arm.name)),
+                equality=equal.get(arm.name),
+            )
+            rows.append(row)
         return SpeedTable(
             title=title,
             sampling=sampling.label,

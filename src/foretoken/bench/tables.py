@@ -12,8 +12,7 @@ from foretoken.bench.drafting import DraftCost
 from foretoken.bench.equality import Equality
 from foretoken.bench.forwards import VERBS, Efficiency, Profile
 from foretoken.bench.report import NOTHING, Column, Line, Table, figure, load_lines, percent
-from foretoken.bench.trial import Comparison, Trial
-from foretoken.bench.workload import repeated_share
+from foretoken.bench.trial import Comparison
 from foretoken.engine.budget import counted
 
 # -- speed -------------------------------------------------------------------------------------------------------
@@ -95,24 +94,6 @@ class SpeedTable:
             Column(heads[2], lambda row: percent(row.repeated_share)),
             Column(heads[3], lambda row: same_of(row.equality)),
         ]
-
-
-def row_of(trial: Trial, arm: str, bases: Seq[Comparison], equal: Equality | None) -> Row:
-    """What a trial tells of an arm.
-
-    Args:
-      bases, equal: ``comparisons`` and ``equality`` of the row.
-    """
-    stats = trial.stats(arm)
-    return Row(
-        arm=arm,
-        tokens_per_second=trial.tokens_per_second(arm),
-        comparisons=tuple(bases),
-        tokens_per_step=stats.tokens_per_step if stats.num_steps else None,
-        acceptance_rate=stats.draft_acceptance_rate if stats.num_draft_tokens else None,
-        repeated_share=repeated_share(trial.outputs(arm)),
-        equality=equal,
-    )
 
 
 def same_of(found: Equality | None) -> str:

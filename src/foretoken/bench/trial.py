@@ -144,10 +144,7 @@ class Trial:
 
     def stats(self, arm: str) -> SequenceStats:
         """The engine's counters over all prompts and runs."""
-        total = SequenceStats()
-        for run in (run for runs in self.runs[arm] for run in runs):
-            total.add(run.stats or SequenceStats())
-        return total
+        return SequenceStats.pooled(run.stats for runs in self.runs[arm] for run in runs if run.stats is not None)
 
     def seconds_per_token(self, arm: str) -> list[float]:
         """Seconds per decoded token of every prompt: the median over its runs; NaN where nothing was left to decode."""

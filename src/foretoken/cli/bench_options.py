@@ -36,8 +36,7 @@ _QUICK: dict[str, Any] = {
     "assisted_lengths": (2,),
     "lookup_lengths": (3,),
 }
-_QUICK_METHODS: dict[str, Any] = {"num_prompts": 2, "max_new_tokens": 16}
-_QUICK_RACE: dict[str, Any] = {"num_prompts": 2, "num_tuning_prompts": 1, "max_new_tokens": 16}
+_QUICK_COMPARISON: dict[str, Any] = {"num_prompts": 2, "num_tuning_prompts": 1, "max_new_tokens": 16}
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ class BenchOptions(TargetOptions):
 
         ignore_eos = is_toy if self.stop_at_eos is None else not self.stop_at_eos
         sampling = Sampling(self.temperature, self.top_p, self.seed, ignore_eos)
-        return self._filled(MethodsSettings, {"sampling": sampling}, _QUICK_METHODS)
+        return self._filled(MethodsSettings, {"sampling": sampling}, _QUICK_COMPARISON)
 
     def race_settings(self, threads: int) -> RaceSettings:
         """Of a race beside other engines.
@@ -200,7 +199,7 @@ class BenchOptions(TargetOptions):
         """
         from foretoken.bench.peers.race import RaceSettings
 
-        return self._filled(RaceSettings, {"threads": threads}, _QUICK_RACE)
+        return self._filled(RaceSettings, {"threads": threads}, _QUICK_COMPARISON)
 
     def arming(self, has_draft: bool) -> Arming:
         """What takes part in a race beside plain decoding. Batches are of plain decoding, unless methods are named.
@@ -219,17 +218,18 @@ class BenchOptions(TargetOptions):
 
         Args:
           given: fields that are no options.
-          quick: fields, where everything is to be quick.
+          quick: fields, as far as it has them, where everything is to be quick.
         """
-        options = {field.name for field in fields(self)} - set(given)
         every: Any = kind  # a dataclass
-        wanted = {field.name: getattr(self, field.name) for field in fields(every) if field.name in options}
+        names = {field.name for field in fields(every)}
+        options = names & {field.name for field in fields(self)} - set(given)
+        wanted = {name: getattr(self, name) for name in options}
         for name, read in _READ.items():
             if wanted.get(name) is not None:
                 wanted[name] = numbers(name.replace("_", "-"), wanted[name], read)
         if wanted.get("kinds") is not None:
             wanted["kinds"] = tuple(by_comma(wanted["kinds"]))
-        wanted |= given | (quick if self.quick else {})
+        wanted |= given | ({name: quick[name] for name in names & quick.keys()} if self.quick else {})
         return kind(**{name: value for name, value in wanted.items() if value is not None})
 
 

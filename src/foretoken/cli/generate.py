@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from foretoken.cli.options import (
     DEFAULTS,
     AsJson,
     DraftingOptions,
+    EngineOptions,
     LoadingOptions,
     ModelOptions,
     SamplingOptions,
@@ -21,7 +22,6 @@ from foretoken.cli.options import (
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
 from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm
 from foretoken.cli.writers import JsonWriter, TextWriter
-from foretoken.config.engine import EngineConfig
 from foretoken.folders import check_place
 from foretoken.views.traceplot import check_picture, plot_traces
 
@@ -50,17 +50,7 @@ def generate(
     chat: Chat = False,
     raw: Raw = False,
     loading: LoadingOptions,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Rows that run at once.")] = None,
-    max_kv_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
-    ] = None,
-    prefill_chunk_size: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Prompt tokens that running rows wait for at once; {EngineConfig.prefill_chunk_size} by default."
-        ),
-    ] = None,
+    rows: Annotated[EngineOptions, "max_num_seqs", "max_kv_bytes", "prefill_chunk_size"],
     trace: Annotated[
         str | None,
         typer.Option(
@@ -94,13 +84,7 @@ def generate(
             check_picture(trace_plot)
         trace_place = None if trace is None else check_place(trace)
         name = model.chosen()
-        asked_for = {
-            "max_num_seqs": max_num_seqs,
-            "max_kv_bytes": max_kv_bytes,
-            "prefill_chunk_size": prefill_chunk_size,
-        }
-        rows: dict[str, Any] = {key: value for key, value in asked_for.items() if value is not None}
-        options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
+        options = {**vars(loading), **vars(rows), "gguf_file": model.gguf_file}
         if out is not None:
             unused = {"--json": as_json, "--trace": trace is not None, "--trace-plot": trace_plot is not None}
             if given := [option for option, is_given in unused.items() if is_given]:

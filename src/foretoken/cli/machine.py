@@ -79,7 +79,7 @@ def machine_report() -> dict[str, Any]:
         "cache": {
             "folder": str(folder),
             "bytes": {one.name: _size(one) for one in sorted(folder.glob("*")) if one.is_dir()},
-            "free_bytes": _free(folder),
+            "free_bytes": shutil.disk_usage(_existing(folder)).free,
         },
         "missing": missing,
     }
@@ -125,10 +125,6 @@ def _is_writable(folder: Path) -> bool:
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
 
 
 def _size(folder: Path) -> int:

@@ -12,6 +12,7 @@ import typer
 
 from foretoken.cli.running import choose_model, read_text
 from foretoken.config.aliases import ALIASES
+from foretoken.config.engine import EngineConfig
 from foretoken.config.method import methods
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -136,6 +137,21 @@ class LoadingOptions(TargetOptions):
         str | None,
         typer.Option(metavar="FILE.json", help="From foretoken tune: the method if none is named, costs, acceptance."),
     ] = None
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How many requests run together, and in how much memory: fields of `EngineConfig`."""
+
+    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.")] = EngineConfig.max_num_seqs
+    max_model_len: Annotated[int | None, typer.Option(help="Limit of prompt and output in tokens.")] = None
+    max_kv_bytes: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
+    ] = None
+    prefill_chunk_size: Annotated[int, typer.Option(help="Prompt tokens that running rows wait for at once.")] = (
+        EngineConfig.prefill_chunk_size
+    )
 
 
 @dataclass(frozen=True)

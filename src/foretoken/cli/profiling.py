@@ -15,10 +15,8 @@ from foretoken.cli.running import choose_model, load_llm
 from foretoken.cli.tune_options import NumPrompts, TuneOptions
 
 if TYPE_CHECKING:
-    from foretoken.config.speculative import SpeculativeConfig
     from foretoken.engine.drafter import Drafter
     from foretoken.engine.profiles import Profile
-    from foretoken.llm import LLM
 
 _LONGEST = 15
 
@@ -61,12 +59,14 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     batch_sizes, contexts = (
         _counts(name, text) for name, text in (("batch-sizes", options.batch_sizes), ("contexts", options.contexts))
     )
-    llm = load_llm(model, _with_length(config, None), **options.loading())
+    fixed = {**config.as_dict(), "length_policy": "fixed"}  # which nothing but the method itself cuts
+    llm = load_llm(model, SpeculativeConfig(**fixed), **options.loading())
     prompts = options.read_prompts(model, llm.tokenizer)
     longest = max(1, min(config.num_speculative_tokens, _LONGEST))
 
     def new_drafter(length: int) -> Drafter:
-        return _drafter(llm, _with_length(config, length))
+        wanted = SpeculativeConfig(**{**fixed, "num_speculative_tokens": length})
+        return llm.with_speculative_config(wanted).drafting.new_drafter()
 
     found, share = profiles.measure(
         llm.target,
@@ -103,19 +103,6 @@ def _counts(option: str, text: str) -> list[int]:
     if not found or found[0] < 1:
         raise ConfigError(f"--{option} is {text!r}; give whole numbers of 1 or more by comma, such as 1,8")
     return found
-
-
-def _with_length(config: SpeculativeConfig, length: int | None) -> SpeculativeConfig:
-    """The config with drafts of so many tokens, which nothing but the method itself cuts."""
-    from foretoken.config.speculative import SpeculativeConfig
-
-    given = {"length_policy": "fixed", **({} if length is None else {"num_speculative_tokens": length})}
-    return SpeculativeConfig(**{**config.as_dict(), **given})
-
-
-def _drafter(llm: LLM, config: SpeculativeConfig) -> Drafter:
-    """A drafter over what the LLM has loaded."""
-    return llm.with_speculative_config(config).drafting.new_drafter()
 
 
 def show_profile(found: Profile, details: dict[str, Any], out: object) -> None:

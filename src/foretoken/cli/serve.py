@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import DraftingOptions, LoadingOptions, ModelOptions, takes_groups
+from foretoken.cli.options import DraftingOptions, EngineOptions, LoadingOptions, ModelOptions, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, read_text, say
-from foretoken.config.engine import EngineConfig
 from foretoken.errors import ConfigError
 from foretoken.serve.settings import DETAILS, GRANULARITIES, PARSERS, ServerSettings
 
@@ -53,15 +52,7 @@ def serve(
     cors_origins: Annotated[
         list[str] | None, typer.Option(help="Web page that may call the server; may be repeated, * is every one.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Rows that run at once.")] = EngineConfig.max_num_seqs,
-    max_model_len: Annotated[int | None, typer.Option(help="Limit of prompt and output in tokens.")] = None,
-    max_kv_bytes: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory of keys and values: 500MB, 2GB, or 40% of what is available."),
-    ] = None,
-    prefill_chunk_size: Annotated[
-        int, typer.Option(help="Prompt tokens that running rows wait for at once.")
-    ] = EngineConfig.prefill_chunk_size,
+    rows: EngineOptions,
     num_cached_prefixes: Annotated[
         int, typer.Option(help="Texts whose prompts are kept for others that begin like them; 0 keeps none.")
     ] = 8,
@@ -135,14 +126,8 @@ def serve(
         )
         template = None if chat_template is None else read_text(chat_template)
         config = drafting.config(chosen, loading.profile_file)
-        rows: dict[str, Any] = {
-            "max_num_seqs": max_num_seqs,
-            "max_model_len": max_model_len,
-            "max_kv_bytes": max_kv_bytes,
-            "prefill_chunk_size": prefill_chunk_size,
-            "num_cached_prefixes": num_cached_prefixes,
-        }
-        options = {**vars(loading), **rows, "gguf_file": model.gguf_file}
+        kept = {"num_cached_prefixes": num_cached_prefixes, "gguf_file": model.gguf_file}
+        options = {**vars(loading), **vars(rows), **kept}
         if replicas is not None or ray_address is not None:
             _serve_cluster(
                 ray_address,

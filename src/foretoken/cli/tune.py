@@ -63,11 +63,8 @@ def tune(
             from foretoken.tune.picture import plot_choice
 
             report["plot"] = str(plot_choice(choice, plot))
-        with _writing(out):
-            keep_json(out, report)
-        if as_json:
-            put_json({"out": str(out), **report})
-        else:
+        _keep_profile(out, report, as_json)
+        if not as_json:
             show_choice(choice, details, out)
 
 
@@ -161,13 +158,17 @@ def profile(
         options.check_prompts()
 
         found, details = find_profile(options, say if sys.stderr.isatty() else lambda _: None)
-        report = {**found.as_dict(), **details}
-        with _writing(out):
-            keep_json(out, report)
-        if as_json:
-            put_json({"out": str(out), **report})
-        else:
+        _keep_profile(out, {**found.as_dict(), **details}, as_json)
+        if not as_json:
             show_profile(found, details, out)
+
+
+def _keep_profile(out: Path, report: dict[str, Any], as_json: bool) -> None:
+    """Write what was found, and with ``--json`` say it."""
+    with _writing(out):
+        keep_json(out, report)
+    if as_json:
+        put_json({"out": str(out), **report})
 
 
 @contextmanager

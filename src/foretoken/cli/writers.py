@@ -146,19 +146,16 @@ def summary(outputs: Sequence[RequestOutput], *, is_sampled: bool = True) -> str
 
 def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
     """What became of the drafts of all prompts."""
-    total = SequenceStats()
-    for output in outputs:
-        counts = output.metrics.speculative_decoding
-        total.add(
-            SequenceStats(
-                num_steps=counts["num_steps"],
-                num_spec_steps=counts["num_spec_steps"],
-                num_draft_tokens=counts["num_draft_tokens"],
-                num_accepted_draft_tokens=counts["num_accepted_draft_tokens"],
-                cuts=Cuts(Counter(counts["num_cut_tokens"]), Counter(counts["num_undrafted_steps"])),
-            )
+    return SequenceStats.pooled(
+        SequenceStats(
+            num_steps=counts["num_steps"],
+            num_spec_steps=counts["num_spec_steps"],
+            num_draft_tokens=counts["num_draft_tokens"],
+            num_accepted_draft_tokens=counts["num_accepted_draft_tokens"],
+            cuts=Cuts(Counter(counts["num_cut_tokens"]), Counter(counts["num_undrafted_steps"])),
         )
-    return total
+        for counts in (output.metrics.speculative_decoding for output in outputs)
+    )
 
 
 def ratio(part: float, whole: float) -> float:

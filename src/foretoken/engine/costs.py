@@ -176,8 +176,9 @@ class Prices:
         return CostCurve.mean(self.rising())
 
     def draft_seconds(self, title: str, levels: int) -> float:
-        """Of drafting so many levels; see `drafting_seconds`."""
-        return drafting_seconds(self.drafting.get(title, {}), levels)
+        """Of drafting so many levels: on lines through those that were measured, and on beyond; 0 where nothing was."""
+        known = self.drafting.get(title)
+        return max(0.0, CostCurve(known).at(max(levels, min(known)))) if levels and known else 0.0
 
     def keep(self, facts: Mapping[str, Any]) -> None:
         """For the next process on this machine, with this model; where nothing can be written it measures again."""
@@ -203,11 +204,6 @@ class Prices:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
-
-
-def drafting_seconds(known: Mapping[int, float], levels: int) -> float:
-    """Of drafting so many levels: on lines through those that were measured, and on beyond; 0 where nothing was."""
-    return max(0.0, CostCurve(known).at(max(levels, min(known)))) if levels and known else 0.0
 
 
 def prices_of(

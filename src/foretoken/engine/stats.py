@@ -7,7 +7,7 @@ tokens per step (tau) = emitted tokens / all decode steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -82,6 +82,14 @@ class SequenceStats:
             self.num_draft_tokens += num_drafted
             self.num_accepted_draft_tokens += num_accepted
             self.acceptance_histogram[num_accepted] += 1
+
+    @classmethod
+    def pooled(cls, several: Iterable[SequenceStats]) -> SequenceStats:
+        """The counters of several rows together."""
+        total = cls()
+        for one in several:
+            total.add(one)
+        return total
 
     def add(self, other: SequenceStats) -> None:
         """Pool another row's counters into this one."""
@@ -159,11 +167,6 @@ class StepProfile:
             + self.observe_seconds
             + self.emit_seconds
         )
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds of decode steps that were spent outside of drafting and verifying."""
-        return self.accept_seconds + self.commit_seconds + self.observe_seconds + self.emit_seconds
 
 
 @dataclass

@@ -50,6 +50,22 @@ class Score:
     num_accepted: int = 0
     cuts: str = ""
 
+    @classmethod
+    def of(cls, rows: Iterable[SequenceStats], layer_set: LayerSet, value: float, low: float, high: float) -> Score:
+        """The score of a set with which the counters of these rows came about."""
+        stats = SequenceStats.pooled(rows)
+        return cls(
+            value,
+            stats.draft_acceptance_rate,
+            stats.mean_acceptance_length,
+            len(layer_set),
+            low,
+            high,
+            stats.num_draft_tokens,
+            stats.num_accepted_draft_tokens,
+            stats.cuts.describe(),
+        )
+
 
 class Objective(ABC):
     """Gives layer sets their scores."""
@@ -132,8 +148,8 @@ class MeasuredTime(Objective):
         scores = {}
         for name, layer_set in layer_sets.items():
             ratio = compare(trial, name, "plain")
-            stats = pooled(run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None)
-            scores[name] = scored(stats, 1 / ratio.ratio, layer_set, 1 / ratio.high, 1 / ratio.low)
+            rows = (run.stats for runs in trial.runs[name] for run in runs[:1] if run.stats is not None)
+            scores[name] = Score.of(rows, layer_set, 1 / ratio.ratio, 1 / ratio.high, 1 / ratio.low)
         return scores
 
 
@@ -191,32 +207,9 @@ class ExpectedTime(Objective):
 
     def score(self, layer_set: LayerSet) -> Score:
         rows = self._task.rows(self._task.drafter_of(layer_set), len(self._task.prompts))
-        steps, stats = [step for row in rows for step in row.trace], pooled(row.stats for row in rows)
+        steps = [step for row in rows for step in row.trace]
         draft, verify = self.costs.draft(layer_set), self.costs.verify
         cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)
         num_tokens = sum(row.num_output_tokens for row in rows)
         value = cost / num_tokens
-        return scored(stats, value, layer_set, value, value)
-
-
-def pooled(several: Iterable[SequenceStats]) -> SequenceStats:
-    """The counters of several rows together."""
-    total = SequenceStats()
-    for stats in several:
-        total.add(stats)
-    return total
-
-
-def scored(stats: SequenceStats, value: float, layer_set: LayerSet, low: float, high: float) -> Score:
-    """The score of a set with which these counters came about."""
-    return Score(
-        value,
-        stats.draft_acceptance_rate,
-        stats.mean_acceptance_length,
-        len(layer_set),
-        low,
-        high,
-        stats.num_draft_tokens,
-        stats.num_accepted_draft_tokens,
-        stats.cuts.describe(),
-    )
+        return Score.of((row.stats for row in rows), layer_set, value, value, value)
