@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from foretoken.bench import report
 from foretoken.bench.candidates import Candidate
-from foretoken.bench.peers import client, environments, launching
+from foretoken.bench.peers import client, environments
 from foretoken.bench.peers.client import HERE, Launch, Worker, WorkerError
 from foretoken.bench.peers.environments import PEERS, check_installed, make, read_peers
 from foretoken.bench.peers.export import Exported
@@ -399,9 +399,9 @@ def test_an_environment_is_made_once_and_completed_where_it_broke_off(
 
 
 def test_what_is_missing_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:
-    arming = launching.Arming([Candidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
+    arming = environments.Arming([Candidate("ngram", {"method": "ngram"})], "auto", "default", False, (2,), (3,))
     exported = Exported(tmp_path, "a model", "bfloat16")
-    found, missing = launching.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
+    found, missing = environments.launches(exported, "m", "none", "bfloat16", arming, PEERS.values(), tmp_path)
     assert [launch.name for launch in found] == ["foretoken", "transformers"]
     assert missing["openvino"] == (
         f"it is not installed; foretoken bench --make-peers openvino --peers-folder {tmp_path} does that"
@@ -421,9 +421,9 @@ def test_all_engines_hold_the_same_precision(
     for name in ("openvino", "llamacpp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "built").touch()
-    arming = launching.Arming([], "packed", "strict", True, (2,), (3,), (8, 32))
+    arming = environments.Arming([], "packed", "strict", True, (2,), (3,), (8, 32))
     exported = Exported(tmp_path, "a model", dtype)
-    found, missing = launching.launches(exported, "m", "100m", dtype, arming, PEERS.values(), tmp_path)
+    found, missing = environments.launches(exported, "m", "100m", dtype, arming, PEERS.values(), tmp_path)
     own, openvino, llamacpp, transformers = (launch.arguments for launch in found)
     assert missing == {}
     assert {f"--dtype={dtype}", "--scale=100m", "--execution=packed", "--exactness=strict"} <= set(own)

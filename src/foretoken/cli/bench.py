@@ -227,8 +227,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     """
     import torch
 
-    from foretoken.bench.peers import launching
-    from foretoken.bench.peers.environments import check_installed, environments, read_peers
+    from foretoken.bench.peers.environments import OPENVINO, check_installed, environments, launches, read_peers
     from foretoken.bench.peers.export import export, prompts_of
     from foretoken.bench.peers.outcome import Outcome
     from foretoken.bench.peers.race import Race
@@ -246,7 +245,7 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     settings = options.race_settings(options.threads or torch.get_num_threads())
 
     def race(note: Callable[[Outcome], None]) -> Outcome:
-        with Race(exported, dtype, launches, missing, settings, watch) as running:
+        with Race(exported, dtype, engines, missing, settings, watch) as running:
             length = settings.max_new_tokens
             target = exported.folder / "target"
             prompts = prompts_of(target, settings.kinds, settings.prompts_file, length, running.answer)
@@ -255,10 +254,10 @@ def _race(options: BenchOptions, model: str, scale: str, report: Report) -> int:
     with stages(say) as watch:
         exported = export(model, options.draft_model, scale, say)
         dtype = exported.dtype if options.dtype == "auto" else options.dtype
-        if dtype not in launching.OPENVINO:
-            raise ConfigError(f"--dtype is {dtype!r}; other engines run in {', '.join(launching.OPENVINO)}")
+        if dtype not in OPENVINO:
+            raise ConfigError(f"--dtype is {dtype!r}; other engines run in {', '.join(OPENVINO)}")
         arming = options.arming(exported.has_draft)
-        launches, missing = launching.launches(exported, model, scale, dtype, arming, peers, folder)
+        engines, missing = launches(exported, model, scale, dtype, arming, peers, folder)
         for name, reason in missing.items():
             say(f"{name} takes no part: {reason}")
         more = {"model": model, "models": exported.models, "dtype": dtype, "execution": options.execution}

@@ -15,7 +15,7 @@ from foretoken.config.written import by_comma
 if TYPE_CHECKING:
     from foretoken.bench.methods import MethodsSettings
     from foretoken.bench.parts import Settings
-    from foretoken.bench.peers.launching import Arming
+    from foretoken.bench.peers.environments import Arming
     from foretoken.bench.peers.race import RaceSettings
 
 S = TypeVar("S")
@@ -207,7 +207,7 @@ class BenchOptions(TargetOptions):
         Raises: ConfigError for anything that is not a method, or text that holds no numbers.
         """
         from foretoken.bench.candidates import read_candidates
-        from foretoken.bench.peers.launching import Arming, default_methods
+        from foretoken.bench.peers.environments import Arming, default_methods
 
         names = self.methods or (None if self.batch_sizes else default_methods(has_draft))
         methods = [] if names is None else read_candidates(names, self.draft_model, self.num_speculative_tokens)

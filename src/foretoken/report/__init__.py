@@ -1,6 +1,5 @@
 """What was measured, judged or generated, as one page that needs nothing else."""
 
-from foretoken.report.reading import read
-from foretoken.report.writing import report
+from foretoken.report.page import read, report
 
 __all__ = ["read", "report"]
