@@ -8,7 +8,7 @@ import shlex
 import threading
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -267,10 +267,13 @@ class LLM:
           PromptError, ConfigError: before anything runs, naming the prompt.
           NumericsError, or what a logits processor has raised: every sample of every prompt ended in an error.
         """
-        with self.stream(prompts, sampling_params) as stream, _bar(use_tqdm, stream.num_prompts) as bar:
+        with (
+            self.stream(prompts, sampling_params) as stream,
+            progress_bar(stream.num_prompts, shown=use_tqdm) as tell,
+        ):
             for delta in stream:
-                if bar is not None and delta.finish_reason is not None:
-                    bar.update(stream.num_finished, stream.num_tokens)
+                if delta.finish_reason is not None:
+                    tell(stream.num_finished, stream.num_tokens)
             return stream.outputs()
 
     def stream(self, prompts: Prompts, sampling_params: ParamsLike = None) -> Stream:
@@ -378,7 +381,3 @@ class LLM:
             governor=self.drafting.governor(self.target, drafter),
             grammars=self._grammars,
         )
-
-
-def _bar(use_tqdm: bool | None, num_prompts: int) -> AbstractContextManager[Any]:
-    return progress_bar(num_prompts, shown=use_tqdm) if use_tqdm is not False else nullcontext()

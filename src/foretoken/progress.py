@@ -24,27 +24,16 @@ Watch = Callable[[str, int, int], None]
 """Told what is running, how much of it is done, and of how much."""
 
 
-class Bar:
-    """Counts finished prompts and generated tokens."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def update(self, num_finished: int, num_tokens: int) -> None:
-        self._progress.update(self._task, completed=num_finished, tokens=num_tokens)
-
-
 @contextmanager
-def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Bar | None]:
-    """A bar while the block runs.
+def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar while the block runs, which is told how many prompts are done and how many tokens were generated.
 
     Args:
       shown: None shows it for more than one prompt, where standard error is a terminal.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and num_prompts > 1 if shown is None else shown):
-        yield None
+        yield lambda num_finished, num_tokens: None
         return
     columns = (
         TextColumn("{task.description}"),
@@ -54,7 +43,8 @@ def progress_bar(num_prompts: int, *, shown: bool | None = None) -> Iterator[Bar
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=shown is None) as progress:
-        yield Bar(progress, progress.add_task("prompts", total=num_prompts, tokens=0))
+        task = progress.add_task("prompts", total=num_prompts, tokens=0)
+        yield lambda num_finished, num_tokens: progress.update(task, completed=num_finished, tokens=num_tokens)
 
 
 @contextmanager

@@ -203,7 +203,7 @@ def test_it_says_what_it_does_and_why() -> None:
     assert said is not None
     assert said.startswith("not drafting: verify(5)/verify(1) = ")
     assert "at depth 1" in said
-    assert one.speedup == pytest.approx(1.0, abs=0.06)
+    assert one.totals.speedup == pytest.approx(1.0, abs=0.06)
 
 
 def test_it_speaks_of_no_acceptance_where_nothing_was_drafted() -> None:
@@ -229,7 +229,7 @@ def test_where_nothing_was_drafted_the_speed_is_that_of_plain_decoding() -> None
     steps = Steps()
     steps.add(1, 0, 1, 0.0, 0.06)
     one.follow_steps(steps)
-    assert one.speedup == pytest.approx(1.0)
+    assert one.totals.speedup == pytest.approx(1.0)
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ COSTS = Costs(attention=0.1, mlp=0.2, verify=(1.0, 1.1, 1.2, 1.3))
 class Distance(Objective):
     """How far a set is from a hidden one: quick, and its best is known."""
 
-    name = "distance"
-
     def __init__(self, hidden: LayerSet, interrupt_at: int | None = None) -> None:
         self.hidden = hidden
         self.scored: list[LayerSet] = []

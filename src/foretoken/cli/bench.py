@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -14,8 +12,17 @@ from rich.console import Console
 
 from foretoken.cli.bench_options import BenchOptions
 from foretoken.cli.options import takes_groups
-from foretoken.cli.running import EXIT_DIFFERS, EXIT_INTERRUPTED, EXIT_REFUSED, choose_model, put_json, say
-from foretoken.folders import check_place, keep_text
+from foretoken.cli.running import (
+    EXIT_DIFFERS,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    choose_model,
+    hide_progress_of_loading,
+    put_json,
+    say,
+    writing,
+)
+from foretoken.folders import check_place, keep_json
 from foretoken.progress import stages
 
 if TYPE_CHECKING:
@@ -93,14 +100,16 @@ def _measure(options: BenchOptions, report: Report) -> int:
 
     for file in (options.output, options.save_config):
         if file is not None:
-            _check_folder(file)
+            with writing(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            check_place(file)
     model = options.model or _default_model()
     is_small = options.quick and options.peers is None
     threads = options.threads or (1 if is_small else None)  # several would wait longer than they compute
     if threads is not None:
         torch.set_num_threads(threads)
     scale = options.scale or _default_scale(model, options.quick)
-    _hide_progress_of_loading()
+    hide_progress_of_loading()
     if options.peers is not None:
         return _race(options, model, scale, report)
     with torch.inference_mode():
@@ -180,7 +189,6 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
     from foretoken.bench.methods import Methods
     from foretoken.bench.outcome import Outcome, advise, by_kind
     from foretoken.bench.report import show
-    from foretoken.errors import ConfigError
 
     candidates = read_candidates(options.methods or "", options.draft_model, options.num_speculative_tokens)
     settings = options.methods_settings(is_toy=_is_toy(model))
@@ -210,12 +218,8 @@ def _compare_methods(options: BenchOptions, model: str, scale: str, report: Repo
     report.show_conditions()
     show(report.console, found[0].shown(model, notes))
     if options.save_config is not None:
-        try:
-            options.save_config.parent.mkdir(parents=True, exist_ok=True)
-            keep_text(options.save_config, json.dumps(report.results["recommended_config"]) + "\n")
-        except OSError as error:
-            place = f"{options.save_config} cannot be written: {error.strerror}"
-            raise ConfigError(f"{place}; the config is shown above") from None
+        with writing(options.save_config):
+            keep_json(options.save_config, report.results["recommended_config"])
         report.console.print(f"  --speculative-config @{options.save_config}", markup=False, soft_wrap=True)
     return code or (EXIT_DIFFERS if found[0].different else 0)
 
@@ -305,20 +309,6 @@ def model_notes(model: str, candidates: list[Candidate]) -> tuple[str, ...]:
     return zoo.manifest(model).notes_about(map(str, named))
 
 
-def _check_folder(file: Path) -> None:
-    """Make the folder of a file that is to be written.
-
-    Raises: ConfigError.
-    """
-    from foretoken.errors import ConfigError
-
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}; choose another place") from None
-    check_place(file)
-
-
 def _default_model() -> str:
     """The best model available; the user is told which."""
     from foretoken import zoo
@@ -326,14 +316,6 @@ def _default_model() -> str:
     chosen = choose_model(None)
     say(f"measuring {chosen}, {zoo.manifest(chosen).title}")
     return chosen
-
-
-def _hide_progress_of_loading() -> None:
-    """Hide the progress of loading where standard error is not a terminal."""
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
 
 
 def _dtype(target: CausalLM) -> str:

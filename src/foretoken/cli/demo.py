@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,11 +122,8 @@ def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params
 
     answers = []
     for number, one in enumerate(asked, 1):
-        if console.is_terminal:
-            with watching(console, number, len(asked)) as watch:
-                answers.append(race(llms, str(one.given), one.prompt, params, watch))
-        else:
-            answers.append(race(llms, str(one.given), one.prompt, params))
+        with watching(console, number, len(asked)) if console.is_terminal else nullcontext(lambda _: None) as watch:
+            answers.append(race(llms, str(one.given), one.prompt, params, watch))
     return tuple(answers)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -41,7 +42,7 @@ def watching(console: Console, number: int, num_questions: int) -> Iterator[Call
             shown[:] = [answer]
             if perf_counter() - drawn[0] < _REFRESH_SECONDS:
                 return
-            room = console.height - 8 - len(_question(answer).wrap(console, console.width - _FRAME))
+            room = console.height - 8 - len(Text(answer.question).wrap(console, console.width - _FRAME))
             live.update(
                 Group(_asked(answer, heading), _lanes(console, answer, room), Text(_TURNS, "dim")), refresh=True
             )
@@ -104,12 +105,8 @@ def check_picture(path: Path) -> None:
 # -- the answers -----------------------------------------------------------------------------------------------------
 
 
-def _question(answer: Answer) -> Text:
-    return Text(answer.question)
-
-
 def _asked(answer: Answer, heading: str) -> Panel:
-    return Panel(_question(answer), title=heading, title_align="left", border_style="cyan")
+    return Panel(Text(answer.question), title=heading, title_align="left", border_style="cyan")
 
 
 def _lanes(console: Console, answer: Answer, room: int | None = None) -> RenderableType:
@@ -120,7 +117,8 @@ def _lanes(console: Console, answer: Answer, room: int | None = None) -> Rendera
     """
     if console.width < _NARROW:
         half = None if room is None else max(1, room // 2 - 2)
-        return Group(*(_panel(console, lane, console.width, half) for lane in answer.lanes))
+        shortened = [_body(console, lane, console.width, half) for lane in answer.lanes]
+        return Group(*map(partial(_framed, console.width, None), answer.lanes, shortened))
     grid = Table.grid(expand=True)
     widths = (console.width // 2, console.width - console.width // 2)
     texts = [_body(console, lane, width, room) for lane, width in zip(answer.lanes, widths, strict=True)]
@@ -128,16 +126,12 @@ def _lanes(console: Console, answer: Answer, room: int | None = None) -> Rendera
     for width in widths:
         grid.add_column(width=width)
     grid.add_row(
-        *(_framed(lane, text, width, height) for lane, text, width in zip(answer.lanes, texts, widths, strict=True))
+        *(_framed(width, height, lane, text) for width, lane, text in zip(widths, answer.lanes, texts, strict=True))
     )
     return grid
 
 
-def _panel(console: Console, lane: Lane, width: int, room: int | None) -> Panel:
-    return _framed(lane, _body(console, lane, width, room), width, None)
-
-
-def _framed(lane: Lane, text: Text, width: int, height: int | None) -> Panel:
+def _framed(width: int, height: int | None, lane: Lane, text: Text) -> Panel:
     done = f"done in {lane.seconds:.2f} s" if lane.is_done else f"{lane.seconds:.1f} s"
     return Panel(
         text,

@@ -26,11 +26,7 @@ from foretoken.folders import check_place
 from foretoken.views.traceplot import check_picture, plot_traces
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from foretoken.cli.tracing import TraceFile
     from foretoken.engine.stats import StepTrace
-    from foretoken.llm import LLM
     from foretoken.sessions.outputs import RequestOutput
 
 
@@ -97,7 +93,11 @@ def generate(
         llm = load_llm(name, drafting.config(name, loading.profile_file), **options)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
         writer = JsonWriter(asked) if as_json else TextWriter(params)
-        traced = None if trace_place is None else _traced(trace_place, llm)
+        traced = None
+        if trace_place is not None:
+            from foretoken.cli.tracing import TraceFile  # which loads torch
+
+            traced = TraceFile(trace_place, llm)
         with llm.stream([one.prompt for one in asked], params) as stream:
             try:
                 for delta in stream:
@@ -127,10 +127,3 @@ def titled_traces(outputs: Sequence[RequestOutput]) -> list[tuple[str, list[Step
         for place, output in enumerate(outputs)
         for sample in output.outputs
     ]
-
-
-def _traced(file: Path, llm: LLM) -> TraceFile:
-    """What notes the steps for that file; imported now, since it loads torch."""
-    from foretoken.cli.tracing import TraceFile
-
-    return TraceFile(file, llm)

@@ -63,13 +63,27 @@ def notices() -> Iterator[None]:
 
 def load_llm(model: str, config: SpeculativeLike, **options: Any) -> LLM:
     """The model behind a verb. Progress of loading shows on terminals only."""
-    from transformers.utils import logging as transformers_logging
-
     from foretoken.llm import LLM
+
+    hide_progress_of_loading()
+    return LLM(model, config, **options)
+
+
+def hide_progress_of_loading() -> None:
+    """Hide the progress of loading where standard error is not a terminal."""
+    from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    return LLM(model, config, **options)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises: ConfigError where writing inside of it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}; choose another place") from None
 
 
 def say(line: str) -> None:

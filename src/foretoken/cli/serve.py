@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -114,8 +114,8 @@ def serve(
             max_body_bytes=max_body_bytes,
             max_n=max_n,
             max_logprobs=max_logprobs,
-            max_queued_requests=_limit(max_queued_requests),
-            max_queued_tokens=_limit(max_queued_tokens),
+            max_queued_requests=None if max_queued_requests < 0 else max_queued_requests,
+            max_queued_tokens=None if max_queued_tokens < 0 else max_queued_tokens,
             request_timeout=request_timeout,
             shutdown_timeout=shutdown_timeout,
             strict_fields=strict_fields,
@@ -129,10 +129,12 @@ def serve(
         kept = {"num_cached_prefixes": num_cached_prefixes, "gguf_file": model.gguf_file}
         options = {**vars(loading), **vars(rows), **kept}
         if replicas is not None or ray_address is not None:
-            _serve_cluster(
-                ray_address,
-                host,
-                port,
+            from foretoken.serve.ray import check_ray
+            from foretoken.serve.ray.config import ClusterConfig
+            from foretoken.serve.ray.launch import serve_cluster
+
+            check_ray(ray_address)
+            cluster = ClusterConfig(
                 model=chosen,
                 speculative_config=config,
                 drafting=tuple(drafting_setting or ()),
@@ -143,6 +145,7 @@ def serve(
                 num_replicas=replicas or 1,
                 num_cpus=replica_cpus,
             )
+            serve_cluster(cluster, ray_address, host=host, port=port, say=say)
             return
 
         def load() -> Served:
@@ -150,19 +153,6 @@ def serve(
 
         server = Server(load, names[0], settings, host=host, port=port, say=say)
         server.run_until_end()
-
-
-def _serve_cluster(address: str | None, host: str, port: int, **options: Any) -> None:
-    from foretoken.serve.ray import check_ray
-    from foretoken.serve.ray.config import ClusterConfig
-    from foretoken.serve.ray.launch import serve_cluster
-
-    check_ray(address)
-    serve_cluster(ClusterConfig(**options), address, host=host, port=port, say=say)
-
-
-def _limit(number: int) -> int | None:
-    return None if number < 0 else number
 
 
 def _keys(given: list[str] | None, file: str | None) -> tuple[str, ...]:

@@ -126,18 +126,14 @@ def _say_estimate(run: Run, as_json: bool) -> None:
     if as_json:
         put_json(vars(found))
         return
+    answers = f"{found.answer_seconds / 60:.1f} min for answers that are still to be made, "
     typer.echo(
         f"{found.num_examples:,} examples, {found.num_tokens:,} answer tokens; a drafter of "
         f"{found.num_parameters / 1e6:.1f} M parameters\n"
         f"memory beside the target: {found.memory_bytes / 1e6:,.0f} MB; kept features would take "
         f"{found.feature_bytes / 1e9:.2f} GB\n"
-        f"time: {_minutes(found.answer_seconds)}{found.seconds / 60:.1f} min of training, measurements not counted"
-    )
-
-
-def _minutes(answer_seconds: float) -> str:
-    return (
-        f"about {answer_seconds / 60:.1f} min for answers that are still to be made, " if answer_seconds else "about "
+        f"time: about {answers if found.answer_seconds else ''}{found.seconds / 60:.1f} min of training, "
+        "measurements not counted"
     )
 
 

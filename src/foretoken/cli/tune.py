@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +13,7 @@ from foretoken.cli.choosing import ChoosingOptions, find_method, show_choice
 from foretoken.cli.layer_search import Job, SearchOptions, words
 from foretoken.cli.options import AsJson, takes_groups
 from foretoken.cli.profiling import ProfileOptions, find_profile, show_profile
-from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say
+from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, put_json, say, writing
 from foretoken.cli.tree_search import TreeOptions, find_tree, show_tree
 from foretoken.folders import check_place, keep_json
 from foretoken.progress import stages
@@ -103,7 +101,7 @@ def layer_skip(
             raise typer.Exit(EXIT_INTERRUPTED)
         report = job.finish(result)
         report["out"] = str(out)
-        with _writing(out):
+        with writing(out):
             job.layer_set(report).save(out)
         if plot is not None:
             from foretoken.tune.picture import plot_search
@@ -131,7 +129,7 @@ def tree(
         check_place(out)
         options.check_prompts()
         found, details = find_tree(options)
-        with _writing(out):
+        with writing(out):
             found.chosen.save(out, **details)
         if as_json:
             paths = [list(path) for path in found.chosen.paths]
@@ -165,21 +163,10 @@ def profile(
 
 def _keep_profile(out: Path, report: dict[str, Any], as_json: bool) -> None:
     """Write what was found, and with ``--json`` say it."""
-    with _writing(out):
+    with writing(out):
         keep_json(out, report)
     if as_json:
         put_json({"out": str(out), **report})
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raises: ConfigError where writing inside of it fails."""
-    from foretoken.errors import ConfigError
-
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
 
 
 def _show(report: dict[str, Any], as_json: bool) -> None:

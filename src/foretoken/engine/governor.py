@@ -322,11 +322,6 @@ class Governor:
         """Speed of late by that of plain decoding, as far as is known; never below 1, since that is always at hand."""
         return max(1.0, self.pace.gain)
 
-    @property
-    def speedup(self) -> float | None:
-        """Estimated speed of all steps so far by that of plain decoding; None before the first."""
-        return self.totals.speedup
-
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
         if self._last is None:

@@ -134,11 +134,6 @@ class MethodBandit:
         """Counts of all arms together."""
         return Totals(**{one.name: sum(getattr(arm.totals, one.name) for arm in self._arms) for one in fields(Totals)})
 
-    @property
-    def speedup(self) -> float | None:
-        """Estimated speed of all steps so far by that of plain decoding; None before the first."""
-        return self.totals.speedup
-
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
         best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= 2 * TURN, self._arms[arm].pace.gain))

@@ -70,8 +70,6 @@ class Score:
 class Objective(ABC):
     """Gives layer sets their scores."""
 
-    name: str
-
     @abstractmethod
     def score(self, layer_set: LayerSet) -> Score:
         """Decode the prompts greedily with this set."""
@@ -130,8 +128,6 @@ class MeasuredTime(Objective):
     Args:
       repeats: rounds of A B B A per prompt.
     """
-
-    name = "time"
 
     def __init__(self, task: Task, repeats: int = 1) -> None:
         self._task = task
@@ -198,8 +194,6 @@ class ExpectedTime(Objective):
 
     Exactness: the same set has the same score on every machine, given the same costs.
     """
-
-    name = "acceptance"
 
     def __init__(self, task: Task, costs: Costs) -> None:
         self._task = task

@@ -51,12 +51,6 @@ IMPOSSIBLE = 1e-9
 NUM_SIMULATED = 20_000
 """Draws from the law that a test compares with: p is known to a few parts in 1e4 where it matters."""
 
-LAW_FIELDS = frozenset(
-    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-    | {"logit_bias", "max_tokens", "seed", "n", "ignore_eos"}
-)
-"""Fields of `SamplingParams` whose law is computed here."""
-
 Text = tuple[int, ...]
 LawAfter = Callable[[Text], NDArray[np.float64]]
 """Probabilities (V,) of the token after a continuation."""
@@ -67,7 +61,7 @@ class ReferenceLaw:
 
     Args:
       target: the model.
-      params: how tokens are sampled; fields of `LAW_FIELDS`.
+      params: how tokens are sampled: by temperature, top-k, top-p, min-p, penalties and biases, and by nothing else.
     """
 
     def __init__(self, target: CausalLM, prompt: Seq[int], params: SamplingParams) -> None:
