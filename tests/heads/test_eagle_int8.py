@@ -19,12 +19,14 @@ from foretoken.drafters.parts.head_loading import pack
 from foretoken.engine.engine import Engine
 from foretoken.heads import int8
 from foretoken.heads.eagle import EagleHead, EagleShape
-from foretoken.heads.int8 import Int8Matrix
 from foretoken.heads.layers import LayerShape, Placed
 from foretoken.heads.vocabulary import DraftVocabulary
+from foretoken.model.execution.packing import unpacked_weight
 from foretoken.model.lm import CausalLM
 from foretoken.model.nodes import Nodes
 from foretoken.native import library as kernels_of
+from foretoken.native.codes import Codes
+from foretoken.native.packed_matmul import CodesMatrix
 from foretoken.testing import GREEDY, PROMPTS, SAMPLED, toy_model
 
 HALF = torch.bfloat16
@@ -100,7 +102,7 @@ def test_a_product_of_bytes_is_the_product_within_the_rounding_of_bytes(rows: in
     weight, x = torch.randn(outputs, inputs, generator=generator), torch.randn(rows, inputs, generator=generator)
     x[0, 0] = 1e4  # one large activation costs the others of its span, and of no other
     bias = torch.randn(outputs, generator=generator)
-    found = Int8Matrix(weight, bias).product(x, kernels)
+    found = CodesMatrix(Codes.rounded(weight, 8), bias, kernels, activation_bytes=1)(x)
     exact = x.double() @ weight.double().t() + bias
     spans = x.view(rows, -1, 64).abs().amax(-1, keepdim=True) / 254
     error = (weight.abs() @ (spans * torch.ones(64)).view(rows, -1).t()).t()
@@ -150,7 +152,7 @@ def test_a_level_is_near_what_the_module_computes(name: str, dtype: torch.dtype)
         assert float((found - wanted).norm() / wanted.norm()) < 0.03
     torch.testing.assert_close(keys[0, 0, :11].float(), cache_of.keys[0, 0], rtol=0.1, atol=0.1)
     layer = rows._output_layer
-    wanted = torch.nn.functional.linear(reference.before_output(outputs), int8.dense(layer).float())
+    wanted = torch.nn.functional.linear(reference.before_output(outputs), unpacked_weight(layer).float())
     assert float((own.logits(outputs) - wanted).norm() / wanted.norm()) < 0.03
 
 
@@ -231,9 +233,10 @@ def test_products_of_bytes_have_the_same_sums_on_every_cpu(instruction: str) -> 
     if own is None or other is None:
         pytest.skip(f"this CPU does not run {instruction}")
     generator = torch.Generator().manual_seed(3)
-    matrix = Int8Matrix(torch.randn(70, 192, generator=generator))
+    codes = Codes.rounded(torch.randn(70, 192, generator=generator), 8)
+    matrix, others = (CodesMatrix(codes, None, kernels, activation_bytes=1) for kernels in (own, other))
     x = torch.randn(9, 192, generator=generator)
-    torch.testing.assert_close(matrix.product(x, other), matrix.product(x, own), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(others(x), matrix(x), rtol=1e-5, atol=1e-5)
 
 
 def test_entries_that_are_made_late_have_the_bits_of_those_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

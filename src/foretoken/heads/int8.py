@@ -16,8 +16,9 @@ from foretoken.heads.layers import DecoderLayer, RMSNorm
 from foretoken.model.execution import forwards, packing
 from foretoken.model.nodes import Nodes
 from foretoken.native import abi
+from foretoken.native.codes import Codes
 from foretoken.native.library import Library
-from foretoken.native.packed_matmul import Int8Matrix
+from foretoken.native.packed_matmul import CodesMatrix
 
 MOST_NODES = 64
 """Of a call. Beyond, the products of torch in bfloat16 are faster: they compute more at a time, and read no faster."""
@@ -43,7 +44,7 @@ class Int8Head:
     Args:
       head: of one decoder layer, in bfloat16 or float32 on the CPU; see `why_not`.
       table: (V, H), the embeddings that it reads.
-      output: (V_d, H), the output layer that it drafts with.
+      output: the output layer (V_d, H) that it drafts with, see `is_plain`.
       kernels: of the library's own, which multiply bytes.
 
     Attributes:
@@ -53,24 +54,24 @@ class Int8Head:
     Randomness: none.
     """
 
-    def __init__(self, head: EagleHead, table: torch.Tensor, output: torch.Tensor, kernels: Library) -> None:
+    def __init__(self, head: EagleHead, table: torch.Tensor, output: nn.Module, kernels: Library) -> None:
         shape, layer = head.shape, cast("DecoderLayer | FusedLayer", head.layers[0])
         attention, mlp = layer.self_attn, layer.mlp
         sizes = shape.layer
-        self.size, self.num_logits = sizes.hidden_size, len(output)
+        self.size, self.num_logits = sizes.hidden_size, len(packing.unpacked_weight(output))
         self._kernels = kernels
         self._kept: list[object] = [table]
         hidden_norm = layer.hidden_norm if isinstance(layer, FusedLayer) else None
         norms = (head.embed_norm, head.input_norm, layer.input_layernorm, hidden_norm)
-        products: tuple[tuple[Seq[nn.Module], torch.Tensor | None], ...] = (
-            ([head.fc], None),
-            (attention.sharing_input, None),
-            ([attention.o_proj], None),
-            (mlp.sharing_input, None),
-            ([mlp.down_proj], None),
-            ([], output),
+        products: tuple[Seq[nn.Module], ...] = (
+            [head.fc],
+            attention.sharing_input,
+            [attention.o_proj],
+            mlp.sharing_input,
+            [mlp.down_proj],
+            [output],
         )
-        matrices = [_matrix(*given) for given in products]
+        matrices = [_matrix(layers, kernels) for layers in products]
         self.num_bytes = sum(matrix.num_bytes for matrix in matrices)
         frequencies = head.rotary.frequencies.float().contiguous()
         self._kept += [matrices, frequencies]
@@ -88,7 +89,7 @@ class Int8Head:
             table.data_ptr(),
             frequencies.data_ptr(),
             *(self._weight_of(norm) for norm in (*norms, layer.post_attention_layernorm, head.norm)),
-            *(matrix.structure for matrix in matrices),
+            *(matrix.fields for matrix in matrices),
             sizes.eps,
             head.rotary.factor,
         )
@@ -253,21 +254,12 @@ def _norms(head: EagleHead) -> list[nn.Module]:
     return [module for module in head.modules() if "norm" in type(module).__name__.lower()]
 
 
-def _matrix(layers: Seq[nn.Module], weight: torch.Tensor | None) -> Int8Matrix:
-    """Of layers with one input, as one; or of a weight (out, in)."""
-    if weight is not None:
-        return Int8Matrix(weight)
-    weights = [dense(layer) for layer in layers]
-    given = [cast("torch.Tensor | None", layer.bias) for layer in layers]
-    if all(bias is None for bias in given):
-        return Int8Matrix(torch.cat(weights))
-    biases = [torch.zeros(len(weights[i])) if bias is None else bias.float() for i, bias in enumerate(given)]
-    return Int8Matrix(torch.cat(weights), torch.cat(biases))
-
-
-def dense(layer: nn.Module) -> torch.Tensor:
-    """The weight (out, in) of a linear layer, packed or not."""
-    packed = forwards.replacement(layer)
-    if isinstance(packed, packing.PackedLinear):
-        return packed.dense()
-    return packing.dense_weight(layer)
+def _matrix(layers: Seq[nn.Module], kernels: Library) -> CodesMatrix:
+    """Of layers with one input, as one."""
+    weights = [packing.unpacked_weight(layer) for layer in layers]
+    biases = [cast("torch.Tensor | None", layer.bias) for layer in layers]
+    bias = None
+    if any(each is not None for each in biases):
+        pairs = zip(weights, biases, strict=True)
+        bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
+    return CodesMatrix(Codes.rounded(torch.cat(weights), 8), bias, kernels, activation_bytes=1)

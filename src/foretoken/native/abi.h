@@ -16,6 +16,7 @@ struct Matrix {
   int64_t scale_kind, zero_kind;  // FLOAT32, or FLOAT16 where there are groups; of zeros also BYTES
   const void *scales, *zeros;  // by block of outputs, group, and output; zeros: what a code of 0 stands for, or in bytes
                                // which code stands for 0; null where that is the one in the middle
+  int64_t activation_bytes;    // of codes: 2, or 1 for drafts, which need no more: activations are rounded to so many
 };
 
 enum { PAIRS = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, NIBBLES = 4, BYTES = 5 };
@@ -137,14 +138,7 @@ struct Drafts {
 
 // ---- heads in eight bits ----
 
-enum { BYTES_BLOCK = 32, MOST_HALF = 256 };
-
-struct Bytes {  // a matrix (N, K): by 32 outputs and 4 inputs, vectors of as many outputs as lanes x 4 inputs, 128 too large
-  int64_t inputs, outputs;  // inputs: a multiple of 64
-  const uint8_t* weight;
-  const float* scales;  // (N,)
-  const float* bias;    // (N,), or null
-};
+enum { MOST_HALF = 256 };
 
 struct Head {
   int64_t generation, size, width, heads, kv_heads, head_dim, inner, is_residual_normed, norms_output;
@@ -152,7 +146,7 @@ struct Head {
   const void* table;         // (V, size), of embeddings
   const float* frequencies;  // (head_dim / 2,)
   const float *embed_norm, *streams_norm, *input_norm, *hidden_norm, *post_norm, *norm;  // null where there is none
-  Bytes fuse, heads_in, heads_out, gate_up, down, output;
+  Matrix fuse, heads_in, heads_out, gate_up, down, output;  // codes of 8 bits
   float eps, rope_factor;
 };
 

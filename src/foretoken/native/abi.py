@@ -52,13 +52,8 @@ class Matrix(ctypes.Structure):
         *_of(Address, "weight bias"),
         *_of(Integer, "group scale_kind zero_kind"),
         *_of(Address, "scales zeros"),
+        ("activation_bytes", Integer),
     )
-
-
-class Bytes(ctypes.Structure):
-    """A packed matrix in eight bits."""
-
-    _fields_ = (*_of(Integer, "inputs outputs"), *_of(Address, "weight scales bias"))
 
 
 class Attention(ctypes.Structure):
@@ -176,7 +171,7 @@ class Head(ctypes.Structure):
         *_of(Integer, "generation size width heads kv_heads head_dim inner is_residual_normed norms_output is_float"),
         *_of(Address, "table frequencies"),
         *_of(Address, "embed_norm streams_norm input_norm hidden_norm post_norm norm"),
-        *_of(Bytes, "fuse heads_in heads_out gate_up down output"),
+        *_of(Matrix, "fuse heads_in heads_out gate_up down output"),
         *_of(Float, "eps rope_factor"),
     )
 
@@ -218,7 +213,6 @@ _SCORES = (Address, Integer, Integer, Integer, Integer)
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (None, Address, *(Integer,) * 4, Address, Threads),
     "product": (None, Address, Address, Integer, Address, Threads),
-    "bytes_product": (None, Address, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),
     "decode_attention_scratch": (Integer, Address, Threads),
     "prefill_attention": (None, *(Address,) * 6, Threads),

@@ -1,9 +1,9 @@
 // Products of float32 with a matrix of whole numbers: codes of 8 or 4 bits, with scales by output or by output and group of
 // inputs, and zeros by group where codes are not even about 0.
 //
-// What a row holds is rounded to 16 bits with a scale by span of inputs, by itself. Sums over a span are then whole numbers:
-// exact in any order and by any instruction. They are added up span after span, so a row has the same bits among any number
-// of rows, few or many, and on every CPU.
+// What a row holds is rounded to 16 bits, or to 8 for drafts, with a scale by span of inputs, by itself. Sums over a span are
+// then whole numbers: exact in any order and by any instruction. They are added up span after span, so a row has the same bits
+// among any number of rows, few or many, and on every CPU.
 
 #include "abi.h"
 #include "functions.h"
@@ -18,8 +18,8 @@
 enum { PARTS = CODES_BLOCK / LANES };      // vectors of a block
 enum { MOST_ROWS = LANES == 8 ? 2 : 6 };   // rows that are multiplied at a time, as registers allow
 
-// Of what a row is rounded to: two bytes, 256 of the first and one of the second, stay within -128 and 127.
-static const float LARGEST = 32639.0f;
+// Of what a row is rounded to, by bytes: two, 256 of the first and one of the second, stay within -128 and 127.
+static const float LARGEST[3] = {0.0f, 127.0f, 32639.0f};
 
 // ---- whole numbers --------------------------------------------------------------------------------------------------
 
@@ -33,27 +33,31 @@ static inline Whole high_half(Whole bytes) { return low_half(_mm512_srli_epi16(b
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Rows (n, K) in 16 bits. For every four inputs eight bytes: the upper bytes of all, then the lower ones; without VNNI
-// numbers 0 and 2, then 1 and 3.
+// Rows (n, K) in one or two bytes. For every four inputs with VNNI the upper bytes of all, if there are any, then the lower
+// ones; without, in 16 bits, numbers 0 and 2, then 1 and 3.
 namespace {  // others have rounded rows, too
 struct Rounded {
   int64_t inputs, span, spans;  // inputs: with zeros behind the last one
-  std::vector<uint64_t> values;
+  int64_t bytes, stored;        // of an activation, and of it as it is laid out
+  std::vector<uint8_t> values;
   std::vector<float> scales, sums;  // by row and span; of the rounded numbers
   std::vector<int32_t> starts;      // what sums begin with, since codes are `offset` too large
 
-  void take(const float* x, int64_t rows, int64_t given, int64_t span, int64_t whole, int32_t offset, bool in_bytes, int threads) {
-    this->span = span, inputs = rounded_up(given, whole), spans = inputs / span;
-    values.resize(rows * inputs / 4), scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
+  void take(const Matrix& matrix, const float* x, int64_t rows, int threads) {
+    const int64_t given = matrix.inputs, whole = matrix.group ? matrix.group : CODES_SPAN;
+    const int32_t offset = matrix.zeros ? 0 : matrix.kind == BYTES ? 128 : 8;
+    span = least(whole, CODES_SPAN), inputs = rounded_up(given, whole), spans = inputs / span;
+    bytes = matrix.activation_bytes, stored = has_vnni ? bytes : 2;
+    values.resize(rows * inputs * stored);
+    scales.resize(rows * spans), sums.resize(rows * spans), starts.resize(rows * spans);
     share_out(rows, rows < 32 ? 1 : threads, [&](int64_t first, int64_t last, int) {
       for (int64_t row = first; row < last; ++row)
         for (int64_t number = 0; number < spans; ++number)
-          take_span(x + row * given + number * span, least(span, given - number * span), row * spans + number, offset,
-                    in_bytes);
+          take_span(x + row * given + number * span, least(span, given - number * span), row * spans + number, offset);
     });
   }
 
-  void take_span(const float* from, int64_t count, int64_t place, int32_t offset, bool in_bytes) {
+  void take_span(const float* from, int64_t count, int64_t place, int32_t offset) {
     alignas(64) float numbers[CODES_SPAN];
     alignas(64) int32_t whole[CODES_SPAN];
     Vector most = zero(), check = zero();
@@ -65,21 +69,24 @@ struct Rounded {
     const bool is_finite = !differ(check, zero());
     const float peak = is_finite ? largest(most) : 0.0f;
     const bool is_usable = peak > 1e-30f && peak < 1e34f;
-    const float factor = is_usable ? LARGEST / peak : 0.0f;
+    const float factor = is_usable ? LARGEST[bytes] / peak : 0.0f;
     int32_t sum = 0;
     for (int64_t i = 0; i < span; ++i) {
       whole[i] = is_usable ? (int32_t)rintf(numbers[i] * factor) : 0;
       sum += whole[i];
     }
-    uint8_t* to = (uint8_t*)(values.data() + place * span / 4);
-    for (int64_t i = 0; i < span; i += 4, to += 8)
-      if (in_bytes) {
+    uint8_t* to = values.data() + place * span * stored;
+    for (int64_t i = 0; i < span; i += 4, to += 4 * stored)
+      if (stored == 1) {
+        for (int j = 0; j < 4; ++j) to[j] = (uint8_t)whole[i + j];
+      } else if (has_vnni) {
         for (int j = 0; j < 4; ++j) to[j] = (uint8_t)((whole[i + j] + 128) >> 8), to[4 + j] = (uint8_t)whole[i + j];
       } else {
         const int16_t pairs[4] = {(int16_t)whole[i], (int16_t)whole[i + 2], (int16_t)whole[i + 1], (int16_t)whole[i + 3]};
         memcpy(to, pairs, 8);
       }
-    const float scale = is_usable ? peak / LARGEST : peak < 1e34f && is_finite ? 0.0f : NAN;
+    // what is infinite counts as nothing in a draft, whose keys and values would keep it
+    const float scale = is_usable ? peak / LARGEST[bytes] : bytes == 1 || (peak < 1e34f && is_finite) ? 0.0f : NAN;
     scales[place] = scale, sums[place] = (float)sum * scale, starts[place] = -offset * sum;
   }
 };
@@ -99,16 +106,14 @@ static inline void add_wide(const Whole (&codes)[PARTS], const uint8_t* values, 
 }
 
 #if !defined(FORETOKEN_AVX2)
+// The same of one byte of each.
 template <int ROWS>
 static WITH_VNNI void add_bytes(const Whole (&codes)[PARTS], const uint8_t* values, int64_t stride,
-                                Whole (&upper)[ROWS][PARTS], Whole (&sums)[ROWS][PARTS]) {
+                                Whole (&sums)[ROWS][PARTS]) {
 #pragma GCC unroll 6
   for (int i = 0; i < ROWS; ++i) {
-    const Whole first = four_of(values + i * stride), second = four_of(values + i * stride + 4);
-    for (int j = 0; j < PARTS; ++j) {
-      upper[i][j] = _mm512_dpbusd_epi32(upper[i][j], codes[j], first);
-      sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], codes[j], second);
-    }
+    const Whole four = four_of(values + i * stride);
+    for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_dpbusd_epi32(sums[i][j], codes[j], four);
   }
 }
 #endif
@@ -155,15 +160,15 @@ static inline void finish(const Matrix& matrix, int64_t row, int64_t first, cons
     }
 }
 
-// BITS of a code; VNNI: by instructions that multiply bytes.
-template <int BITS, int ROWS, bool VNNI>
+// BITS of a code; STORED: bytes of an activation; VNNI: by instructions that multiply bytes.
+template <int BITS, int STORED, int ROWS, bool VNNI>
 static inline __attribute__((always_inline)) void block_rows(const Matrix& matrix, const Rounded& x, int64_t row,
                                                              int64_t block, float* out) {
   enum { AT_ONCE = 32 / BITS };  // inputs whose codes lie together
-  const int64_t first = block * CODES_BLOCK, at = row * x.spans, stride = x.inputs * 2;
+  const int64_t first = block * CODES_BLOCK, at = row * x.spans, stride = x.inputs * STORED;
   const int64_t groups = matrix.group ? x.inputs / matrix.group : 1;
   const uint8_t* weight = (const uint8_t*)matrix.weight + first * x.inputs * BITS / 8;
-  const uint8_t* values = (const uint8_t*)x.values.data() + row * stride;
+  const uint8_t* values = x.values.data() + row * stride;
   Vector totals[ROWS][PARTS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < PARTS; ++j) totals[i][j] = zero();
@@ -172,9 +177,9 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
     for (int i = 0; i < ROWS; ++i)
       for (int j = 0; j < PARTS; ++j) {
         sums[i][j] = all_whole(x.starts[at + i * x.spans + number]);
-        if (VNNI) upper[i][j] = all_whole(0);
+        if (VNNI && STORED == 2) upper[i][j] = all_whole(0);
       }
-    for (int64_t input = 0; input < x.span; input += AT_ONCE, weight += 4 * CODES_BLOCK, values += AT_ONCE * 2) {
+    for (int64_t input = 0; input < x.span; input += AT_ONCE, weight += 4 * CODES_BLOCK, values += AT_ONCE * STORED) {
       Whole codes[PARTS];
       for (int j = 0; j < PARTS; ++j) codes[j] = read_bytes(weight + 4 * LANES * j);
       if (row == 0)
@@ -183,15 +188,16 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
         Whole here[PARTS];
         for (int j = 0; j < PARTS; ++j) here[j] = BITS == 8 ? codes[j] : part ? high_half(codes[j]) : low_half(codes[j]);
 #if !defined(FORETOKEN_AVX2)
-        if (VNNI)
-          add_bytes<ROWS>(here, values + part * 8, stride, upper, sums);
-        else
+        if (VNNI) {
+          if (STORED == 2) add_bytes<ROWS>(here, values + part * 8, stride, upper);
+          add_bytes<ROWS>(here, values + part * 4 * STORED + 4 * (STORED - 1), stride, sums);
+        } else
 #endif
           add_wide<ROWS>(here, values + part * 8, stride, sums);
       }
     }
 #if !defined(FORETOKEN_AVX2)
-    if (VNNI)
+    if (VNNI && STORED == 2)
       for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PARTS; ++j) sums[i][j] = _mm512_add_epi32(_mm512_slli_epi32(upper[i][j], 8), sums[i][j]);
 #endif
@@ -203,32 +209,32 @@ static inline __attribute__((always_inline)) void block_rows(const Matrix& matri
 
 template <int BITS, int ROWS>
 static void wide_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
-  block_rows<BITS, ROWS, false>(matrix, x, row, block, out);
+  block_rows<BITS, 2, ROWS, false>(matrix, x, row, block, out);
 }
 
-template <int BITS, int ROWS>
+template <int BITS, int STORED, int ROWS>
 static WITH_VNNI void byte_rows(const Matrix& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
-  block_rows<BITS, ROWS, true>(matrix, x, row, block, out);
+  block_rows<BITS, STORED, ROWS, true>(matrix, x, row, block, out);
 }
 
-template <int BITS, int ROWS>
+template <int BITS, int STORED, int ROWS>
 static void some_rows(const Matrix& matrix, const Rounded& x, int64_t rows, int64_t row, int64_t block, float* out) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return some_rows<BITS, ROWS - 1>(matrix, x, rows, row, block, out);
+    if (rows < ROWS) return some_rows<BITS, STORED, ROWS - 1>(matrix, x, rows, row, block, out);
   if (has_vnni)
-    byte_rows<BITS, ROWS>(matrix, x, row, block, out);
+    byte_rows<BITS, STORED, ROWS>(matrix, x, row, block, out);
   else
     wide_rows<BITS, ROWS>(matrix, x, row, block, out);
 }
 
-template <int BITS>
+template <int BITS, int STORED>
 static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
   share_out((matrix.outputs + CODES_BLOCK - 1) / CODES_BLOCK, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t block = first; block < last; ++block)
       for (int64_t row = 0, here; row < rows; row += here) {  // in groups of about the same size
         const int64_t left = rows - row, groups = (left + MOST_ROWS - 1) / MOST_ROWS;
         here = (left + groups - 1) / groups;
-        some_rows<BITS, MOST_ROWS>(matrix, x, here, row, block, out);
+        some_rows<BITS, STORED, MOST_ROWS>(matrix, x, here, row, block, out);
       }
   });
 }
@@ -236,12 +242,11 @@ static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, float
 // (rows, K) in float32 -> (rows, N) in float32.
 extern "C" void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
   static thread_local Rounded rounded;
-  const int64_t span = matrix->group && matrix->group < CODES_SPAN ? matrix->group : CODES_SPAN;
-  const int64_t whole = matrix->group ? matrix->group : CODES_SPAN;
-  const int32_t middle = matrix->zeros ? 0 : matrix->kind == BYTES ? 128 : 8;
-  rounded.take(x, rows, matrix->inputs, span, whole, middle, has_vnni, threads);
-  if (matrix->kind == BYTES)
-    multiply<8>(*matrix, rounded, rows, out, threads);
+  rounded.take(*matrix, x, rows, threads);
+  if (matrix->kind == NIBBLES)
+    multiply<4, 2>(*matrix, rounded, rows, out, threads);
+  else if (rounded.stored == 1)
+    multiply<8, 1>(*matrix, rounded, rows, out, threads);
   else
-    multiply<4>(*matrix, rounded, rows, out, threads);
+    multiply<8, 2>(*matrix, rounded, rows, out, threads);
 }

@@ -1,159 +1,15 @@
 // A head of EAGLE in eight bits: one call runs its layer over the few nodes of a level, another grows a whole draft.
 //
-// A level of so small a layer is bound by reading its weights and by calls. Weights are kept as bytes with a scale by
-// output, activations are rounded to bytes with a scale by row and 64 inputs as they come; all else is in float32, keys
-// and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/int8.py.
+// A level of so small a layer is bound by reading its weights and by calls. Weights are codes of 8 bits, activations are
+// rounded to as many, see codes.cpp; all else is in float32, keys and values in bfloat16. Drafts need no more: what is drafted is verified. See heads/int8.py.
 
 #include "abi.h"
 #include "functions.h"
 #include "nodes.h"
-#include "threads.h"
-#include "whole_numbers.h"
 
 #include <algorithm>
 #include <math.h>
 #include <vector>
-
-
-enum { SPAN = 64, PARTS = BYTES_BLOCK / LANES };  // inputs that share a scale; vectors of a block
-enum { MOST_ROWS = LANES == 8 ? 2 : 6 };          // rows that are multiplied at a time, as registers allow
-
-// ---- products -------------------------------------------------------------------------------------------------------
-
-struct Rounded {  // rows (n, K) as bytes, with a scale by SPAN and what a sum begins with: weights are 128 too large
-  std::vector<int8_t> values;
-  std::vector<float> scales;
-  std::vector<int32_t> starts;
-
-  void take(const float* x, int64_t rows, int64_t inputs) {
-    values.resize(rows * inputs), scales.resize(rows * inputs / SPAN), starts.resize(rows * inputs / SPAN);
-    for (int64_t span = 0; span < rows * inputs / SPAN; ++span) {
-      const float* from = x + span * SPAN;
-      Vector most = zero();
-      for (int i = 0; i < SPAN; i += LANES) most = larger(most, larger(read(from + i), zero() - read(from + i)));
-      const float peak = largest(most);
-      const bool is_usable = peak > 1e-30f && peak < 1e30f;
-      const float factor = is_usable ? 127.0f / peak : 0.0f;
-      int8_t* to = values.data() + span * SPAN;
-      int32_t sum = 0;
-      for (int i = 0; i < SPAN; ++i) {
-        const int32_t whole = is_usable ? (int32_t)rintf(from[i] * factor) : 0;
-        to[i] = (int8_t)whole;
-        sum += whole;
-      }
-      scales[span] = is_usable ? peak / 127.0f : 0.0f;
-      starts[span] = -128 * sum;
-    }
-  }
-};
-
-#if defined(FORETOKEN_AVX2)
-static inline Whole signed_even(Whole bytes) { return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8); }
-static inline Whole signed_odd(Whole bytes) { return _mm256_srai_epi16(bytes, 8); }
-#else
-static inline Whole signed_even(Whole bytes) { return _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8); }
-static inline Whole signed_odd(Whole bytes) { return _mm512_srai_epi16(bytes, 8); }
-#endif
-
-// Adds a span of a block to sums, by bytes that are widened: for any CPU, with the very sums of the other way.
-template <int ROWS>
-static inline void add_wide(const uint8_t* weight, const int8_t* values, int64_t inputs, Whole (&sums)[ROWS][PARTS]) {
-  for (int input = 0; input < SPAN; input += 4, weight += 4 * BYTES_BLOCK) {
-    Whole first[ROWS], second[ROWS];
-    for (int i = 0; i < ROWS; ++i) {
-      const Whole four = four_of(values + i * inputs + input);
-      first[i] = signed_even(four), second[i] = signed_odd(four);
-    }
-    for (int j = 0; j < PARTS; ++j) {
-      const Whole bytes = read_bytes(weight + 4 * LANES * j), low = even(bytes), high = odd(bytes);
-      for (int i = 0; i < ROWS; ++i) sums[i][j] = add_pairs(add_pairs(sums[i][j], low, first[i]), high, second[i]);
-    }
-  }
-}
-
-#if defined(FORETOKEN_AVX2)
-template <int ROWS>
-static inline void add_bytes(const uint8_t*, const int8_t*, int64_t, Whole (&)[ROWS][PARTS]) {}
-#else
-template <int ROWS>
-static WITH_VNNI void add_bytes(const uint8_t* weight, const int8_t* values, int64_t inputs,
-                                Whole (&sums)[ROWS][PARTS]) {
-  Whole kept[ROWS][PARTS];
-  memcpy(kept, sums, sizeof kept);
-  for (int input = 0; input < SPAN; input += 4, weight += 4 * BYTES_BLOCK) {
-    const __m512i low = _mm512_loadu_si512(weight), high = _mm512_loadu_si512(weight + 64);
-    _mm_prefetch((const char*)(weight + 4096), _MM_HINT_T0);
-    _mm_prefetch((const char*)(weight + 4160), _MM_HINT_T0);
-#pragma GCC unroll 6
-    for (int i = 0; i < ROWS; ++i) {
-      const Whole four = four_of(values + i * inputs + input);
-      kept[i][0] = _mm512_dpbusd_epi32(kept[i][0], low, four);
-      kept[i][1] = _mm512_dpbusd_epi32(kept[i][1], high, four);
-    }
-  }
-  memcpy(sums, kept, sizeof kept);
-}
-#endif
-
-template <int ROWS>
-static void block_rows(const Bytes& matrix, const Rounded& x, int64_t row, int64_t block, float* out) {
-  const int64_t inputs = matrix.inputs, spans = inputs / SPAN, first = block * BYTES_BLOCK;
-  const uint8_t* weight = matrix.weight + first * inputs;
-  const int8_t* values = x.values.data() + row * inputs;
-  const int64_t at = row * spans;
-  Vector sums[ROWS][PARTS];
-  for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < PARTS; ++j) sums[i][j] = zero();
-  for (int64_t span = 0; span < spans; ++span, weight += SPAN * BYTES_BLOCK) {
-    Whole whole[ROWS][PARTS];
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < PARTS; ++j) whole[i][j] = all_whole(x.starts[at + i * spans + span]);
-    if (has_vnni)
-      add_bytes<ROWS>(weight, values + span * SPAN, inputs, whole);
-    else
-      add_wide<ROWS>(weight, values + span * SPAN, inputs, whole);
-    for (int i = 0; i < ROWS; ++i) {
-      const Vector scale = all(x.scales[at + i * spans + span]);
-      for (int j = 0; j < PARTS; ++j) sums[i][j] = add_product(as_floats(whole[i][j]), scale, sums[i][j]);
-    }
-  }
-  for (int i = 0; i < ROWS; ++i)
-    for (int j = 0; j < PARTS; ++j) {
-      const int64_t place = first + LANES * j, count = least(LANES, matrix.outputs - place);
-      if (count <= 0) continue;
-      const Vector bias = matrix.bias ? read_first(matrix.bias + place, count) : zero();
-      const Vector result = add_product(sums[i][j], read_first(matrix.scales + place, count), bias);
-      write_first(out + (row + i) * matrix.outputs + place, result, count);
-    }
-}
-
-static void multiply(const Bytes& matrix, const Rounded& x, int64_t rows, float* out, int threads) {
-  const int64_t blocks = (matrix.outputs + BYTES_BLOCK - 1) / BYTES_BLOCK;
-  share_out(blocks, threads, [&](int64_t first, int64_t last, int) {
-    for (int64_t block = first; block < last; ++block)
-      for (int64_t row = 0; row < rows; row += MOST_ROWS) switch (least(MOST_ROWS, rows - row)) {
-          case 1: block_rows<1>(matrix, x, row, block, out); break;
-          case 2: block_rows<2>(matrix, x, row, block, out); break;
-#if !defined(FORETOKEN_AVX2)
-          case 3: block_rows<3>(matrix, x, row, block, out); break;
-          case 4: block_rows<4>(matrix, x, row, block, out); break;
-          case 5: block_rows<5>(matrix, x, row, block, out); break;
-          default: block_rows<6>(matrix, x, row, block, out);
-#endif
-        }
-  });
-}
-
-static void product(const Bytes& matrix, const float* x, int64_t rows, float* out, int threads) {
-  static thread_local Rounded rounded;
-  rounded.take(x, rows, matrix.inputs);
-  multiply(matrix, rounded, rows, out, threads);
-}
-
-// (n, K) in float32 -> (n, N) in float32.
-extern "C" void foretoken_bytes_product(const Bytes* matrix, const float* x, int64_t rows, float* out, int threads) {
-  product(*matrix, x, rows, out, threads);
-}
 
 // ---- the layer ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +103,7 @@ static void mix(const Head& head, const Level& level, Room& room, int threads) {
         float* wide = room.wide.data() + node * head.width;
         norm(wide, head.streams_norm, head.width, head.eps, wide);
       }
-      product(head.fuse, room.wide.data(), n, room.features.data(), threads);
+      foretoken_product(&head.fuse, room.wide.data(), n, room.features.data(), threads);
     }
     features = head.generation == 3 ? room.features.data() : room.wide.data();
   }
@@ -264,7 +120,7 @@ static void mix(const Head& head, const Level& level, Room& room, int threads) {
     }
   }
   if (head.generation == 3) return;
-  product(head.fuse, room.inputs.data(), n, room.x.data(), threads);
+  foretoken_product(&head.fuse, room.inputs.data(), n, room.x.data(), threads);
   room.inputs = room.x;
   for (int64_t node = 0; head.input_norm && node < n; ++node)
     norm(room.x.data() + node * size, head.input_norm, size, head.eps, room.inputs.data() + node * size);
@@ -278,7 +134,7 @@ static void run_level(const Head& head, const Level& level, int threads) {
   room.listed.take(nodes);
   mix(head, level, room, threads);
   room.heads.resize(n * all_heads), room.queries.resize(n * width), room.mixed.resize(n * size);
-  product(head.heads_in, room.inputs.data(), n, room.heads.data(), threads);
+  foretoken_product(&head.heads_in, room.inputs.data(), n, room.heads.data(), threads);
   float cosines[MOST_HALF], sines[MOST_HALF];
   for (int64_t node = 0; node < n; ++node) {
     const int64_t row = room.listed.rows[node], number = nodes.earlier + node - room.listed.firsts[row];
@@ -299,17 +155,17 @@ static void run_level(const Head& head, const Level& level, int threads) {
   attend(head, level, room, threads);
   room.states.resize(n * width);
   widen(room.seen.data(), room.states.data(), n * width);
-  product(head.heads_out, room.states.data(), n, room.mixed.data(), threads);
+  foretoken_product(&head.heads_out, room.states.data(), n, room.mixed.data(), threads);
   room.inputs.resize(n * size), room.both.resize(2 * n * head.inner), room.gated.resize(n * head.inner);
   for (int64_t node = 0; node < n; ++node) {
     float* x = room.x.data() + node * size;
     for (int64_t i = 0; i < size; ++i) x[i] += room.mixed[node * size + i];
     norm(x, head.post_norm, size, head.eps, room.inputs.data() + node * size);
   }
-  product(head.gate_up, room.inputs.data(), n, room.both.data(), threads);
+  foretoken_product(&head.gate_up, room.inputs.data(), n, room.both.data(), threads);
   for (int64_t node = 0; node < n; ++node)
     gated(room.both.data() + 2 * node * head.inner, head.inner, room.gated.data() + node * head.inner);
-  product(head.down, room.gated.data(), n, room.mixed.data(), threads);
+  foretoken_product(&head.down, room.gated.data(), n, room.mixed.data(), threads);
   for (int64_t node = 0; node < n; ++node) {
     float *x = room.x.data() + node * size, *to = level.outputs + node * size;
     for (int64_t i = 0; i < size; ++i) to[i] = x[i] + room.mixed[node * size + i];
@@ -328,5 +184,5 @@ extern "C" void foretoken_head_logits(const Head* head, const float* outputs, in
   normed.assign(outputs, outputs + n * size);
   for (int64_t node = 0; head->norm && !head->norms_output && node < n; ++node)
     norm(outputs + node * size, head->norm, size, head->eps, normed.data() + node * size);
-  product(head->output, normed.data(), n, logits, threads);
+  foretoken_product(&head->output, normed.data(), n, logits, threads);
 }

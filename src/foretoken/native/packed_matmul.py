@@ -18,13 +18,8 @@ from foretoken.native.library import KINDS, Library
 
 PAIRS_BLOCK = 32
 """Inputs and outputs of a block of pairs."""
-BYTES_BLOCK = 32
-"""Outputs of a block of bytes."""
 CODES_BLOCK, CODES_SPAN = 32, 64
 """Outputs of a block of codes, and inputs whose activations are rounded together."""
-SPAN = 64
-"""Inputs whose activations share a scale where weights are bytes."""
-LARGEST = 127.0
 SCALES = {torch.float32: abi.FLOAT32, torch.float16: abi.FLOAT16, torch.uint8: abi.BYTES}
 """How scales and zeros may lie in memory."""
 
@@ -36,7 +31,7 @@ class PackedMatrix:
       compute_dtype: of what is multiplied, and of the result.
       packed: the numbers of the weight, in huge pages where the system has them.
       num_bytes: of all that a product reads.
-      address: of what the kernels are told of it.
+      fields, address: what the kernels are told of it, and where that lies.
       rounding: how far, relatively, what is multiplied is rounded.
 
     Exactness: a row has the same bits among any number of rows; sums are in float32.
@@ -54,6 +49,7 @@ class PackedMatrix:
         scales: torch.Tensor | None = None,
         zeros: torch.Tensor | None = None,
         group: int = 0,
+        activation_bytes: int = 0,
     ) -> None:
         self._size = outputs, inputs = size
         self.packed = packed
@@ -64,10 +60,10 @@ class PackedMatrix:
         self.num_bytes = packed.nbytes + sum(each.nbytes for each in self._kept[1:] if each is not None)
         of_bias, of_scales, of_zeros = (None if each is None else each.data_ptr() for each in self._kept)
         of_kinds = [abi.FLOAT32 if each is None else SCALES[each.dtype] for each in (scales, zeros)]
-        self._matrix = abi.Matrix(
-            inputs, outputs, kind, packed.data_ptr(), of_bias, group, *of_kinds, of_scales, of_zeros
+        self.fields = abi.Matrix(
+            inputs, outputs, kind, packed.data_ptr(), of_bias, group, *of_kinds, of_scales, of_zeros, activation_bytes
         )
-        self.address = ctypes.addressof(self._matrix)
+        self.address = ctypes.addressof(self.fields)
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
         self.instruction_set = kernels.instruction_set
         self._run = kernels.product
@@ -120,13 +116,14 @@ class NativeMatrix(PackedMatrix):
 class CodesMatrix(PackedMatrix):
     """A weight in whole numbers, multiplied with activations in 16 bits that share a scale by 64 inputs or fewer.
 
-    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations; it has the
-      same bits on every CPU.
+    Args:
+      activation_bytes: 2; or 1 of codes of 8 bits, for drafts alone: half of the arithmetic.
+
+    Exactness: equals the product with ``codes.dense()`` within 2^-16 of the largest of these activations, or half of a
+      127th of it; it has the same bits on every CPU.
     """
 
-    rounding = 2**-15
-
-    def __init__(self, codes: Codes, bias: torch.Tensor | None, kernels: Library) -> None:
+    def __init__(self, codes: Codes, bias: torch.Tensor | None, kernels: Library, *, activation_bytes: int = 2) -> None:
         outputs, inputs = codes.numbers.shape
         self._bits, self._group = codes.bits, codes.group
         whole = -(-inputs // (codes.group or CODES_SPAN)) * (codes.group or CODES_SPAN)
@@ -139,7 +136,10 @@ class CodesMatrix(PackedMatrix):
         scales = self._by_block(codes.scales if codes.group else codes.scales.float())
         zeros = None if codes.zeros is None else self._by_block(codes.zeros)
         kind, of_bias = (abi.BYTES if codes.bits == 8 else abi.NIBBLES), None if bias is None else bias.detach()
-        super().__init__(kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group)
+        super().__init__(
+            kernels, (outputs, inputs), kind, packed, of_bias, scales, zeros, codes.group, activation_bytes
+        )
+        self.rounding = 2.0 ** (1 - 8 * activation_bytes)
 
     @staticmethod
     def _by_block(numbers: torch.Tensor) -> torch.Tensor:
@@ -165,45 +165,3 @@ class CodesMatrix(PackedMatrix):
     def dense(self) -> torch.Tensor:
         """float32 (out, in): the weight that the codes stand for."""
         return self.codes.dense()
-
-
-class Int8Matrix:
-    """A weight rounded to bytes, with a scale by output.
-
-    Args:
-      weight: (out, in) of any float dtype, ``in`` a multiple of 64.
-      bias: (out,), or None.
-
-    Attributes:
-      structure: what kernels are given; it holds addresses of tensors that live as long as this object.
-
-    Exactness: within half of a 127th of the largest weight of an output, and of the largest of 64 activations; for
-      drafts alone.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        outputs, inputs = weight.shape
-        wide = weight.detach().float()
-        scales = wide.abs().amax(1).clamp(min=1e-30) / LARGEST
-        whole = (wide / scales[:, None]).round().clamp(-LARGEST, LARGEST).add(128.0).to(torch.uint8)
-        whole = F.pad(whole, (0, 0, 0, -outputs % BYTES_BLOCK), value=128)
-        # by blocks of 32 outputs and 4 inputs: two vectors of 16 outputs x 4 inputs
-        self._packed = whole.view(-1, BYTES_BLOCK, inputs // 4, 4).permute(0, 2, 1, 3).contiguous()
-        self._scales = scales.contiguous()
-        self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.num_bytes = self._packed.numel()
-        of_bias = None if self._bias is None else self._bias.data_ptr()
-        self.structure = abi.Bytes(inputs, outputs, self._packed.data_ptr(), self._scales.data_ptr(), of_bias)
-
-    def product(self, x: torch.Tensor, kernels: Library) -> torch.Tensor:
-        """(n, in) in float32 -> (n, out)."""
-        x = x.float().contiguous()
-        out = x.new_empty(len(x), self.structure.outputs)
-        address = ctypes.addressof(self.structure)
-        kernels.bytes_product(address, x.data_ptr(), len(x), out.data_ptr(), torch.get_num_threads())
-        return out
-
-    @staticmethod
-    def fits(inputs: int) -> bool:
-        """Whether a weight with so many inputs can be kept so."""
-        return inputs % SPAN == 0

@@ -23,8 +23,9 @@ from foretoken.drafters.selfdraft.quantized_self import quantized, quantized_sel
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
+from foretoken.model.execution.forwards import replacement
+from foretoken.model.execution.packing import PackedLinear, PackedProduct, packed_products
 from foretoken.model.lm import CausalLM, Nodes
-from foretoken.model.quantize import Int4Linear
 from foretoken.native.codes import Codes
 from foretoken.testing import check_drafter, compare, decode, toy_model
 from harness import adapter, drafted
@@ -185,7 +186,10 @@ def test_the_kernel_computes_with_the_dense_weights_that_the_codes_stand_for() -
     weight, bias = torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator)
     x = torch.randn(2, 3, 64, generator=generator)
     expected = torch.nn.functional.linear(x, Codes.rounded(weight, 4, 32, has_zeros=True).dense(), bias)
-    got = Int4Linear(weight, bias, 32)(x)
+    layer = torch.nn.Linear(64, 48)
+    layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    codes = Codes.rounded(weight, 4, 32, has_zeros=True)
+    got = PackedProduct([layer], codes=lambda _: codes)(x)
     assert got.dtype == x.dtype
     assert float((got - expected).abs().max()) < 0.03 * float(expected.abs().max())
 
@@ -206,9 +210,9 @@ def test_the_output_embedding_keeps_its_weights_unless_asked() -> None:
     heads = {}
     for with_head in (False, True):
         variant = quantized(lm, 32, LayerSet(), with_head=with_head)
-        heads[with_head] = type(vars(variant._shadow.get_output_embeddings()).get("forward"))
-        assert sum(isinstance(vars(m).get("forward"), Int4Linear) for m in variant._shadow.modules()) == 12 + with_head
-    assert heads == {False: type(None), True: Int4Linear}
+        heads[with_head] = type(replacement(variant._shadow.get_output_embeddings()))
+        assert len(packed_products(variant._shadow)) == 12 + with_head
+    assert heads == {False: type(None), True: PackedLinear}
 
 
 # -- by name, and refusals -----------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 NOT_EMULATED = "int8_head.cpp", "int8_draft.cpp"  # heads in eight bits
 ABSENT = """#include <stdint.h>
 extern "C" {
-int64_t foretoken_bytes_product() { return -1; }
 int64_t foretoken_head_level() { return -1; }
 int64_t foretoken_head_logits() { return -1; }
 int64_t foretoken_head_grow() { return -1; }

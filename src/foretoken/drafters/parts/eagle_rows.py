@@ -355,4 +355,4 @@ def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int
     kernels = kernels_of.library()
     if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
         return None
-    return int8.Int8Head(head, table, int8.dense(output), kernels)
+    return int8.Int8Head(head, table, output, kernels)

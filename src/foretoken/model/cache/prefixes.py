@@ -25,11 +25,18 @@ class Prefix:
         """Whether another text is its beginning, with as many columns or fewer."""
         return num_columns <= self.num_columns and self.token_ids[: len(token_ids)] == token_ids
 
-    def load(self, cache: KVCache, row: int, recall: Callable[[object, int], int], grain: int) -> int:
-        """Fill an empty row with all columns, or, where not all are recalled, with whole grains; how many."""
+    def load(
+        self, cache: KVCache, row: int, recall: Callable[[object, int], int], grain: int, shared: int | None = None
+    ) -> int:
+        """Fill an empty row with all columns, or, where not all are recalled, with whole grains; how many.
+
+        Args:
+          shared: tokens that the text of the row begins with, too, of which whole grains are wanted; all by default.
+        """
         known, length = partial(recall, self.memory), self.num_columns
-        if known(length) < length:
-            length = _recalled(known, length // grain * grain, length, grain)
+        if shared is not None or known(length) < length:
+            most = length if shared is None else shared
+            length = _recalled(known, min(most, length) // grain * grain, most, grain)
         cache.load(row, self.states, length)
         return length
 
@@ -106,17 +113,14 @@ class PrefixStore:
           grain: of which the number is to be a multiple.
         """
         tokens = tuple(token_ids)
-        best, longest, most = None, 0, 0
-        for prefix in self._kept:
-            shared = shared_length(prefix.token_ids, tokens)
-            usable = min(shared, prefix.num_columns) // grain * grain
-            if usable > longest:
-                best, longest, most = prefix, usable, shared
-        if best is not None:
-            self._touch(best)
-            longest = _recalled(partial(recall, best.memory), longest, most, grain)
-            cache.load(row, best.states, longest)
-        return longest
+        shared = [shared_length(prefix.token_ids, tokens) for prefix in self._kept]
+        usable = [min(count, prefix.num_columns) // grain for count, prefix in zip(shared, self._kept, strict=True)]
+        if not any(usable):
+            return 0
+        place = usable.index(max(usable))
+        best = self._kept[place]
+        self._touch(best)
+        return best.load(cache, row, recall, grain, shared[place])
 
     def clear(self) -> None:
         """Drop everything."""

@@ -329,6 +329,12 @@ def dense_weight(layer: nn.Module) -> torch.Tensor:
     return weight.t() if isinstance(layer, Conv1D) else weight  # of a Conv1D it is (in, out)
 
 
+def unpacked_weight(layer: nn.Module) -> torch.Tensor:
+    """The same, also where packing has released it: as it was packed."""
+    forward = replacement(layer)
+    return forward.dense() if isinstance(forward, PackedLinear) else dense_weight(layer)
+
+
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Sums over the bits of each row, eight bytes at a time where they fit: what other values hardly share."""
     rows = tensor.detach().contiguous()
