@@ -323,6 +323,6 @@ class _Stopwatch:
             for execution in (model.execution for model in models):
                 stack.enter_context(replaced(execution, "run", self._around(execution.run)))
                 if (program := execution.program) is not None:
-                    stack.enter_context(replaced(program, "run", self._around(program.run)))
+                    stack.enter_context(replaced(program, "forward", self._around(program.forward)))
                     stack.enter_context(replaced(program, "chains", self._around(program.chains)))
             yield

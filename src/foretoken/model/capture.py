@@ -49,25 +49,6 @@ class Output:
     layer_inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Activations:
-    """What a forward over a list of nodes has computed on its way.
-
-    Args:
-      flat: how the nodes of the list lie in rows.
-      states: (layers + 1, 1, S, H): what the first layer was given, and what each has returned.
-      read: what the output embedding reads, (1, S, H).
-    """
-
-    flat: FlatNodes
-    states: torch.Tensor
-    read: torch.Tensor
-
-    def layer_input(self, index: int) -> torch.Tensor:
-        """What a layer was given, (1, S, H)."""
-        return self.states[index]
-
-
 class Recorder:
     """Sees what passes through a shadow: the output of its decoder and the inputs of its layers.
 
@@ -116,12 +97,17 @@ class Recorder:
         with self._seeing(handles):
             yield
 
-    def take(self, passed: Activations) -> None:
-        """Record what a forward over a list of nodes has computed that ran without its modules."""
-        wanted, self.flat = self._wanted, passed.flat
+    def take(self, flat: FlatNodes, states: torch.Tensor, read: torch.Tensor) -> None:
+        """Record what a forward over a list of nodes has computed that ran without its modules.
+
+        Args:
+          states: (layers + 1, 1, S, H): what the first layer was given, and what each has returned.
+          read: what the output embedding reads, (1, S, H).
+        """
+        wanted, self.flat = self._wanted, flat
         if wanted:
-            self._returned = self._read = passed.read if wanted.last_hidden else None
-            self._layer_inputs = {index: passed.layer_input(index) for index in wanted.layer_inputs}
+            self._returned = self._read = read if wanted.last_hidden else None
+            self._layer_inputs = {index: states[index] for index in wanted.layer_inputs}
 
     def output(self, logits: Logits) -> Output:
         """What was recorded last, beside the logits."""

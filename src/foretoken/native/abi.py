@@ -230,6 +230,5 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "limit_threads": (None, Threads),
     "is_allowed": (ctypes.c_int,),
     "num_outputs": (ctypes.c_int,),
-    "num_lanes": (ctypes.c_int,),
 }
 """What every function returns, and is given."""

@@ -122,5 +122,3 @@ extern "C" void foretoken_decode_attention(const Attention* call, const void* qu
     case 3: return attend<Pair<Float16>>(call, query, keys, values, mask, out, scratch, threads);
   }
 }
-
-extern "C" int foretoken_num_lanes() { return LANES; }

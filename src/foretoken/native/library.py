@@ -35,7 +35,6 @@ class Library:
 
     Attributes:
       block: outputs of a block in float32.
-      lanes: numbers in a vector.
       helpers: how many threads they run on.
 
     Raises: OSError for a file that cannot be loaded, or a process that may not use the instructions.
@@ -50,7 +49,7 @@ class Library:
         if not self.is_allowed():
             raise OSError("the system does not let this process use them")
         self.instruction_set = instruction_set
-        self.block, self.lanes = self.num_outputs(), self.num_lanes()
+        self.block = self.num_outputs()
         self.helpers = Helpers(self.limit_threads)
 
     def __getattr__(self, name: str) -> Callable[..., int]:

@@ -382,7 +382,7 @@ def test_a_program_that_computes_something_else_is_not_taken(fault: str, monkeyp
 
 
 def _without_norm(found: Any) -> Any:
-    found.behind.program.constants.mul_(1e6)
+    found.behind.constants.mul_(1e6)
     return found
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.builds import multiplies_in, plain_attributes
+from foretoken.model.execution.builds import native_matrix, plain_attributes
 from foretoken.model.execution.calls import value_at
 from foretoken.model.execution.forwards import changed_forward, linears, replaced, replacement
 from foretoken.model.execution.lowering import (
@@ -32,7 +31,6 @@ from foretoken.model.execution.lowering import (
 from foretoken.model.execution.operators import product
 from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.tracing import (
-    BoundProgram,
     LayerProgram,
     Place,
     Symbols,
@@ -48,18 +46,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """An input by tokens or by positions.
+    """An input by tokens or by positions. Tensors are named by their numbers among the places.
 
     Args:
       embedding: of the table by tokens; None for one by positions.
-      rows: of a table by positions: of positions (1, S) gives (1, S, ...) or so, with nodes in dimension `node_dim`.
+      rows: of a table by positions: of all places and positions (1, S) gives (1, S, ...) or so, with nodes in dimension
+        `node_dim`.
       read: tensors that these rows are computed from.
     """
 
-    embedding: Place | None
-    rows: Callable[[torch.Tensor], torch.Tensor] | None
+    embedding: int | None
+    rows: Callable[[Sequence[Place], torch.Tensor], torch.Tensor] | None
     node_dim: int
-    read: Sequence[Place] = ()
+    read: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,24 @@ class Ends:
       head: gives logits of that.
       kinds: of attention, of every layer.
       inputs_of: of every layer, the number of the model's input for each of its own.
+      layers: programs of the layers, which a key may name by their ids as long as they are held.
+      places, runners: tensors and products of this model, by number; empty of the form that models built alike share.
     """
 
     tables: Sequence[Table]
-    before: BoundProgram | None
+    before: Program | None
     first: int
-    behind: BoundProgram
-    head: BoundProgram
+    behind: Program
+    head: Program
     kinds: Sequence[str | None]
     inputs_of: Sequence[Mapping[int, int]]
+    layers: Sequence[Program]
+    places: Sequence[Place] = ()
+    runners: Sequence[Any] = ()
+
+
+_forms: dict[Any, Ends] = {}
+"""Of this process, by build."""
 
 
 def modules_around(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -108,33 +116,12 @@ def trace_ends(model: PreTrainedModel, layers: Sequence[LayerProgram], forward: 
         handle.remove()
     tracer = _Tracer(model, layers, seen)
     key = tracer.build()
-    if key is None:
-        return tracer.bound(tracer.form())
-    if key not in _forms:
-        _forms[key] = tracer.form()
-    return tracer.bound(_forms[key])
-
-
-@dataclass(frozen=True)
-class _Form:
-    """The ends of models built alike, with numbers of tensors in the place of these.
-
-    Args:
-      layers: programs of the layers, which a key may name by their ids as long as they are held.
-    """
-
-    tables: Sequence[tuple[int | None, Callable[..., torch.Tensor] | None, int, Sequence[int]]]
-    before: Program | None
-    first: int
-    behind: Program
-    head: Program
-    kinds: Sequence[str | None]
-    inputs_of: Sequence[Mapping[int, int]]
-    layers: Sequence[Program]
-
-
-_forms: dict[Any, _Form] = {}
-"""Of this process, by build."""
+    form = _forms.get(key)
+    if form is None:
+        form = tracer.form()
+        if key is not None:
+            _forms[key] = form
+    return replace(form, places=tracer.places, runners=tracer.runners)
 
 
 class _Tracer:
@@ -147,8 +134,8 @@ class _Tracer:
         self._outside = set(outside)
         of_linears = set(linears(model))
         self._leaves = [module for module in outside if module in of_linears]
-        self._runners = [_runner(leaf) for leaf in self._leaves]
-        self._places = [
+        self.runners = [_runner(leaf) for leaf in self._leaves]
+        self.places = [
             (module, name)
             for module in outside
             if module not in self._leaves
@@ -163,7 +150,7 @@ class _Tracer:
     def build(self) -> Any:
         """Key of models whose ends are the same; None for one that runs code which is not its classes' own."""
         parts: list[Any] = [self._model.config.to_json_string(), type(self._model)]
-        layers, leaves = set(self._modules), dict(zip(self._leaves, self._runners, strict=True))
+        layers, leaves = set(self._modules), dict(zip(self._leaves, self.runners, strict=True))
         for path, module in self._model.named_modules():
             if module in layers:
                 parts.append((path, type(module)))
@@ -177,30 +164,7 @@ class _Tracer:
         parts += [(id(layer.program), layer.call.inputs, layer.call.mask) for layer in self._layers]
         return tuple(parts)
 
-    def bound(self, form: _Form) -> Ends:
-        """The ends of this model."""
-
-        def program(of: Program) -> BoundProgram:
-            return BoundProgram(of, self._places, self._runners)
-
-        def table(
-            place: int | None, rows: Callable[..., torch.Tensor] | None, node_dim: int, read: Sequence[int]
-        ) -> Table:
-            if rows is None:
-                return Table(None if place is None else self._places[place], None, node_dim)
-            return Table(None, partial(rows, self._places), node_dim, [self._places[number] for number in read])
-
-        return Ends(
-            [table(*each) for each in form.tables],
-            None if form.before is None else program(form.before),
-            form.first,
-            program(form.behind),
-            program(form.head),
-            form.kinds,
-            form.inputs_of,
-        )
-
-    def form(self) -> _Form:
+    def form(self) -> Ends:
         """Trace the model."""
         traced = self._traced()
         graph = traced.graph
@@ -220,7 +184,7 @@ class _Tracer:
         computed = [node for node in given if node not in numbers]
         before = self._program(computed, {node: number + 1 for node, number in numbers.items()}) if computed else None
         numbers |= {node: len(leaves) + number for number, node in enumerate(computed)}
-        return _Form(
+        return Ends(
             [self._table(traced, node) for node in leaves],
             before,
             numbers[given[0]],
@@ -263,16 +227,14 @@ class _Tracer:
             index = index.args[0]
         return index is self._tokens
 
-    def _table(
-        self, traced: fx.GraphModule, node: fx.Node
-    ) -> tuple[int | None, Callable[..., torch.Tensor] | None, int, Sequence[int]]:
+    def _table(self, traced: fx.GraphModule, node: fx.Node) -> Table:
         node_dim = dims_of(node)[1]
         assert node_dim is not None
         if self._embeds_tokens(node):
-            return self._source_of[node.args[0]][1], None, node_dim, ()  # type: ignore[index]
+            return Table(self._source_of[node.args[0]][1], None, node_dim)  # type: ignore[index]
         sources = [self._source_of.get(parent, ("", 0)) for parent in ancestors(node)]
         read = [key for kind, key in sources if kind == "tensor"]
-        return None, self._function_of_positions(traced, node), node_dim, read
+        return Table(None, self._function_of_positions(traced, node), node_dim, read)
 
     def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
         """Of the places of tensors, and positions (1, S)."""
@@ -294,7 +256,7 @@ class _Tracer:
         return rows
 
     def _program(self, outputs: Sequence[fx.Node], leaves: Mapping[fx.Node, int]) -> Program:
-        dtypes = [_dtype_of(run) for run in self._runners]
+        dtypes = [_dtype_of(run) for run in self.runners]
         return Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
 
     def _traced(self) -> fx.GraphModule:
@@ -305,7 +267,7 @@ class _Tracer:
             number = Symbols(shapes)
             nodes = number(NODES_HINT)
             numbers = [number(NODES_HINT + 1 + index) for index in range(len(self._leaves))]
-            tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in self._places]
+            tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in self.places]
             like = self._model.get_input_embeddings().weight
             with mode:
                 tokens, positions = (torch.empty((1, nodes), dtype=torch.long) for _ in range(2))
@@ -331,7 +293,7 @@ class _Tracer:
             forwards[leaf] = self._called(leaf, number, is_output=leaf is output)
         arguments = {**self._arguments, "input_ids": tokens, "position_ids": positions, "logits_to_keep": 0}
         self._given, self._read = [], []
-        with replaced(forwards), held(self._places, tensors):
+        with replaced(forwards), held(self.places, tensors):
             logits = self._model(**arguments).logits
         if not self._given or len(self._read) != 1:
             raise NotTraceableError("its layers or its output embedding are not called as modules")
@@ -378,7 +340,5 @@ def _runner(leaf: nn.Module) -> Any:
 
 
 def _dtype_of(run: object) -> torch.dtype | None:
-    try:
-        return multiplies_in(run)
-    except NotTraceableError:  # whoever calls it finds that out
-        return None
+    """The dtype that a product takes and gives; None where the library's own kernels do not run it."""
+    return getattr(native_matrix(run), "compute_dtype", None)

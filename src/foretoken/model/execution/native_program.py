@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.cache.storage import RaggedLayer
-from foretoken.model.capture import Activations
 from foretoken.model.execution.attention import is_seen
 from foretoken.model.execution.builds import TOLERANCE, check, native_matrix, rounding_in
 from foretoken.model.execution.calls import Calls
@@ -30,7 +29,7 @@ from foretoken.model.execution.ends import Ends, Table, modules_around
 from foretoken.model.execution.forwards import changed_forward, linears
 from foretoken.model.execution.lowering import NotTraceableError, Program
 from foretoken.model.execution.packing import PackedProduct
-from foretoken.model.execution.tracing import BoundProgram, LayerProgram
+from foretoken.model.execution.tracing import LayerProgram
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
 from foretoken.model.state import version_of
 from foretoken.native import abi
@@ -89,15 +88,16 @@ class _Layout:
             place.form, place.cache = form, -1 if layer.cache_index is None else layer.cache_index
         of_forms = (abi.Form * len(fields))(*fields)
         of_ends = (abi.Layer * 3)()
-        self._fill_end(of_ends[1], ends.behind)
-        self._fill_end(of_ends[2], ends.head)
         computed: Sequence[int] = ()
+        for place, end in zip(of_ends, (ends.before, ends.behind, ends.head), strict=True):
+            if end is not None:
+                self._fill(place, end, ends.places, ends.runners, [key - 1 for key in end.inputs[1:]])
+                place.form = place.cache = -1
         if ends.before is not None:
-            self._fill_end(of_ends[0], ends.before, [key - 1 for key in ends.before.program.inputs[1:]])
-            computed = [size * dtype.itemsize for size in ends.before.program.output_sizes]
+            computed = [size * dtype.itemsize for size in ends.before.output_sizes]
         self.computed_bytes = computed
         addresses = [ctypes.addressof(of_ends[number]) for number in range(3)]
-        self.num_read, self.num_logits = ends.behind.program.output_sizes[0], ends.head.program.output_sizes[0]
+        self.num_read, self.num_logits = ends.behind.output_sizes[0], ends.head.output_sizes[0]
         (self.width,) = {layer.program.output_sizes[0] for layer in layers}
         weights = sum(matrix.packed.numel() for matrix in self._matrices.values())
         self.fields = abi.Model(
@@ -116,10 +116,6 @@ class _Layout:
         )
         self._kept += [of_layers, of_forms, of_ends, layers, ends]
         self.address = ctypes.addressof(self.fields)
-
-    def _fill_end(self, place: abi.Layer, end: BoundProgram, inputs: Sequence[int] = ()) -> None:
-        self._fill(place, end.program, end.tensors, end.runners, inputs)
-        place.form = place.cache = -1
 
     def _fill(
         self,
@@ -175,13 +171,16 @@ class _Tables:
         self._read: list[tuple[nn.Module, str, Any]] = []
         for place, table in zip(self._fields, ends.tables, strict=False):
             if table.embedding is not None:
-                found = getattr(*table.embedding).detach()
-                self._watched.append((*table.embedding, found.data_ptr()))
+                embedding = ends.places[table.embedding]
+                found = getattr(*embedding).detach()
+                self._watched.append((*embedding, found.data_ptr()))
             else:
                 assert table.rows is not None
-                self._read += [(*each, version_of(getattr(*each))) for each in table.read]
+                read = [ends.places[number] for number in table.read]
+                self._read += [(*each, version_of(getattr(*each))) for each in read]
                 blocks = torch.split(torch.arange(num_positions), TABLE_BLOCK)
-                found = torch.cat([table.rows(block[None]).movedim(table.node_dim, 0) for block in blocks])
+                of_blocks = [table.rows(ends.places, block[None]) for block in blocks]
+                found = torch.cat([rows.movedim(table.node_dim, 0) for rows in of_blocks])
             rows = found.contiguous()
             self._kept.append(rows)
             place.rows, place.bytes, place.count = rows.data_ptr(), rows[0].nbytes, len(rows)
@@ -310,33 +309,32 @@ class NativeProgram:
         """Whether so many nodes of every row are run here."""
         return max(counts) <= abi.MOST_NODES and self.is_possible
 
-    def run(
-        self,
-        nodes: Nodes,
-        cache: KVCache,
-        first_row: int,
-        kept: torch.Tensor | None = None,
-        num_kept: int | None = None,
-    ) -> tuple[Activations, torch.Tensor] | None:
+    def forward(
+        self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
+    ) -> Logits | None:
         """Run nodes behind what a cache holds, and write their keys and values there; None where modules have to.
 
         Args:
           nodes: B rows; row i is row ``first_row + i`` of the cache.
-          kept: int64, numbers of the nodes whose logits are wanted; None for all, or none, as ``num_kept`` says.
-        Returns: with the logits of those, (kept, V).
+          kept: columns whose logits are wanted.
+          recorder: of features.
+        Returns: logits as of `CausalLM.forward`.
         """
         if nodes.num_real < 1 or not self.takes(nodes.counts):
             return None
         if (opened := self._open(nodes, cache, first_row)) is None:
             return None
-        tables, store, fields = opened
-        count = len(kept) if kept is not None else nodes.num_real if num_kept is None else num_kept
-        found = self._compute(self._layout, tables, store, fields, kept, count, torch.get_num_threads())
+        flat = of_kept = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device)
+        numbers = None
+        if len(kept) < nodes.width:
+            numbers, of_kept = flat.kept(kept)
+        found = self._compute(self._layout, *opened, numbers, len(of_kept), torch.get_num_threads())
         if found is None:
             return None
         self.num_runs += 1
         states, read, logits = found
-        return Activations(FlatNodes(nodes.counts, nodes.width, nodes.tokens.device), states, read), logits
+        recorder.take(flat, states, read)
+        return NodeLogits(logits, of_kept.counts) if listed and kept else of_kept.spread(logits)
 
     def _open(
         self, nodes: Nodes, cache: KVCache, first_row: int = 0, more: int = 0
@@ -370,28 +368,6 @@ class NativeProgram:
         )
         given = layout.address, tables.address, store.address, ctypes.addressof(fields), ctypes.addressof(results)
         return (states, read, logits) if self._kernels.forward(*given, threads) == 0 else None
-
-    def forward(
-        self, nodes: Nodes, cache: KVCache, first_row: int, kept: range, recorder: Recorder, listed: bool
-    ) -> Logits | None:
-        """Logits as of `CausalLM.forward`; None where modules have to run.
-
-        Args:
-          kept: columns whose logits are wanted.
-          recorder: of features.
-        """
-        numbers = flat = None
-        if 0 < len(kept) < nodes.width:
-            numbers, flat = FlatNodes(nodes.counts, nodes.width, nodes.tokens.device).kept(kept)
-        found = self.run(nodes, cache, first_row, numbers, None if kept else 0)
-        if found is None:
-            return None
-        passed, logits = found
-        recorder.take(passed)
-        if not kept:
-            return logits.view(len(nodes.counts), 0, logits.shape[1])
-        flat = flat or passed.flat
-        return NodeLogits(logits, flat.counts) if listed else flat.spread(logits)
 
     def chains(
         self,
@@ -447,8 +423,9 @@ class NativeProgram:
         inner = torch.empty(num_nodes, self._layout.width, dtype=self._dtype)
         holder = nn.Module()  # of what a layer is given, which it looks up by token
         holder.register_buffer("states", inner)
-        ends = replace(self.ends, tables=[*self.ends.tables, Table((holder, "states"), None, 0)], first=first)
-        tables = _Tables(ends, TABLE_BLOCK, self._layout.computed_bytes)
+        tables = [*self.ends.tables, Table(len(self.ends.places), None, 0)]
+        ends = replace(self.ends, tables=tables, first=first, places=[*self.ends.places, (holder, "states")])
+        looked_up = _Tables(ends, TABLE_BLOCK, self._layout.computed_bytes)
         cache = KVCache(len(self.layers), num_rows=1, capacity=TABLE_BLOCK)  # lives as long as its memory is used
         store = self._store(self._layout, cache, num_nodes, 1)
         fields = Nodes.from_chains([list(range(num_nodes))]).fields([0])
@@ -460,7 +437,7 @@ class NativeProgram:
             alone = replace(ends, kinds=[ends.kinds[index]], inputs_of=[inputs])
             layout = _Layout([layer], alone, self._windows, self._dtype)
             count = num_nodes if index + 1 == len(self.layers) else 0
-            found = None if store is None else self._compute(layout, tables, store, fields, None, count, 1)
+            found = None if store is None else self._compute(layout, looked_up, store, fields, None, count, 1)
             if found is None:
                 raise NotTraceableError("what it is given is not looked up by tokens and positions")
             states, _, last = found

@@ -279,25 +279,20 @@ Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
-class BoundProgram:
-    """A program, and where it finds its weights and matrices."""
-
-    program: Program
-    tensors: Sequence[Place]
-    runners: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class LayerProgram(BoundProgram):
+class LayerProgram:
     """A decoder layer as a program.
 
     Args:
+      tensors, runners: where it finds its weights and its products, by number.
       module: of a shadow.
       call: how the model calls it.
       cache_index: of its keys and values; None without attention.
       scaling: of its scores; None for 1/sqrt(D).
     """
 
+    program: Program
+    tensors: Sequence[Place]
+    runners: Sequence[Any]
     module: nn.Module
     call: LayerCall
     cache_index: int | None
