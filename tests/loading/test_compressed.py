@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.loading.compressed import codes_of, packed, parts_of, unpacked
+from foretoken.loading.compressed import METHOD, packed, parts_of, unpacked
+from foretoken.loading.layouts import codes_of
 from foretoken.loading.models import load_model
 from foretoken.model.execution.forwards import replacement
 from foretoken.native.codes import Codes
@@ -48,7 +49,7 @@ def test_packing_and_unpacking_are_inverse(bits: int, dim: int) -> None:
 def test_codes_come_back(bits: int, group: int, has_zeros: bool) -> None:
     weight = torch.randn(30, 128, generator=torch.Generator().manual_seed(0))
     codes = Codes.rounded(weight, bits, group, has_zeros=has_zeros)
-    found = codes_of("layer", parts_of(codes))
+    found = codes_of({"quant_method": METHOD}, "layer", parts_of(codes)).codes
     assert found.kind == codes.kind
     assert torch.equal(found.numbers, codes.numbers)
     assert torch.equal(found.dense(), codes.dense())
@@ -192,7 +193,7 @@ def test_what_is_not_plain_is_refused_by_name(changes: dict[str, Any], message: 
         load_model(tmp_path / "m", weights="stored")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["torchao", "hqq"])
 def test_other_layouts_are_refused_by_name(method: str, tmp_path: Path) -> None:
     """Before any weight is read."""
     write(tmp_path / "m", 4, 32, "pack-quantized")

@@ -10,12 +10,13 @@ Source: compressed-tensors (vllm-project/compressed-tensors), formats pack-quant
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.errors import UnsupportedModelError
 from foretoken.native.codes import Codes
 from foretoken.native.packed_matmul import CODES_SPAN
 
@@ -26,20 +27,8 @@ PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "
 _WORD = 32
 
 
-def is_compressed(config: Any) -> bool:
-    """Whether a configuration says that its checkpoint is in this layout."""
-    return method_of(config) == METHOD
-
-
-def method_of(config: Any) -> str:
-    """By what the weights of a checkpoint are quantised; empty where they are not."""
-    has_settings = getattr(config, "quantization_config", None) is not None
-    return str(_settings(config).get("quant_method") or "") if has_settings else ""
-
-
-def why_not_plain(config: Any) -> str:
+def why_not_plain(settings: Mapping[str, Any]) -> str:
     """What else than whole numbers for weights a checkpoint of this layout asks for; empty where that is nothing."""
-    settings = _settings(config)
     schemes = list((settings.get("config_groups") or {}).values())
     formats = {settings.get("format"), *(scheme.get("format") or settings.get("format") for scheme in schemes)}
     for found in sorted(map(str, formats - {*FORMATS, "mixed-precision"})):
@@ -60,34 +49,35 @@ def why_not_plain(config: Any) -> str:
     return ""
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    found = config.quantization_config
-    return dict(found if isinstance(found, Mapping) else found.to_dict())
-
-
 # -- codes ---------------------------------------------------------------------------------------------------------
 
 
-def codes_of(name: str, parts: Mapping[str, torch.Tensor]) -> Codes:
+@dataclass(frozen=True)
+class Read:
     """The weight of a layer.
 
-    Raises: CheckpointError for parts that do not fit one another, UnsupportedModelError for groups without a kernel.
+    Args:
+      order: of its inputs in the codes; None for their own.
+    """
+
+    codes: Codes
+    order: torch.Tensor | None = None
+
+    def dense(self) -> torch.Tensor:
+        """float32 (out, in): the weight."""
+        dense = self.codes.dense()
+        return dense if self.order is None else dense[:, self.order.argsort()]
+
+
+def read(settings: Mapping[str, Any], name: str, parts: Mapping[str, torch.Tensor]) -> Read:
+    """The codes of a layer.
+
+    Raises: KeyError, RuntimeError, ValueError, IndexError for parts that do not fit one another,
+      UnsupportedModelError for groups without a kernel.
     """
     if "weight_g_idx" in parts:
-        raise _refusal(f"inputs of {name} are in an order of their own (weight_g_idx)")
-    try:
-        return _codes(name, parts)
-    except (KeyError, RuntimeError, ValueError, IndexError) as error:
-        shapes = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in sorted(parts.items()))
-        raise CheckpointError(
-            f"the weights of {name} do not fit one another ({shapes}; {' '.join(str(error).split())[:100]}): the file "
-            "is damaged; download or copy it again"
-        ) from None
-
-
-def _codes(name: str, parts: Mapping[str, torch.Tensor]) -> Codes:
+        raise refusal(f"inputs of {name} are in an order of their own (weight_g_idx)")
     scales, zeros = parts["weight_scale"], parts.get("weight_zero_point")
-    scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
     bits = 8
     if "weight_packed" in parts:
         packed = parts["weight_packed"]
@@ -100,21 +90,36 @@ def _codes(name: str, parts: Mapping[str, torch.Tensor]) -> Codes:
     scales = scales.reshape(-1, 1).expand(outputs, 1) if scales.numel() == 1 else scales.view(outputs, -1)
     if numbers.shape != (outputs, inputs) or inputs % scales.shape[1]:
         raise ValueError(f"{inputs} inputs in {scales.shape[1]} groups")
-    group = inputs // scales.shape[1] if scales.shape[1] > 1 else 0
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpacked(zeros, bits, outputs, 0)
     elif zeros is not None:
         zeros = zeros.expand(scales.shape).reshape(scales.shape).to(torch.int16).add(2 ** (bits - 1)).to(torch.uint8)
-    if zeros is not None and bool((zeros == 2 ** (bits - 1)).all()):
-        zeros = None
-    if zeros is not None:
-        group, zeros = group or inputs, zeros.view(scales.shape)
+    zeros = None if zeros is None else whole_zeros(zeros.view(scales.shape), bits)
+    return Read(by_groups(name, numbers, bits, scales, zeros, inputs // scales.shape[1]))
+
+
+def whole_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor | None:
+    """Zero points; None where all are the code in the middle."""
+    return None if bool((zeros == 2 ** (bits - 1)).all()) else zeros.contiguous()
+
+
+def by_groups(
+    name: str, numbers: torch.Tensor, bits: int, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
+) -> Codes:
+    """Codes with scales and zeros (outputs, groups) of so many inputs.
+
+    Raises: UnsupportedModelError for groups without a kernel.
+    """
+    if scales.shape[1] == 1 and zeros is None:
+        group = 0
     if group % 16 or (group > CODES_SPAN and group % CODES_SPAN):
-        raise _refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
+        raise refusal(f"{group} inputs of {name} share a scale (kernels take multiples of 16 up to 64, and of 64)")
+    scales = scales.to(torch.float16 if scales.dtype == torch.float16 else torch.float32)
     return Codes(numbers, bits, scales.contiguous(), zeros, group)
 
 
-def _refusal(reason: str) -> UnsupportedModelError:
+def refusal(reason: str) -> UnsupportedModelError:
+    """Of a checkpoint that is not plain, with what to do."""
     return UnsupportedModelError(
         f"{reason}, which is not read; load the model that it was made from, and quantise it here: quantization='int8'"
     )

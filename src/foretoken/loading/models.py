@@ -20,10 +20,10 @@ from foretoken.gguf import model as gguf_model
 from foretoken.gguf.header import Header, read_header
 from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
-from foretoken.loading.compressed import is_compressed, method_of, why_not_plain
 from foretoken.loading.info import Loaded, model_name
+from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
 from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
-from foretoken.loading.stored import load_compressed
+from foretoken.loading.stored import load_codes
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
 from foretoken.model.execution.rounding import STORED, check_quantization, check_weights, quantize_weights
@@ -73,7 +73,7 @@ def load_model(
     source = resolve(model, part=part, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
     place = choose_device(device)
     front = _header(source) if source.is_gguf else _config(source)
-    is_whole = is_compressed(front) and _reads_codes(source, front, weights, quantization)
+    is_whole = method_of(front) in LAYOUTS and _reads_codes(source, front, weights, quantization)
     blocks = None if weights is None or is_whole else _blocks(source, front)
     if isinstance(front, Header):
         gguf_model.check_readable(front)
@@ -84,7 +84,7 @@ def load_model(
     types = None
     if is_whole:
         with _as_checkpoint_error(source, "weights"):
-            loaded, types = load_compressed(source.location, source.revision, front, chosen)
+            loaded, types = load_codes(source.location, source.revision, front, chosen)
     elif isinstance(front, Header):
         loaded = _load_gguf(source, front, chosen)
     elif blocks is None or chosen == stored:
@@ -209,14 +209,15 @@ def _load_gguf(source: Source, header: Header, dtype: torch.dtype) -> Any:
 
 
 def _reads_codes(source: Source, config: Any, weights: str | None, quantization: str | None) -> bool:
-    """Whether a compressed checkpoint is read here; what is not plain is left to transformers.
+    """Whether a checkpoint in one of `LAYOUTS` is read here; what is not plain is left to transformers.
 
     Raises: ConfigError where it should be rounded once more, UnsupportedModelError where stored weights are asked for.
     """
-    reason = why_not_plain(config)
+    layout, settings = LAYOUTS[method_of(config)], settings_of(config)
+    reason = layout.why_not_plain(settings)
     if reason and weights is not None:
         raise UnsupportedModelError(
-            f"weights is {weights!r}, and {source.name} is not plain compressed-tensors: {reason}. Leave weights out, "
+            f"weights is {weights!r}, and {source.name} is not plain {layout.method}: {reason}. Leave weights out, "
             "or load the model that it was made from with quantization='int8'"
         )
     if not reason and quantization is not None:

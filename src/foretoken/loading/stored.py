@@ -15,54 +15,60 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
-from foretoken.loading.compressed import METHOD, PARTS, codes_of, parts_of
+from foretoken.loading.compressed import METHOD, parts_of
+from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
 from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, named_weights
 from foretoken.model.execution.rounding import StoredCodes, roundable, take_codes
 from foretoken.native.codes import Codes
 
-_SCALE = ".weight_scale"
-
-
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def load_compressed(location: str, revision: str | None, config: Any, dtype: torch.dtype) -> tuple[Any, str]:
-    """A model of a checkpoint in the layout of compressed-tensors, whose layers multiply by the codes in it.
+def load_codes(location: str, revision: str | None, config: Any, dtype: torch.dtype) -> tuple[Any, str]:
+    """A model of a checkpoint in one of `LAYOUTS`, whose layers multiply by the codes in it.
 
     Args:
-      config: of it, which `why_not_plain` has nothing against.
+      config: of it; its layout has nothing against its settings.
       dtype: of everything else.
 
     Returns: the model in evaluation mode, and what its weights are, for people.
     Raises: CheckpointError, UnsupportedModelError.
     """
-    tensors = read_checkpoint(location, revision).tensors
-    layers = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    settings = settings_of(config)
+    layout, tensors = LAYOUTS[settings["quant_method"]], read_checkpoint(location, revision).tensors
+    layers = [name.removesuffix(f".{layout.mark}") for name in tensors if name.endswith(f".{layout.mark}")]
     parts = {
-        layer: {part: tensors[f"{layer}.{part}"] for part in PARTS if f"{layer}.{part}" in tensors} for layer in layers
+        layer: {part: tensors[f"{layer}.{part}"] for part in layout.parts if f"{layer}.{part}" in tensors}
+        for layer in layers
     }
     of_codes = {f"{layer}.{part}" for layer, found in parts.items() for part in found}
     state = {name: tensor for name, tensor in tensors.items() if name not in of_codes}
-    kinds = {}
+    kinds, reordered = {}, []
     for layer in layers:
-        codes = codes_of(layer, parts[layer])
-        kinds[layer] = codes.kind
-        state[f"{layer}.weight"] = codes.dense().to(dtype)
+        found = codes_of(settings, layer, parts[layer])
+        kinds[layer] = found.codes.kind
+        reordered += [layer] * (found.order is not None)
+        state[f"{layer}.weight"] = found.dense().to(dtype)
     model = _built(location, revision, config, state, dtype)
     plain = set(roundable(model))
     modules = dict(model.named_modules())
     stored = {
-        modules[layer]: StoredCodes(kinds[layer], partial(codes_of, layer, parts[layer]))
+        modules[layer]: StoredCodes(kinds[layer], partial(_codes, settings, layer, parts[layer]))
         for layer in layers
-        if modules.get(layer) in plain
+        if modules.get(layer) in plain and layer not in reordered
     }
     take_codes(model, stored, dtype=dtype)
-    left = [layer for layer in layers if modules.get(layer) not in stored]
-    note = f"; dequantised are {len(left)}" if left else ""
-    return model, f"{_listed(each.kind for each in stored.values())}{note}"
+    others = [layer for layer in layers if modules.get(layer) not in stored and layer not in reordered]
+    notes = [f"{len(reordered)} with inputs in an order of their own"] if reordered else []
+    notes += [f"{len(others)} that are no linear layers here, like {others[0]}"] if others else []
+    return model, "; dequantised are ".join([_listed(each.kind for each in stored.values()), *notes])
+
+
+def _codes(settings: Mapping[str, Any], layer: str, parts: Mapping[str, torch.Tensor]) -> Codes:
+    return codes_of(settings, layer, parts).codes
 
 
 def _built(
@@ -76,6 +82,12 @@ def _built(
     model, report = kind.from_pretrained(
         None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
     )
+    left = [name for name in report["unexpected_keys"] if name.endswith((".bias", ".scales")) and state[name].any()]
+    if left:
+        raise UnsupportedModelError(
+            f"{location} holds {left[0]}, for which {type(model).__name__} of transformers has no place: its texts "
+            "would be wrong; load the model that it was made from, and quantise it here: quantization='int8'"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(
