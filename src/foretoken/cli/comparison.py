@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from foretoken.beginnings import first_difference
-from foretoken.cli.writers import pooled, ratio
+from foretoken.cli.writers import fates, pooled, ratio
 from foretoken.config.sampling import SamplingParams
 from foretoken.engine.stats import SequenceStats
 from foretoken.llm import LLM
-from foretoken.model.promise import Promise
+from foretoken.machine import cpu_name
 from foretoken.sessions.outputs import RequestOutput
 from foretoken.sessions.prompts import PromptLike
 from foretoken.sessions.stream import Stream
@@ -177,22 +179,28 @@ class Report:
 
     Args:
       model: what was decoded, for people.
-      method: how the speculative way drafts.
-      exactness: the mode in which texts were compared.
-      promise: what that mode keeps here.
+      llm: the speculative way.
     """
 
     model: str
-    method: str
-    num_speculative_tokens: int
-    dtype: str
-    execution: str
-    exactness: str
-    promise: Promise
-    num_threads: int
-    cpu: str
+    llm: LLM
     params: SamplingParams
     answers: tuple[Answer, ...]
+
+    @property
+    def method(self) -> str:
+        """How the speculative way drafts."""
+        return self.llm.speculative_config.title
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Under which texts and times came about, under the names of ``--json``."""
+        return {
+            "dtype": self.llm.model_info.dtype,
+            "execution": self.llm.model_info.execution,
+            "num_threads": torch.get_num_threads(),
+            "cpu": cpu_name(),
+        }
 
     @property
     def num_identical(self) -> int:
@@ -241,24 +249,16 @@ class Report:
         report: dict[str, Any] = {
             "model": self.model,
             "method": self.method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "dtype": self.dtype,
-            "execution": self.execution,
-            "exactness": self.exactness,
-            "promise": self.promise.as_dict(),
-            "num_threads": self.num_threads,
-            "cpu": self.cpu,
+            "num_speculative_tokens": self.llm.speculative_config.num_speculative_tokens,
+            "exactness": self.llm.engine_config.exactness,
+            "promise": self.llm.promise.as_dict(),
+            **self.conditions,
             "max_new_tokens": self.params.max_tokens,
             "temperature": self.params.temperature,
             "num_prompts": len(self.answers),
             "num_identical": self.num_identical,
             "mean_acceptance_length": counts.mean_acceptance_length,
-            "draft_acceptance_rate": counts.draft_acceptance_rate,
-            "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
-            "num_draft_tokens": counts.num_draft_tokens,
-            "num_proposed_tokens": counts.num_proposed_tokens,
-            "num_cut_tokens": dict(counts.cuts.tokens),
-            "num_undrafted_steps": dict(counts.cuts.steps),
+            **fates(counts),
             "tokens_per_step": self.tokens_per_step,
             "lossless": all(lane.output is None or lane.output.lossless for lane in self.drafting),
             "speedup": None,

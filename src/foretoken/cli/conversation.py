@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from foretoken.cli.writers import pooled, ratio
+from foretoken.cli.writers import fates, pooled, ratio
 from foretoken.config.keywords import check_unicode
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -85,12 +85,7 @@ class Totals:
             "num_generated_tokens": self.num_tokens,
             "num_steps": self.counts.num_steps,
             "tokens_per_step": ratio(self.num_tokens, self.counts.num_steps),
-            "draft_acceptance_rate": self.counts.draft_acceptance_rate,
-            "num_accepted_draft_tokens": self.counts.num_accepted_draft_tokens,
-            "num_draft_tokens": self.counts.num_draft_tokens,
-            "num_proposed_tokens": self.counts.num_proposed_tokens,
-            "num_cut_tokens": dict(self.counts.cuts.tokens),
-            "num_undrafted_steps": dict(self.counts.cuts.steps),
+            **fates(self.counts),
             "lossless": self.is_lossless,
             "tokens_per_second": ratio(self.num_tokens, self.decode_seconds),
             "estimated_speedup": ratio(self.plain_seconds, self.decode_seconds),

@@ -16,7 +16,7 @@ from foretoken.cli.running import EXIT_DIFFERS, exit_codes, load_llm, put_json, 
 from foretoken.config.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from foretoken.cli.comparison import Answer, Report
+    from foretoken.cli.comparison import Answer
     from foretoken.cli.prompts import Asked
     from foretoken.config.sampling import SamplingParams
     from foretoken.llm import LLM
@@ -66,7 +66,7 @@ def demo(
     console = Console(stderr=as_json, highlight=False)
     with exit_codes(), console.status("starting") as status:
         from foretoken.cli import demo_screen
-        from foretoken.cli.comparison import TOY, WARM_UP, questions_for
+        from foretoken.cli.comparison import TOY, WARM_UP, Report, questions_for
 
         if svg is not None:
             demo_screen.check_picture(svg)
@@ -89,7 +89,7 @@ def demo(
         for either in llms:
             either.generate(warm_up, replace(params, max_tokens=WARM_UP_TOKENS), use_tqdm=False)
         status.stop()
-        report = _report(llms, label, params, _answers(console, llms, asked, params))
+        report = Report(label, llm, params, _answers(console, llms, asked, params))
         if as_json:
             put_json(report.as_dict())
         else:
@@ -125,25 +125,3 @@ def _answers(console: Console, llms: tuple[LLM, LLM], asked: list[Asked], params
         with watching(console, number, len(asked)) if console.is_terminal else nullcontext(lambda _: None) as watch:
             answers.append(race(llms, str(one.given), one.prompt, params, watch))
     return tuple(answers)
-
-
-def _report(llms: tuple[LLM, LLM], label: str, params: SamplingParams, answers: tuple[Answer, ...]) -> Report:
-    import torch
-
-    from foretoken.cli.comparison import Report
-    from foretoken.machine import cpu_name
-
-    drafting = llms[1]
-    return Report(
-        model=label,
-        method=drafting.speculative_config.title,
-        num_speculative_tokens=drafting.speculative_config.num_speculative_tokens,
-        dtype=drafting.model_info.dtype,
-        execution=drafting.model_info.execution,
-        exactness=drafting.engine_config.exactness,
-        promise=drafting.promise,
-        num_threads=torch.get_num_threads(),
-        cpu=cpu_name(),
-        params=params,
-        answers=answers,
-    )

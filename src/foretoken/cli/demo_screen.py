@@ -19,6 +19,7 @@ from rich.text import Text
 
 from foretoken.cli.comparison import Answer, Lane, Report
 from foretoken.cli.writers import DRAFTED_STYLE, drafted, ratio
+from foretoken.engine.budget import counted
 from foretoken.errors import ConfigError
 from foretoken.folders import check_place
 
@@ -199,7 +200,7 @@ def notes(report: Report) -> Iterator[str]:
         speedups = report.speedups
         yield (
             f"Same text: {report.num_identical} of {len(report.answers)} identical, token for token "
-            f"({report.promise.describe()}). "
+            f"({report.llm.promise.describe()}). "
             f"Speed: {report.speedup:.2f}x plain decoding, {drafting:.1f} s for all answers instead of {plain:.1f}; "
             f"single answers {min(speedups):.2f}x to {max(speedups):.2f}x."
         )
@@ -207,10 +208,10 @@ def notes(report: Report) -> Iterator[str]:
         differing = len(report.answers) - report.num_identical
         yield (
             f"{differing} of {len(report.answers)} texts differ between plain and {report.method}: no speed is given; "
-            f"what holds here is {report.promise.describe()}; try --exactness strict, or --dtype float32."
+            f"what holds here is {report.llm.promise.describe()}; try --exactness strict, or --dtype float32."
         )
-    said = ", ".join(drafted(report.counts))
+    said, facts = ", ".join(drafted(report.counts)), report.conditions
     yield (
-        f"{said[:1].upper()}{said[1:]}{'. ' if said else ''}{report.model}, {report.dtype}, {report.execution}; "
-        f"{report.cpu}, {report.num_threads} thread{'s' if report.num_threads > 1 else ''}."
+        f"{said[:1].upper()}{said[1:]}{'. ' if said else ''}{report.model}, {facts['dtype']}, {facts['execution']}; "
+        f"{facts['cpu']}, {counted(facts['num_threads'], 'thread')}."
     )

@@ -42,7 +42,7 @@ Target = Annotated[
         "-m",
         metavar="PATH|HUB_ID|zoo:NAME",
         show_default=False,
-        help="The target; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
+        help="The model whose text is wanted; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, one line per result.")]
@@ -81,16 +81,7 @@ def takes_groups(verb: Callable[..., None]) -> Callable[..., None]:
 class ModelOptions:
     """The model whose text is wanted."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|HUB_ID|zoo:NAME",
-            show_default=False,
-            help="The model whose text is wanted; zoo:smollm2 where it is installed, else the toy zoo:tiny.",
-        ),
-    ] = None
+    model: Target = None
     gguf_file: Annotated[
         str | None,
         typer.Option(metavar="FILE.gguf", help="In a directory or at a hub id; --model takes a path of one as it is."),

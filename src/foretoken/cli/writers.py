@@ -158,6 +158,18 @@ def pooled(outputs: Sequence[RequestOutput]) -> SequenceStats:
     )
 
 
+def fates(counts: SequenceStats) -> dict[str, Any]:
+    """What became of drafted tokens, under the names of ``metrics.speculative_decoding``."""
+    return {
+        "draft_acceptance_rate": counts.draft_acceptance_rate,
+        "num_accepted_draft_tokens": counts.num_accepted_draft_tokens,
+        "num_draft_tokens": counts.num_draft_tokens,
+        "num_proposed_tokens": counts.num_proposed_tokens,
+        "num_cut_tokens": dict(counts.cuts.tokens),
+        "num_undrafted_steps": dict(counts.cuts.steps),
+    }
+
+
 def ratio(part: float, whole: float) -> float:
     """0 where there is nothing to divide by."""
     return part / whole if whole else 0.0

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from foretoken.engine.acceptance_model import KINDS
-from foretoken.engine.cost_model import FEW, Average, CostModel
+from foretoken.engine.cost_model import FEW, MEMORY, Average, CostModel
 from foretoken.engine.costs import cost_curve, facts_of, forget_curve
 from foretoken.engine.governor import SHARE, Governor
 from foretoken.engine.method_bandit import MethodBandit
@@ -37,7 +37,7 @@ AnyGovernor: TypeAlias = Governor | MethodBandit
 USUAL_TRIALS = 8.0
 """Outcomes that the usual acceptance of a drafter is worth: it takes more than a few misses to doubt it."""
 
-LONGEST = 64
+LONGEST = MEMORY // 2
 """Steps between two decisions, at most: half of an answer."""
 
 

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from foretoken.bench.forwards import replaced
-from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.candidates import Parents
 from foretoken.drafters.parts.rank_tree import MAX_SIBLINGS, Ranks, RankTree
 from foretoken.engine.drafter import Budget, Requirements
-from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
 from foretoken.model.capture import Wanted
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.tree import DraftTree
+from foretoken.tune.walk import decoded_rows
 
 MISS = MAX_SIBLINGS
 """Stands for every rank that no tree tries."""
@@ -76,9 +75,7 @@ def _accepted(ranks: Ranks, paths: set[Ranks]) -> int:
     return length
 
 
-def measured_hits(
-    target: CausalLM, drafter: MultiHeadDrafter, prompts: Seq[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
-) -> Hits:
+def measured_hits(target: CausalLM, drafter: MultiHeadDrafter, prompts: Seq[Seq[int]], params: SamplingParams) -> Hits:
     """Decode prompts and see where the target's tokens stood among the candidates of the heads.
 
     Args:
@@ -88,10 +85,7 @@ def measured_hits(
     Exactness: texts are the target's own. Randomness: that of ``params``.
     Raises: ConfigError for texts that are too short to tell anything.
     """
-    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
-    rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
-    for _ in engine.run():
-        pass
+    rows = decoded_rows(target, drafter, prompts, params)
     num_heads = drafter.heads.num_heads
     found = [ranks for row in rows for ranks in _ranks_of(target, drafter, row, num_heads)]
     if not any(len(ranks) == num_heads for ranks in found):
@@ -99,14 +93,7 @@ def measured_hits(
     return Hits(tuple(found), num_heads)
 
 
-def watched_hits(
-    target: CausalLM,
-    drafter: Any,
-    prompts: Seq[Seq[int]],
-    params: SamplingParams,
-    depth: int,
-    max_num_seqs: int = 8,
-) -> Hits:
+def watched_hits(target: CausalLM, drafter: Any, prompts: Seq[Seq[int]], params: SamplingParams, depth: int) -> Hits:
     """The same for drafters whose guesses are made of their own drafts (EAGLE): by the trees that they propose.
 
     Every tree has all candidates of the nodes on its best path, so how often a candidate is right is counted where the
@@ -126,12 +113,8 @@ def watched_hits(
         notes.extend((row, len(row.token_ids), tree) for row, tree in zip(rows, trees, strict=True))
         return trees
 
-    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
     with replaced(drafter, "propose", noted):
-        for prompt in prompts:
-            engine.add_request(prompt, params)
-        for _ in engine.run():
-            pass
+        decoded_rows(target, drafter, prompts, params)
     found = [ranks for row, start, tree in notes if (ranks := _ranks_in(tree, row.token_ids[start:]))]
     if not found:
         raise ConfigError("nothing was drafted in these texts; raise max-new-tokens, or give other prompts")

@@ -12,16 +12,14 @@ import torch
 from foretoken.bench.arms import EngineArm
 from foretoken.bench.trial import Sampling, Trial, compare, interleave
 from foretoken.bench.workload import Prompt
-from foretoken.config.engine import EngineConfig
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.engine.costs import CONTEXT, Forward, filled_cache, median_times
 from foretoken.engine.drafter import Drafter
-from foretoken.engine.engine import Engine
-from foretoken.engine.sequence import Sequence
 from foretoken.engine.stats import SequenceStats
 from foretoken.errors import ConfigError
 from foretoken.model.lm import CausalLM
+from foretoken.tune.walk import decoded_rows
 
 DrafterOf = Callable[[LayerSet], Drafter]
 
@@ -101,15 +99,6 @@ class Task:
                 f"a prompt and its {self.max_new_tokens} new tokens make {longest}, and {self.target.name} has a "
                 f"context of {context}; shorten the prompts or lower max-new-tokens"
             )
-
-    def rows(self, drafter: Drafter, max_num_seqs: int) -> list[Sequence]:
-        """Every prompt decoded, several at a time."""
-        engine = Engine(self.target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
-        params = Sampling(ignore_eos=True).params(self.max_new_tokens)
-        rows = [engine.add_request(prompt.token_ids, params)[0] for prompt in self.prompts]
-        for _ in engine.run():
-            pass
-        return rows
 
 
 def beside_plain(
@@ -200,7 +189,9 @@ class ExpectedTime(Objective):
         self.costs = costs
 
     def score(self, layer_set: LayerSet) -> Score:
-        rows = self._task.rows(self._task.drafter_of(layer_set), len(self._task.prompts))
+        task, params = self._task, Sampling(ignore_eos=True).params(self._task.max_new_tokens)
+        ids = [prompt.token_ids for prompt in task.prompts]
+        rows = decoded_rows(task.target, task.drafter_of(layer_set), ids, params, len(ids))
         steps = [step for row in rows for step in row.trace]
         draft, verify = self.costs.draft(layer_set), self.costs.verify
         cost = sum(step.drafted * draft + verify[min(step.drafted, len(verify) - 1)] for step in steps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretoken.bench.accepted import by_position
+from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import Budget
@@ -75,6 +76,17 @@ def rates(texts: Iterable[Counts]) -> tuple[float, ...]:
         for step, count in text.steps.items():
             steps[step.depth, step.accepted] += count
     return tuple(one.rate for one in by_position((*step, count) for step, count in steps.items()))
+
+
+def decoded_rows(
+    target: CausalLM, drafter: Drafter, prompts: Iterable[Seq[int]], params: SamplingParams, max_num_seqs: int = 8
+) -> list[Sequence]:
+    """Prompts decoded with a drafter, several at a time."""
+    engine = Engine(target, drafter, EngineConfig(max_num_seqs=max_num_seqs))
+    rows = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    for _ in engine.run():
+        pass
+    return rows
 
 
 class Walk:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -45,13 +45,6 @@ class RaceSettings:
     prompts_file: Path | None = None
 
 
-@dataclass
-class _Workload:
-    counting: list[Prompt] = field(default_factory=list)
-    tuning: list[Prompt] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-
 class Race:
     """Holds the processes; use it as a context manager.
 
@@ -77,7 +70,9 @@ class Race:
         self._settings = settings
         self._say = say
         self._missing = dict(missing)
-        self._workload = _Workload()
+        self._counting: list[Prompt] = []
+        self._tuning: list[Prompt] = []
+        self._skipped: list[str] = []
         self._heats: list[Heat] = []
         self._gaps: dict[tuple[object, ...], float] = {}
         self._stack = ExitStack()
@@ -122,7 +117,7 @@ class Race:
 
         Raises: ConfigError when there are too few.
         """
-        settings, found = self._settings, self._workload
+        settings = self._settings
         wanted = settings.num_prompts + settings.num_tuning_prompts
         chosen: list[Prompt] = []
         for prompt in prompts:
@@ -133,7 +128,7 @@ class Race:
             if is_long:
                 chosen.append(prompt)
             else:
-                found.skipped.append(prompt.name)
+                self._skipped.append(prompt.name)
         if len(chosen) < wanted:
             found_ones = "are there" if settings.batch_sizes else f"have answers of {self._shortest} tokens"
             raise ConfigError(
@@ -141,7 +136,7 @@ class Race:
                 f"settings, and {len(chosen)} {found_ones}; ask for fewer with "
                 "--num-prompts, or give more with --prompts-file"
             )
-        found.counting, found.tuning = chosen[: settings.num_prompts], chosen[settings.num_prompts :]
+        self._counting, self._tuning = chosen[: settings.num_prompts], chosen[settings.num_prompts :]
 
     @property
     def _shortest(self) -> int:
@@ -167,7 +162,7 @@ class Race:
 
     def _enter(self) -> None:
         """An engine that breaks off takes no further part, nor does a way to decode none of whose settings works."""
-        tuning = [prompt.token_ids for prompt in self._workload.tuning]
+        tuning = [prompt.token_ids for prompt in self._tuning]
         for place, worker in enumerate(list(self._workers)):
             self._say(f"choosing settings: {worker.launch.label}", place, len(self._workers))
             try:
@@ -186,8 +181,7 @@ class Race:
         arms = [arm for worker in self._workers for arm in worker.arms if arm.num_rows in (1, size)]
         for arm in arms:
             arm.cpu_seconds = arm.seconds = 0.0
-        counting = self._workload.counting
-        items = counting if size == 1 else in_groups(counting, size)
+        items = self._counting if size == 1 else in_groups(self._counting, size)
         title = f"one row, {len(items)} prompts" if size == 1 else f"{size} rows, {len(items)} groups"
         before = [(worker.cpu_seconds(), worker.busy_cpu_seconds, worker.busy_seconds) for worker in self._workers]
         started = time.perf_counter()
@@ -256,16 +250,15 @@ class Race:
     def outcome(self, unfinished: Heat | None = None) -> Outcome:
         """What is known so far."""
         arms = [arm for worker in self._workers for arm in worker.arms]
-        work = self._workload
         return Outcome(
             models=self._exported.models,
             dtype=self._dtype,
             engines={worker.launch.name: worker.engine for worker in self._workers},
             plain_peak_bytes={worker.launch.name: worker.plain_peak_bytes for worker in self._workers},
             missing=dict(self._missing),
-            prompts=tuple(prompt.name for prompt in work.counting),
-            tuning_prompts=tuple(prompt.name for prompt in work.tuning),
-            skipped=tuple(work.skipped),
+            prompts=tuple(prompt.name for prompt in self._counting),
+            tuning_prompts=tuple(prompt.name for prompt in self._tuning),
+            skipped=tuple(self._skipped),
             tried={arm.name: arm.facts["tried"] for arm in arms},
             heats=(*self._heats, *([unfinished] if unfinished is not None else [])),
         )
