@@ -115,6 +115,8 @@ extern "C" void foretoken_decode_attention(const Attention* call, const void* qu
   if (threads < 1) threads = 1;
 #if defined(FORETOKEN_AMX)
   if (Tiled::fits(call)) return attend<Tiled>(call, query, keys, values, mask, out, scratch, threads);
+#elif defined(FORETOKEN_AVX512_BF16)
+  if (Halves::fits(call)) return attend<Halves>(call, query, keys, values, mask, out, scratch, threads);
 #endif
   switch (call->kind) {
     case 1: return attend<Pair<float>>(call, query, keys, values, mask, out, scratch, threads);

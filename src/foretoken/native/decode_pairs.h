@@ -5,7 +5,7 @@
 #include "abi.h"
 #include "functions.h"
 
-enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
+enum { STEP = 2 * LANES, MOST_SCORED = 6, MOST_HALVES = 12, MOST_SUMMED = 6, TILE = 128, CHUNK = 512 };
 enum { WIDTH = LANES == 8 ? 2 : 4 };  // vectors of values that are summed at once, as registers allow
 
 // Columns up to a whole step; rows of scores that begin in the same set of a cache are kept apart.
@@ -109,6 +109,16 @@ struct Pair {
     }
   }
 
+  // Products of a step of columns with one query, as scores.
+  void write_scores(int64_t index, int64_t column, Vector low, Vector high, float* scores) const {
+    const T* seen = mask ? mask + index / call->group * call->mask_node + column : nullptr;
+    const int64_t here = columns - column, rest = here > LANES ? least(LANES, here - LANES) : 0;
+    float* to = scores + index * stride + column;
+    const Vector zeros = zero(), scale = all(call->scale);
+    write(to, seen_only(add_product(low, scale, zeros), seen, least(LANES, here)));
+    write(to + LANES, seen_only(add_product(high, scale, zeros), seen ? seen + (rest ? LANES : 0) : nullptr, rest));
+  }
+
   template <int COUNT>
   void score_some(int64_t first, int64_t column, const float* queries, const float* left, const float* right,
                   float* scores) const {
@@ -124,37 +134,36 @@ struct Pair {
         high[i] = add_product(value, two, high[i]);
       }
     }
-    for (int i = 0; i < COUNT; ++i) {
-      const T* seen = mask ? mask + (first + i) / call->group * call->mask_node + column : nullptr;
-      const int64_t here = columns - column;
-      float* to = scores + (first + i) * stride + column;
-      const Vector zeros = zero(), scale = all(call->scale);
-      write(to, seen_only(add_product(low[i], scale, zeros), seen, least(LANES, here)));
-      const int64_t rest = here > LANES ? least(LANES, here - LANES) : 0;
-      write(to + LANES, seen_only(add_product(high[i], scale, zeros), seen ? seen + (rest ? LANES : 0) : nullptr, rest));
-    }
+    for (int i = 0; i < COUNT; ++i) write_scores(first + i, column, low[i], high[i], scores);
+  }
+
+  template <int COUNT, typename Work>
+  static void score_rest(const Work& work, int64_t first, int64_t column, const float* queries, const float* left,
+                         const float* right, float* scores) {
+    if (work.count - first >= COUNT)
+      work.template score_some<COUNT>(first, column, queries, left, right, scores);
+    else if constexpr (COUNT > 1)
+      score_rest<COUNT - 1>(work, first, column, queries, left, right, scores);
   }
 
   // Scores of columns [from, to), both whole steps or the end.
-  void score(int64_t from, int64_t to, const float* queries, float* by_input, float* scores) const {
-    float *left = by_input, *right = by_input + LANES * width;
+  template <int MOST, typename Work>
+  static void score_by(const Work& work, int64_t from, int64_t to, const float* queries, float* by_input,
+                       float* scores) {
+    const int64_t bytes = STEP * work.call->size * (int64_t)sizeof(T);
+    float *left = by_input, *right = by_input + LANES * work.width;
     for (int64_t column = from; column < to; column += STEP) {
-      if (column + STEP < columns)
-        for (int64_t byte = 0; byte < (int64_t)(STEP * call->size * sizeof(T)); byte += 64)
-          _mm_prefetch((const char*)(keys + (column + STEP) * call->size) + byte, _MM_HINT_T0);
-      read_keys(column, left);
-      read_keys(column + LANES, right);
-      int64_t first = 0;
-      for (; first + MOST_SCORED <= count; first += MOST_SCORED)
-        score_some<MOST_SCORED>(first, column, queries, left, right, scores);
-      switch (count - first) {
-        case 5: score_some<5>(first, column, queries, left, right, scores); break;
-        case 4: score_some<4>(first, column, queries, left, right, scores); break;
-        case 3: score_some<3>(first, column, queries, left, right, scores); break;
-        case 2: score_some<2>(first, column, queries, left, right, scores); break;
-        case 1: score_some<1>(first, column, queries, left, right, scores);
-      }
+      if (column + STEP < work.columns)
+        for (int64_t byte = 0; byte < bytes; byte += 64)
+          _mm_prefetch((const char*)(work.keys + (column + STEP) * work.call->size) + byte, _MM_HINT_T0);
+      work.read_keys(column, left);
+      work.read_keys(column + LANES, right);
+      for (int64_t first = 0; first < work.count; first += MOST)
+        score_rest<MOST>(work, first, column, queries, left, right, scores);
     }
+  }
+  void score(int64_t from, int64_t to, const float* queries, float* by_input, float* scores) const {
+    score_by<MOST_SCORED>(*this, from, to, queries, by_input, scores);
   }
 
   // Scores of one query to weights between 0 and 1. Returns: their sum.
@@ -261,3 +270,57 @@ struct Pair {
     write_out(at, places, totals, sums);
   }
 };
+
+#if defined(FORETOKEN_AVX512_BF16)
+
+// The same where scores are sums of products of pairs, whose inputs are as they lie in memory.
+struct Halves : Pair<Bfloat16> {
+  using Pair::Pair;
+
+  static bool fits(const Attention* call) { return call->kind == BFLOAT16 && call->size % STEP == 0; }
+
+  void read_queries(float* queries) const {
+    const int64_t size = call->size;
+    for (int64_t i = 0; i < count; ++i)
+      memcpy(queries + i * size / 2, query + i / call->group * call->query_node + i % call->group * call->query_head,
+             (size_t)size * sizeof(Bfloat16));
+  }
+
+  // Keys of `LANES` columns, laid out pair by pair; zeros behind the last column.
+  void read_keys(int64_t column, float* keys_by_pair) const {
+    for (int64_t at = 0; at < call->size / 2; at += LANES) {
+      Vector block[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i)
+        block[i] = column + i < columns ? read((const float*)(keys + (column + i) * call->size) + at) : zero();
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) write(keys_by_pair + (at + i) * LANES, block[i]);
+    }
+  }
+
+  template <int COUNT>
+  void score_some(int64_t first, int64_t column, const float* queries, const float* left, const float* right,
+                  float* scores) const {
+    const int64_t pairs = call->size / 2;
+    Vector low[COUNT], high[COUNT];
+    for (int i = 0; i < COUNT; ++i) low[i] = high[i] = zero();
+    const float* from = queries + first * pairs;
+    for (int64_t at = 0; at < pairs; ++at) {
+      const __m512bh one = (__m512bh)read(left + at * LANES), two = (__m512bh)read(right + at * LANES);
+#pragma GCC unroll 12
+      for (int i = 0; i < COUNT; ++i) {
+        const __m512bh value = (__m512bh)all(from[i * pairs + at]);
+        low[i] = _mm512_dpbf16_ps(low[i], one, value);
+        high[i] = _mm512_dpbf16_ps(high[i], two, value);
+      }
+    }
+    for (int i = 0; i < COUNT; ++i) write_scores(first + i, column, low[i], high[i], scores);
+  }
+
+  void score(int64_t from, int64_t to, const float* queries, float* by_pair, float* scores) const {
+    score_by<MOST_HALVES>(*this, from, to, queries, by_pair, scores);
+  }
+};
+
+#endif
