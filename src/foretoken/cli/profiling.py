@@ -46,7 +46,6 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
     Raises: ConfigError, CheckpointError, PromptError, UnsupportedModelError.
     """
     from foretoken.bench.provenance import provenance
-    from foretoken.bench.trial import compare
     from foretoken.config.speculative import SpeculativeConfig
     from foretoken.errors import ConfigError
     from foretoken.tune import profile as profiles
@@ -88,8 +87,8 @@ def find_profile(options: ProfileOptions, say: Callable[[str], None]) -> tuple[P
         say("checking by decoding")
         drafter = new_drafter(best.num_speculative_tokens)
         trial = beside_plain(llm.target, {"drafting": drafter}, prompts, options.max_new_tokens, 1)
-        speed = compare(trial, "drafting", "plain")
-        details["check"] = {"expected": best.speedup, "measured": speed.ratio, "low": speed.low, "high": speed.high}
+        speed, low, high = profiles.measured_speed(trial)
+        details["check"] = {"expected": best.speedup, "measured": speed, "low": low, "high": high}
     conditions = provenance()
     details["measured"] = {name: conditions[name] for name in ("time", "commit") if name in conditions}
     return found, details

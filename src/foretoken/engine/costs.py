@@ -266,7 +266,7 @@ def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bo
 
     Returns: the curve, and whether nothing else kept the machine busy, as far as can be told.
     """
-    counts = [count for count in NUM_NODES if _has_room(target, count)]
+    counts = [count for count in NUM_NODES if target.context_length is None or count < target.context_length]
     cache, context = filled_cache(target, CONTEXT, max(counts))
     single = Forward(target, cache, 1)
     forwards = {count: Forward(target, cache, count) for count in counts[1:]}
@@ -284,15 +284,12 @@ def measure_curve(target: CausalLM, seconds: float = 2.0) -> tuple[CostCurve, bo
         times = [[*first, *later] for first, later in zip(times, forward_times(pairs, more, warm_ups=0), strict=True)]
     has_worked = process_time() - worked >= (1.0 - BUSY) * (perf_counter() - start)
     plain = median([taken for one in times[::2] for taken in one])
-    ratios = [_ratios(*pair) for pair in zip(times[::2], times[1::2], strict=True)]
+    pairs_of_times = zip(times[::2], times[1::2], strict=True)
+    ratios = [[other / one for one, other in zip(*pair, strict=True)] for pair in pairs_of_times]
     *of_counts, of_long = map(median, ratios)
     per_token = plain * max(of_long - 1.0, 0.0) / (long_context - context) if long_context > context else 0.0
     curve = {1: plain} | {count: plain * ratio for count, ratio in zip(forwards, of_counts, strict=True)}
     return CostCurve(curve, context, per_token), has_worked and max(map(_spread, ratios)) <= BUSY
-
-
-def _ratios(plain: Seq[float], others: Seq[float]) -> list[float]:
-    return [other / one for one, other in zip(plain, others, strict=True)]
 
 
 def _spread(values: Seq[float]) -> float:
@@ -318,11 +315,6 @@ def _lengthened(target: CausalLM, cache: KVCache, context: int) -> KVCache:
     longer = target.new_cache(1, capacity=context + 1)
     longer.load(0, tuple(repeated), context)
     return longer
-
-
-def _has_room(target: CausalLM, count: int) -> bool:
-    context = target.context_length
-    return context is None or count < context
 
 
 def facts_of(target: CausalLM) -> dict[str, Any]:

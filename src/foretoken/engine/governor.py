@@ -317,11 +317,6 @@ class Governor:
 
     # -- what it knows ---------------------------------------------------------------------------------------------
 
-    @property
-    def gain(self) -> float:
-        """Speed of late by that of plain decoding, as far as is known; never below 1, since that is always at hand."""
-        return max(1.0, self.pace.gain)
-
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
         if self._last is None:
@@ -348,5 +343,5 @@ class Governor:
         return self.costs.verify(num_rows, num_nodes([1] * num_rows, True))
 
     def _price(self, num_rows: int, num_nodes: NumNodes) -> float:
-        """Tokens that a second brings otherwise."""
-        return self.gain * num_rows / self._plain(num_rows, num_nodes)
+        """Tokens that a second brings otherwise: at the speed of late, or plainly, which is always at hand."""
+        return max(1.0, self.pace.gain) * num_rows / self._plain(num_rows, num_nodes)
