@@ -18,11 +18,14 @@ from foretoken.engine.stats import SequenceStats
 from foretoken.hf.columns import Columns, Endings
 from foretoken.hf.processors import Place, is_shared, sampling_fields
 from foretoken.hf.prompts import InputRow
-from foretoken.hf.tails import tail, tail_scores
 from foretoken.law.noise import mix
-from foretoken.law.sampling import SamplingLaw
+from foretoken.law.sampling import SamplingLaw, scores
+from foretoken.model.lm import CausalLM, Nodes
 
 logger = logging.getLogger("foretoken")
+
+TAIL_CHUNK = 512
+"""Tokens per forward over a text and its padding."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +168,30 @@ class Call:
             device=target.device,
         )
         law.extend(text)
-        for kept, values in (
-            (self._columns.logits, logits),
-            (self._columns.scores, tail_scores(logits, law, padding) if self._columns.scores else logits),
-        ):
-            for column, value in zip(kept[len(text) :], values, strict=False):
+        for kept in (self._columns.logits, self._columns.scores):
+            if kept is self._columns.scores and kept:
+                logits = scores(logits, [law] * rest, [padding[:count] for count in range(rest)])
+            for column, value in zip(kept[len(text) :], logits, strict=False):
                 column[index] = value
+
+
+@torch.inference_mode()
+def tail(target: CausalLM, text: list[int], padding: list[int]) -> torch.Tensor:
+    """Logits after a text, and after each token of the padding but the last.
+
+    Args:
+      text: prompt and output of a row.
+      padding: P tokens that follow.
+
+    Returns: float32 (P, V).
+    """
+    cache = target.new_cache(1, capacity=len(text) + len(padding))
+    chain = [*text, *padding[:-1]]
+    parts = []
+    for start in range(0, len(chain), TAIL_CHUNK):
+        chunk = chain[start : start + TAIL_CHUNK]
+        wanted = max(0, len(text) - 1 - start)
+        logits = target.forward(Nodes.from_chains([chunk]), cache, keep=slice(min(wanted, len(chunk)), len(chunk)))
+        cache.commit([range(len(chunk))])
+        parts.append(logits[0].float())
+    return torch.cat(parts)

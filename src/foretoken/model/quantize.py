@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foretoken.errors import ConfigError
-from foretoken.model.execution.forwards import replace_forward, replacement
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, unpacked_weight
 from foretoken.model.independence import has_plain_weight
 from foretoken.native.codes import Codes
@@ -37,7 +37,7 @@ def quantize_linears(model: PreTrainedModel, group_size: int, *, with_head: bool
 
     layers = quantizable(model, group_size, with_head=with_head)
     for layer in layers:
-        replace_forward(layer, PackedLinear(PackedProduct([layer], codes=rounded)))
+        PackedProduct([layer], codes=rounded).put_in()
     return len(layers)
 
 

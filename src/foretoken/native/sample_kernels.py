@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -35,7 +34,8 @@ def argmax(scores: Tensor) -> Tensor | None:
     if table is None:
         return None
     found = torch.empty(len(scores), dtype=torch.int64)
-    table.kernels.argmax(*table.arguments, found.data_ptr())
+    run, arguments = table
+    run.argmax(*arguments, found.data_ptr())
     return found
 
 
@@ -44,8 +44,8 @@ def argmax_at(scores: Tensor, row: int) -> int | None:
     table = _table(scores)
     if table is None:
         return None
-    address, kind, _, stride, length = table.arguments
-    return table.kernels.argmax_at(address, kind, row, stride, length)
+    run, (address, kind, _, stride, length) = table
+    return run.argmax_at(address, kind, row, stride, length)
 
 
 def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> int | None:
@@ -53,10 +53,10 @@ def gumbel_argmax_at(scores: Tensor, row: int, temperature: float, key: int) -> 
     table = _table(scores)
     if table is None:
         return None
-    address, kind, _, stride, length = table.arguments
+    run, (address, kind, _, stride, length) = table
     column, total = ctypes.c_int64(), ctypes.c_double()
     places = ctypes.addressof(column), ctypes.addressof(total)
-    table.kernels.gumbel_best_at(address, kind, row, stride, length, temperature, key, None, 1, *places)
+    run.gumbel_best_at(address, kind, row, stride, length, temperature, key, None, 1, *places)
     return column.value
 
 
@@ -67,11 +67,11 @@ def best(scores: Tensor, k: int, rows: Sequence[int] | None = None) -> Tensor | 
     table = _table(scores)
     if table is None:
         return None
-    address, kind, num_rows, stride, length = table.arguments
+    run, (address, kind, num_rows, stride, length) = table
     rows = range(num_rows) if rows is None else rows
     found = torch.empty(len(rows), k, dtype=torch.int64)
     numbers = array_of(rows)
-    table.kernels.best(address, kind, len(rows), stride, length, ctypes.addressof(numbers), k, found.data_ptr())
+    run.best(address, kind, len(rows), stride, length, ctypes.addressof(numbers), k, found.data_ptr())
     return found
 
 
@@ -95,8 +95,9 @@ def gumbel_best(
     sums = torch.empty(len(scores), k, dtype=torch.float64)
     of_rows = (ctypes.c_uint64 * len(scores))(*keys)
     named = None if names is None else names.contiguous()
-    table.kernels.gumbel_best(
-        *table.arguments,
+    run, arguments = table
+    run.gumbel_best(
+        *arguments,
         temperature,
         ctypes.addressof(of_rows),
         None if named is None else named.data_ptr(),
@@ -107,14 +108,8 @@ def gumbel_best(
     return columns, sums
 
 
-@dataclass(frozen=True)
-class _Table:
-    kernels: Library
-    arguments: tuple[int, ...]
-
-
-def _table(scores: Tensor) -> _Table | None:
-    """Arguments of kernels for scores (M, V); None where they are not for these."""
+def _table(scores: Tensor) -> tuple[Library, tuple[int, ...]] | None:
+    """Kernels for scores (M, V), and what they are given of these; None where they are not for these."""
     kind = KINDS.get(scores.dtype)
     if kind is None or not scores.is_cpu or scores.ndim != 2:
         return None
@@ -122,4 +117,4 @@ def _table(scores: Tensor) -> _Table | None:
     if length < LEAST_VOCABULARY or (length > 1 and scores.stride(1) != 1):
         return None
     found = kernels()
-    return None if found is None else _Table(found, (scores.data_ptr(), kind, num_rows, scores.stride(0), length))
+    return None if found is None else (found, (scores.data_ptr(), kind, num_rows, scores.stride(0), length))

@@ -22,7 +22,7 @@ from foretoken.model import layouts
 from foretoken.model import nodes as nodes_of
 from foretoken.model.cache.ragged import KVCache
 from foretoken.model.capture import Wanted
-from foretoken.model.execution import compiled_layers, inductor
+from foretoken.model.execution import compiled_layers
 from foretoken.model.execution.compiled_layers import CompiledLayer, worth_compiling
 from foretoken.model.execution.native_program import NativeProgram
 from foretoken.model.execution.packing import can_pack as can_pack_here
@@ -269,10 +269,10 @@ def test_an_interrupted_compilation_leaves_nothing_behind(tmp_path: Path, monkey
     model = build("llama")
     with monkeypatch.context() as patch:
 
-        def interrupt(*_: Any) -> None:
+        def interrupt(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(inductor.Inductor, "__call__", interrupt)
+        patch.setattr(compiled_layers, "compile_segment", interrupt)
         with pytest.raises(KeyboardInterrupt):
             compiled(model, probe=False)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == mine

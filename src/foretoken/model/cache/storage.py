@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from foretoken.errors import ShapeError
-
 if TYPE_CHECKING:
     from foretoken.model.nodes import FlatNodes
 
@@ -129,16 +127,6 @@ class Window:
         if columns is not None and self.row_index is not None and flat is not None:
             self.columns = flat.listed(columns)
             self.row_index = flat.listed(self.row_index.expand_as(columns))
-
-    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of every node of a list, its row, counted from the first one, and its column: int64 (S,) each, contiguous."""
-        if self.flat is None:
-            raise ShapeError("the nodes of this forward are no list")
-        if self.columns is not None and self.row_index is not None:
-            return self.row_index, self.columns
-        num_rows, width = self.flat.shape
-        columns = torch.arange(self.offset, self.offset + width).repeat(num_rows)
-        return torch.arange(num_rows).repeat_interleave(width), columns
 
 
 SMALL_COLUMNS, SMALL_ROWS = 2048, 16

@@ -86,11 +86,10 @@ def grouped_sdpa(
     Raises: NotPassedOnError for a list that comes without ``flat_nodes``, or with a mask that was changed.
     Exactness: equals `sdpa_attention_forward` within the rounding of the dtype.
     """
-    if (see := _seen_by.get()) is not None:
-        others = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-        if (seen := see(module, query, key, value, attention_mask, **others)) is not None:
-            return seen, None
     options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    see = _seen_by.get()
+    if see is not None and (seen := see(module, query, key, value, attention_mask, **options)) is not None:
+        return seen, None
     flat, kind = getattr(attention_mask, "stands_for", (None, ""))
     if flat_nodes is not None and flat is not flat_nodes:
         raise NotPassedOnError
@@ -107,7 +106,7 @@ def grouped_sdpa(
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
     if len(query) != len(key) or (attention_mask is not None and attention_mask.shape[-1] != key.shape[2]):
         raise NotPassedOnError
-    return _attend(module, query, key, value, attention_mask, **options)
+    return _attend(module, query, key, value, attention_mask, options)
 
 
 def _attend_by_own(
@@ -149,7 +148,7 @@ def _attend_group(
         key, value = key[rows, :, : group.columns], value[rows, :, : group.columns]
     num_heads, group_size = query.shape[1], query.shape[1] // key.shape[1]
     if not is_plain(options) or num_heads % key.shape[1]:
-        output, _ = _attend(module, query, key, value, group.masks[kind], **options)
+        output, _ = _attend(module, query, key, value, group.masks[kind], options)
         return group.flat.listed(output)
     parts = []
     for block in group.blocks:
@@ -164,7 +163,8 @@ def _attend_group(
 
 def is_plain(options: dict[str, Any]) -> bool:
     """Whether these arguments ask for masked attention and nothing else."""
-    return options["dropout"] == 0.0 and all(value is None or value is False for value in _special(options))
+    special = (options.get(name) for name in SPECIAL_ARGUMENTS)
+    return options["dropout"] == 0.0 and all(value is None or value is False for value in special)
 
 
 def _attend(
@@ -173,31 +173,16 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    **kwargs: Any,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`grouped_sdpa` over a rectangle of rows."""
-    num_heads, num_queries = query.shape[1], query.shape[2]
-    num_kv_heads = key.shape[1]
-    plain = is_plain({"dropout": dropout, **kwargs})
-    sees_all = attention_mask is None and (num_queries == 1 or is_causal is False)
+    num_heads, num_queries, num_kv_heads = query.shape[1], query.shape[2], key.shape[1]
+    sees_all = attention_mask is None and (num_queries == 1 or options["is_causal"] is False)
     has_shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if not plain or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+    if not is_plain(options) or not (sees_all or has_shared_mask) or num_heads % num_kv_heads:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     mask = None if attention_mask is None else folded(attention_mask, num_heads // num_kv_heads)
-    return _grouped(query, key, value, mask, scaling).contiguous(), None
+    return _grouped(query, key, value, mask, options["scaling"]).contiguous(), None
 
 
 def _grouped(
@@ -214,10 +199,6 @@ def _grouped(
 
 PLAIN_ARGUMENTS = ("dropout", "scaling", "is_causal")
 SPECIAL_ARGUMENTS = ("position_bias", "softcap", "s_aux", "sinks", "cache", "output_attentions")
-
-
-def _special(kwargs: dict[str, Any]) -> list[Any]:
-    return [kwargs[name] for name in SPECIAL_ARGUMENTS if name in kwargs]
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> bool:

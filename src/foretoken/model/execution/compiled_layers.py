@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from foretoken.model.execution.attention import grouped_sdpa
 from foretoken.model.execution.builds import check, layout_of, same_code, what_changed
 from foretoken.model.execution.calls import LayerCall, Recording, value_at
 from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
-from foretoken.model.execution.inductor import Inductor, Segment
+from foretoken.model.execution.inductor import Segment, compile_segment
 from foretoken.model.execution.kept_kernels import folder_name, whole
 from foretoken.model.execution.lowering import NotTraceableError, Source, ancestors
 from foretoken.model.execution.operators import Runner, attention
@@ -79,7 +80,7 @@ class LayerGraph:
             raise NotTraceableError("it has more than one attention")
         body = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         (output,) = next(iter(reversed(graph.nodes))).all_input_nodes
-        compiled = Inductor(mode, directory, num_threads)
+        compiled = partial(compile_segment, mode, directory, num_threads)
         if not calls:
             return cls(None, compiled(body, [output], source_of), tracer.in_tuple)
         call = calls[0]

@@ -301,11 +301,7 @@ class Execution:
             shared = shared_storages(self.model)
         for group in found:
             product = PackedProduct(group, known.get(id(group[0].weight)))
-            for index, layer in enumerate(group):
-                replace_forward(layer, PackedLinear(product, index))
-            self._products.append(product)
-            if release_originals:
-                product.release(shared)
+            self._products.append(product.put_in(shared if release_originals else None))
 
     def _run_activations_by_rows(self) -> None:
         """Where layers run as modules: let no row have other bits for the rows beside it."""

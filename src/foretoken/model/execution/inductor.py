@@ -34,46 +34,45 @@ class Segment:
     sources: tuple[Source, ...]
 
 
-class Inductor:
-    """Compiles parts of a traced graph."""
+def compile_segment(
+    mode: Any,
+    directory: Path,
+    num_threads: int,
+    nodes: Iterable[fx.Node],
+    outputs: Sequence[Any],
+    source_of: dict[fx.Node, Source],
+) -> Segment:
+    """Compile these nodes as a graph of their own, over those of the given sources that they need."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
 
-    def __init__(self, mode: Any, directory: Path, num_threads: int) -> None:
-        self._mode = mode
-        self._directory = directory
-        self._num_threads = num_threads
-
-    def __call__(self, nodes: Iterable[fx.Node], outputs: Sequence[Any], source_of: dict[fx.Node, Source]) -> Segment:
-        """These nodes as a graph of their own, over those of the given sources that they need."""
-        from torch._guards import TracingContext, tracing
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx_inner
-
-        nodes = list(nodes)
-        needed = {node for each in nodes for node in each.all_input_nodes} | {*outputs}
-        given = [node for node in source_of if node in needed]
-        graph = part_of(nodes, given, outputs)
-        examples = [node.meta["val"] for node in given]
-        for example in (*examples, *(node.meta["val"] for node in outputs)):
-            _check_dims(example)
-        options = {
-            "size_asserts": False,
-            "compile_threads": 1,
-            "fx_graph_cache": True,
-            "cpp.threads": self._num_threads,
-        }
-        with (
-            one_trace_at_a_time,
-            torch.inference_mode(False),
-            torch.no_grad(),
-            _inductor_cache(self._directory),
-            config.patch({**options, "cpp.vec_isa_ok": _instructions_run(self._directory)}),
-            tracing(TracingContext(self._mode)),
-        ):
-            compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
-        return Segment(
-            getattr(compiled, "current_callable", None) or compiled,  # without what profilers are told of each call
-            tuple(source_of[node] for node in given),
-        )
+    nodes = list(nodes)
+    needed = {node for each in nodes for node in each.all_input_nodes} | {*outputs}
+    given = [node for node in source_of if node in needed]
+    graph = part_of(nodes, given, outputs)
+    examples = [node.meta["val"] for node in given]
+    for example in (*examples, *(node.meta["val"] for node in outputs)):
+        _check_dims(example)
+    options = {
+        "size_asserts": False,
+        "compile_threads": 1,
+        "fx_graph_cache": True,
+        "cpp.threads": num_threads,
+    }
+    with (
+        one_trace_at_a_time,
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _inductor_cache(directory),
+        config.patch({**options, "cpp.vec_isa_ok": _instructions_run(directory)}),
+        tracing(TracingContext(mode)),
+    ):
+        compiled: Any = compile_fx_inner(fx.GraphModule({}, graph), examples)
+    return Segment(
+        getattr(compiled, "current_callable", None) or compiled,  # without what profilers are told of each call
+        tuple(source_of[node] for node in given),
+    )
 
 
 @cache

@@ -554,7 +554,10 @@ class Lowering:
         return x.over([dims[place] for place in places], node_dim)
 
     def _unsqueeze(self, node: fx.Node) -> View:
-        x, dim = self._view(node.args[0]), _args(node)[1]
+        return self._opened(self._view(node.args[0]), _args(node)[1])
+
+    def _opened(self, x: View, dim: int) -> View:
+        """With a dimension of one number before this one."""
         dims = x.dims()
         place = dim % (len(dims) + 1)
         dims.insert(place, (1, 0))
@@ -586,7 +589,9 @@ class Lowering:
         return x.over(dims, x.node_dim, first * stride)
 
     def _select(self, node: fx.Node) -> View:
-        x, (dim, index) = self._view(node.args[0]), _args(node)[1:3]
+        return self._pick(self._view(node.args[0]), *_args(node)[1:3])
+
+    def _pick(self, x: View, dim: int, index: int) -> View:
         dims = x.dims()
         place = dim % len(dims)
         if place == x.node_dim:
@@ -607,15 +612,7 @@ class Lowering:
     def _unbind(self, node: fx.Node) -> list[View]:
         x = self._view(node.args[0])
         dim: Any = node.args[1] if len(node.args) > 1 else 0
-        place = dim % len(x.dims())
-        size = x.dims()[place][0]
-        parts = []
-        for index in range(size):
-            part = self._cut(x, place, index, index + 1)
-            dims = part.dims()
-            del dims[place]
-            parts.append(part.over(dims, None if x.node_dim is None else x.node_dim - (place < x.node_dim)))
-        return parts
+        return [self._pick(x, dim, index) for index in range(x.dims()[dim % len(x.dims())][0])]
 
     def _cat(self, node: fx.Node) -> View:
         parts: Any = node.args[0]
@@ -625,13 +622,7 @@ class Lowering:
     def _stack(self, node: fx.Node) -> View:
         args = _args(node)
         parts, dim = [self._view(part) for part in args[0]], args[1] if len(args) > 1 else 0
-        place = dim % (len(parts[0].dims()) + 1)
-        opened = []
-        for part in parts:
-            dims = part.dims()
-            dims.insert(place, (1, 0))
-            opened.append(part.over(dims, None if part.node_dim is None else part.node_dim + (place <= part.node_dim)))
-        return self._joined(node, opened, place)
+        return self._joined(node, [self._opened(part, dim) for part in parts], dim)
 
     def _joined(self, node: fx.Node, parts: Sequence[View], dim: int) -> View:
         shape, node_dim = dims_of(node)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.forwards import replacement
+from foretoken.model.execution.forwards import replace_forward, replacement
 from foretoken.model.state import version_of
 from foretoken.native.codes import Codes
 from foretoken.native.library import KINDS, library
@@ -185,6 +185,18 @@ class PackedProduct:
             return False
         self._pack()
         return True
+
+    def put_in(self, shared: Container[int] | None = None) -> PackedProduct:
+        """Let its layers run by it.
+
+        Args:
+          shared: addresses of weights that stay, where the others are freed; None for all.
+        """
+        for index, layer in enumerate(self.layers):
+            replace_forward(layer, PackedLinear(self, index))
+        if shared is not None:
+            self.release(shared)
+        return self
 
     def release(self, shared: Container[int] = ()) -> None:
         """Free the weights that were packed, for every module that shares the parameters.

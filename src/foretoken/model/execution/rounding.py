@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foretoken.config.keywords import did_you_mean
 from foretoken.errors import ConfigError
-from foretoken.model.execution.forwards import replace_forward, replacement
+from foretoken.model.execution.forwards import replacement
 from foretoken.model.execution.packing import PackedLinear, PackedProduct, dense_weight
 from foretoken.model.execution.sharing import groups, shared_storages
 from foretoken.native.codes import Codes
@@ -107,7 +107,7 @@ def quantize_weights(
     made = []
     for group in groups(model, layers) if layers else []:
         product = PackedProduct(group, known.get(id(group[0].weight)), rounding_of(model, group[0], name), dtype)
-        made.append(_put_in(product, shared if release_originals else None))
+        made.append(product.put_in(shared if release_originals else None))
     if dtype is not None:
         _convert(model, dtype)
         for product in made:
@@ -144,19 +144,10 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
         for layer in group:
             alike.setdefault(stored[layer].kind, []).append(layer)
         for layers in alike.values():
-            made.append(_put_in(PackedProduct(layers, None, lambda layer: stored[layer].read(), dtype), shared))
+            made.append(PackedProduct(layers, None, lambda layer: stored[layer].read(), dtype).put_in(shared))
     _convert(model, dtype)
     for product in made:
         product.settle()
-
-
-def _put_in(product: PackedProduct, shared: set[int] | None) -> PackedProduct:
-    """Let the layers of a product run by it, and free their weights; shared: those that stay, None for all."""
-    for index, layer in enumerate(product.layers):
-        replace_forward(layer, PackedLinear(product, index))
-    if shared is not None:
-        product.release(shared)
-    return product
 
 
 @torch.inference_mode()
