@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from foretoken.classic.modules import PLAIN_MODULES, PlainModule
+from foretoken.classic.modules import PlainModule, plain_module
 from foretoken.errors import UnsupportedModelError, UnsupportedStateError
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.model.wrappers import check_unwrapped, unwrapped
@@ -40,12 +40,12 @@ def ready(model: nn.Module) -> Adapter | PlainModule:
         )
     inner = opened(model)
     if not isinstance(inner, PreTrainedModel):
-        return PLAIN_MODULES.of(model)
+        return plain_module(model)
     try:
         return ADAPTERS.of(inner)
     except (UnsupportedModelError, UnsupportedStateError) as error:
         try:
-            return PLAIN_MODULES.of(model)
+            return plain_module(model)
         except UnsupportedModelError:
             raise error from None
 

@@ -114,22 +114,19 @@ class PlainModule:
         )
 
 
-class PlainModules:
-    """Those in use, each checked once, as long as it lives. May be asked from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._of: weakref.WeakKeyDictionary[nn.Module, PlainModule] = weakref.WeakKeyDictionary()
-
-    def of(self, module: nn.Module) -> PlainModule:
-        """Raises: UnsupportedModelError."""
-        with self._lock:
-            if module not in self._of:
-                self._of[module] = PlainModule(module)
-            return self._of[module]
+_lock = threading.Lock()
+_known: weakref.WeakKeyDictionary[nn.Module, PlainModule] = weakref.WeakKeyDictionary()
 
 
-PLAIN_MODULES = PlainModules()
+def plain_module(module: nn.Module) -> PlainModule:
+    """The one of a module, checked once, as long as it lives. May be asked from several threads.
+
+    Raises: UnsupportedModelError.
+    """
+    with _lock:
+        if module not in _known:
+            _known[module] = PlainModule(module)
+        return _known[module]
 
 
 def _context_length(module: nn.Module) -> int | None:

@@ -20,11 +20,6 @@ from foretoken.law.nucleus import candidates
 from foretoken.law.support import Warper
 from foretoken.native import sample_kernels
 
-NUM_ROWS = 8
-"""Rows that are looked at together, few enough to stay in the processor's cache between two passes."""
-
-INFINITY_BITS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-
 
 def argmax(logits: Tensor) -> Tensor:
     """Lowest index of the largest logit, as greedy ``generate`` takes it in float32; -1 in bad rows.
@@ -41,38 +36,10 @@ def argmax(logits: Tensor) -> Tensor:
         return argmax(logits.view(-1, logits.shape[-1])).view(logits.shape[:2])
     if (found := sample_kernels.argmax(logits)) is not None:
         return found
-    if (infinity := INFINITY_BITS.get(logits.dtype)) is not None:
-        return torch.from_numpy(_argmax_of_halves(logits.detach().view(torch.int16).numpy(), infinity))
     table = logits.detach().float().numpy()
     columns = table.argmax(axis=-1)  # torch's takes 20 times longer
     columns[~np.isfinite(table[np.arange(len(table)), columns])] = -1
     return torch.from_numpy(columns)
-
-
-def _argmax_of_halves(bits: np.ndarray, infinity: int) -> np.ndarray:
-    """`argmax` of numbers of 16 bits, (M, V) as int16, without making them wider: int64 (M,).
-
-    Above zero they are ordered as their bits are, so the bits tell the maximum where it is positive, as the largest
-    logit of nearly every row is. NaN has more bits than infinity, of either sign.
-    """
-    columns = np.empty(len(bits), dtype=np.int64)
-    most = np.empty(len(bits), dtype=np.uint16)
-    for first in range(0, len(bits), NUM_ROWS):
-        some = slice(first, first + NUM_ROWS)
-        bits[some].argmax(axis=-1, out=columns[some])
-        np.maximum.reduce(bits[some].view(np.uint16), axis=-1, out=most[some])
-    peaks = bits[np.arange(len(bits)), columns]
-    columns[(peaks >= infinity) | (most > infinity + 0x8000)] = -1
-    for row in ((peaks <= 0) & (columns >= 0)).nonzero()[0].tolist():
-        columns[row] = _argmax_without_positive(bits[row], infinity)
-    return columns
-
-
-def _argmax_without_positive(bits: np.ndarray, infinity: int) -> int:
-    """The same of one row (V,) of numbers up to zero: larger bits make them smaller, and -0 equals 0."""
-    magnitudes = bits & np.int16(0x7FFF)
-    best = int(magnitudes.argmin())
-    return best if magnitudes[best] < infinity else -1
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -60,9 +60,7 @@ class GumbelTopK:
 
     @cached_property
     def _scratch(self) -> noise.Scratch:
-        if self._columns is not None:
-            return noise.Scratch.of_tokens(self._columns)
-        return noise.Scratch.of(self._scores.shape[1])
+        return noise.Scratch.of(self._scores.shape[1], self._columns)
 
     def _noise(self, keys: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Match noise of the tokens in these columns."""

@@ -167,15 +167,10 @@ class Scratch:
     steps: np.ndarray
 
     @classmethod
-    def of(cls, vocab_size: int) -> Scratch:
-        steps = _weyl_steps(vocab_size)
+    def of(cls, vocab_size: int, token_ids: np.ndarray | None = None) -> Scratch:
+        """For rows whose columns stand for these tokens; for their own numbers by default."""
+        steps = _weyl_steps(vocab_size) if token_ids is None else (token_ids.astype(np.uint64) + _ONE) * _GOLDEN
         return cls(np.empty_like(steps), np.empty_like(steps), np.empty(vocab_size, dtype=bool), steps)
-
-    @classmethod
-    def of_tokens(cls, token_ids: np.ndarray) -> Scratch:
-        """For rows whose columns stand for these tokens."""
-        steps = (token_ids.astype(np.uint64) + _ONE) * _GOLDEN
-        return cls(np.empty_like(steps), np.empty_like(steps), np.empty(len(steps), dtype=bool), steps)
 
 
 @lru_cache(maxsize=4)

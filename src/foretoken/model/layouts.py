@@ -89,7 +89,7 @@ class Layouts:
             mask = self.masks.of(nodes, starts, positions, columns, is_fixed)
         else:
             place = nodes, flat.counts, starts, positions, trunks
-            flat.groups = self._groups(*place, width if is_fixed else None, columns if is_fixed else None)
+            flat.groups = self._groups(*place, (width, columns) if is_fixed else None)
             mask = self.masks.stand_ins(flat)
         shown = positions[:, nodes.num_fed :]
         offsets = cache.row_offsets(first_row, num_rows)
@@ -104,8 +104,7 @@ class Layouts:
         starts: torch.Tensor,
         positions: torch.Tensor,
         trunks: Sequence[int],
-        width: int | None = None,
-        columns: int | None = None,
+        fixed: tuple[int, int] | None,
     ) -> tuple[RowGroup, ...]:
         """The groups of a forward, in the order of its rows.
 
@@ -113,16 +112,15 @@ class Layouts:
           counts: nodes of every row.
           starts, positions: as for `Masks.of`.
           trunks: columns of every row before the root of its draft.
-          width: of the rectangle of every group; None for as few nodes as there need be.
-          columns: T, and all rows are to run together; None for as few as there need be.
+          fixed: nodes of the rectangle of a row, and columns T, where all rows are to run together; None for as few as
+            there need be.
         """
         found, first = [], 0
         heads = [trunk + nodes.num_fed for trunk in trunks]
         all_rows = range(len(counts))
-        for rows in [all_rows] if columns is not None else _alike(heads, counts):
-            widest = max(counts[row] for row in rows)
-            wide = width or widest
-            length = columns or max(heads[row] for row in rows) + wide
+        for rows in _alike(heads, counts) if fixed is None else [all_rows]:
+            wide = max(counts[row] for row in rows)
+            wide, length = fixed or (wide, max(heads[row] for row in rows) + wide)
             size = sum(counts[row] for row in rows)
             flat = FlatNodes([counts[row] for row in rows], wide, starts.device)
             before = [heads[row] for row in rows]
