@@ -7,7 +7,6 @@ are given is then looked up by token or by position, or computed from that; see 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from foretoken.model.execution.builds import native_matrix, plain_attributes
 from foretoken.model.execution.calls import value_at
 from foretoken.model.execution.forwards import changed_forward, linears, replaced, replacement
 from foretoken.model.execution.lowering import (
-    NODES_HINT,
     Lowering,
     NotTraceableError,
     Program,
@@ -33,11 +31,9 @@ from foretoken.model.execution.packing import PackedLinear
 from foretoken.model.execution.tracing import (
     LayerProgram,
     Place,
-    Symbols,
-    fake_mode,
     held,
-    one_trace_at_a_time,
     part_of,
+    traced,
 )
 
 if TYPE_CHECKING:
@@ -166,18 +162,13 @@ class _Tracer:
 
     def form(self) -> Ends:
         """Trace the model."""
-        traced = self._traced()
-        graph = traced.graph
+        model, sources, _ = traced(self._run, self.places, len(self._leaves), self._stand_ins)
+        graph = model.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        num_products, num_layers = len(self._leaves), len(self._layers)
-        nodes, tokens, positions, *others = placeholders
-        products, others = others[:num_products], others[num_products:]
-        states, tensors = others[:num_layers], others[num_layers:]
+        tokens, positions, *states = placeholders[len(sources) :]
         (results,) = next(iter(reversed(graph.nodes))).args
         *given, read, logits = results
-        self._source_of: dict[fx.Node, Source] = {nodes: ("nodes", None)}
-        self._source_of |= {node: ("product", index) for index, node in enumerate(products)}
-        self._source_of |= {node: ("tensor", index) for index, node in enumerate(tensors)}
+        self._source_of: dict[fx.Node, Source] = dict(zip(placeholders, sources, strict=False))
         self._graph, self._tokens, self._positions = graph, tokens, positions
         leaves = self._looked_up(given)
         numbers = {node: number for number, node in enumerate(leaves)}
@@ -185,7 +176,7 @@ class _Tracer:
         before = self._program(computed, {node: number + 1 for node, number in numbers.items()}) if computed else None
         numbers |= {node: len(leaves) + number for number, node in enumerate(computed)}
         return Ends(
-            [self._table(traced, node) for node in leaves],
+            [self._table(model, node) for node in leaves],
             before,
             numbers[given[0]],
             self._program([read], {states[-1]: 0}),
@@ -227,22 +218,22 @@ class _Tracer:
             index = index.args[0]
         return index is self._tokens
 
-    def _table(self, traced: fx.GraphModule, node: fx.Node) -> Table:
+    def _table(self, model: fx.GraphModule, node: fx.Node) -> Table:
         node_dim = dims_of(node)[1]
         assert node_dim is not None
         if self._embeds_tokens(node):
             return Table(self._source_of[node.args[0]][1], None, node_dim)  # type: ignore[index]
         sources = [self._source_of.get(parent, ("", 0)) for parent in ancestors(node)]
         read = [key for kind, key in sources if kind == "tensor"]
-        return Table(None, self._function_of_positions(traced, node), node_dim, read)
+        return Table(None, self._function_of_positions(model, node), node_dim, read)
 
-    def _function_of_positions(self, traced: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
+    def _function_of_positions(self, model: fx.GraphModule, wanted: fx.Node) -> Callable[..., torch.Tensor]:
         """Of the places of tensors, and positions (1, S)."""
         needed = {wanted, *ancestors(wanted)}
-        inputs = [node for node in traced.graph.nodes if node.op == "placeholder" and node in needed]
-        body = [node for node in traced.graph.nodes if node.op != "placeholder" and node in needed]
+        inputs = [node for node in model.graph.nodes if node.op == "placeholder" and node in needed]
+        body = [node for node in model.graph.nodes if node.op != "placeholder" and node in needed]
         graph = part_of(body, inputs, [wanted])
-        run, sources = fx.GraphModule(traced, graph).forward, [self._source_of.get(node) for node in inputs]
+        run, sources = fx.GraphModule(model, graph).forward, [self._source_of.get(node) for node in inputs]
 
         def rows(places: Sequence[Place], positions: torch.Tensor) -> torch.Tensor:
             def value(source: Source | None) -> Any:
@@ -259,32 +250,17 @@ class _Tracer:
         dtypes = [_dtype_of(run) for run in self.runners]
         return Lowering(self._graph, self._source_of, outputs, dtypes, leaves).program()  # type: ignore[arg-type]
 
-    def _traced(self) -> fx.GraphModule:
-        from torch.fx.experimental.proxy_tensor import make_fx
+    def _stand_ins(self, mode: Any, nodes: Any) -> list[torch.Tensor]:
+        """Tokens, positions, and the states that every layer gives."""
+        like = self._model.get_input_embeddings().weight
+        width = self._model.config.get_text_config(decoder=True).hidden_size
+        with mode:
+            tokens, positions = (torch.empty((1, nodes), dtype=torch.long) for _ in range(2))
+            return [tokens, positions, *(torch.empty((1, nodes, width), dtype=like.dtype) for _ in self._layers)]
 
-        with ExitStack() as stack:
-            mode, shapes = fake_mode(stack)
-            number = Symbols(shapes)
-            nodes = number(NODES_HINT)
-            numbers = [number(NODES_HINT + 1 + index) for index in range(len(self._leaves))]
-            tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in self.places]
-            like = self._model.get_input_embeddings().weight
-            with mode:
-                tokens, positions = (torch.empty((1, nodes), dtype=torch.long) for _ in range(2))
-                width = self._model.config.get_text_config(decoder=True).hidden_size
-                states = [torch.empty((1, nodes, width), dtype=like.dtype) for _ in self._layers]
-            stack.enter_context(mode)
-
-            def run(*given: Any) -> Any:
-                return self._run(*given)
-
-            with one_trace_at_a_time:
-                return make_fx(run)(nodes, tokens, positions, numbers, states, tensors)
-
-    def _run(
-        self, nodes: Any, tokens: torch.Tensor, positions: torch.Tensor, numbers: Any, states: Any, tensors: Any
-    ) -> Any:
+    def _run(self, nodes: Any, numbers: Any, tensors: Any, given: Any) -> Any:
         """The model over stand-ins."""
+        tokens, positions, *states = given
         forwards: dict[nn.Module, Callable[..., Any]] = {
             layer: self._passing(index, states) for index, layer in enumerate(self._modules)
         }

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -100,33 +99,15 @@ class Tracer:
           num_nodes: that what comes of the graph is laid out for; it takes any.
         Raises: NotTraceableError, and whatever the code of a model raises where it cannot be traced.
         """
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         self._shared = {}
-        with ExitStack() as stack:
-            mode, shapes = fake_mode(stack)
-            number = Symbols(shapes)
-            nodes = number(num_nodes)
-            numbers = [number(num_nodes + 1 + index) for index in range(len(self.runners))]
-            tensors = [self._fake(mode, module, name) for module, name in self.tensors]
-            inputs = [
-                self._fake_input(mode, nodes, *each)
-                for each in zip(self._call.inputs, self._call.node_dims, strict=True)
-            ]
-            stack.enter_context(mode)
-
-            def run(*given: Any) -> torch.Tensor:
-                return self._run(*given)
-
-            with one_trace_at_a_time:
-                graph = make_fx(run, decomposition_table=decompositions)(nodes, numbers, tensors, inputs).graph
+        options = {"num_nodes": num_nodes, "decompositions": decompositions}
+        module, sources, mode = traced(self._run, self.tensors, len(self.runners), self._fake_inputs, **options)
         self._shared = {}
+        graph = module.graph
         graph.eliminate_dead_code()
         if any(node.op == "get_attr" for node in graph.nodes):
             raise NotTraceableError("it holds constants, or changes its attention mask")
-        sources: list[Source] = [("nodes", None), *(("product", index) for index in range(len(numbers)))]
-        sources += [("tensor", index) for index in range(len(tensors))]
-        sources += [("input", index) for index in range(len(inputs))]
+        sources += [("input", index) for index in range(len(self._call.inputs))]
         given = [node for node in graph.nodes if node.op == "placeholder"]
         return graph, dict(zip(given, sources, strict=True)), mode
 
@@ -141,19 +122,18 @@ class Tracer:
         program.in_tuple = self.in_tuple
         return program
 
-    def _fake(self, mode: Any, module: nn.Module, name: str) -> torch.Tensor:
-        tensor = getattr(module, name)
-        fake: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
-        return fake
-
-    def _fake_input(self, mode: Any, nodes: Any, place: tuple[Any, int | None], dim: int | None) -> torch.Tensor:
-        tensor = value_at(self._call.args, self._call.kwargs, place)
-        if dim is None:
-            fake: torch.Tensor = mode.from_tensor(tensor.clone(), static_shapes=True)
-            return fake
-        sizes = [nodes if each == dim else size for each, size in enumerate(tensor.shape)]
-        with mode:
-            return torch.empty(sizes, dtype=tensor.dtype)
+    def _fake_inputs(self, mode: Any, nodes: Any) -> list[torch.Tensor]:
+        """What the layer is given, as stand-ins."""
+        found = []
+        for place, dim in zip(self._call.inputs, self._call.node_dims, strict=True):
+            tensor = value_at(self._call.args, self._call.kwargs, place)
+            if dim is None:
+                found.append(mode.from_tensor(tensor.clone(), static_shapes=True))
+                continue
+            sizes = [nodes if each == dim else size for each, size in enumerate(tensor.shape)]
+            with mode:
+                found.append(torch.empty(sizes, dtype=tensor.dtype))
+        return found
 
     def _run(self, nodes: Any, numbers: Any, tensors: Any, inputs: Any) -> torch.Tensor:
         """The layer over stand-ins."""
@@ -213,34 +193,50 @@ def build_of(layer: nn.Module, tracer: Tracer) -> Any:
     return tuple(parts)
 
 
-def fake_mode(stack: ExitStack) -> tuple[Any, Any]:
-    """Torch's mode of tensors without values, and their shapes, for a trace inside of the contexts on a stack."""
+def traced(
+    run: Callable[[Any, Any, Any, Any], Any],
+    places: Sequence[Place],
+    num_products: int,
+    others: Callable[[Any, Any], Sequence[torch.Tensor]],
+    *,
+    num_nodes: int = NODES_HINT,
+    decompositions: Any = None,
+) -> tuple[fx.GraphModule, list[Source], Any]:
+    """A function as a graph of torch's operators, over tensors without values.
+
+    Args:
+      run: of the number of nodes, the numbers of products, what lies in the places, and other tensors.
+      others: makes these, of torch's fake mode and the number of nodes.
+      num_nodes, decompositions: as of `Tracer.trace`.
+    Returns: with the sources of its inputs, but for the others, which come last, and torch's fake mode.
+    """
+    from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import _config as fx_config
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    # one node is no case of its own
-    stack.enter_context(fx_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-    shapes = ShapeEnv()
-    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        fx_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # one node is no case of its own
+    ):
+        shapes = ShapeEnv()
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
 
+        def number(place: int) -> Any:
+            """A whole number that the graph takes as an input."""
+            source, hint = ConstantSource(f"foretoken_{place}"), num_nodes + place
+            symbol = shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+            return shapes.create_symintnode(symbol, hint=hint)
 
-class Symbols:
-    """Whole numbers that graphs take as inputs."""
-
-    def __init__(self, shapes: Any) -> None:
-        self._shapes = shapes
-        self._count = count()
-
-    def __call__(self, hint: int) -> Any:
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-        source = ConstantSource(f"foretoken_{next(self._count)}")
-        symbol = self._shapes.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-        return self._shapes.create_symintnode(symbol, hint=hint)
+        nodes, *numbers = map(number, range(1 + num_products))
+        tensors = [mode.from_tensor(getattr(*place).detach(), static_shapes=True) for place in places]
+        inputs = others(mode, nodes)
+        with mode, one_trace_at_a_time:
+            graph = make_fx(lambda *given: run(*given), decompositions)(nodes, numbers, tensors, inputs)
+    sources: list[Source] = [("nodes", None), *(("product", index) for index in range(num_products))]
+    return graph, [*sources, *(("tensor", index) for index in range(len(places)))], mode
 
 
 def part_of(nodes: Iterable[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.Graph:
