@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,8 +231,8 @@ class AsShown:
         with torch.inference_mode(False), torch.no_grad():
             input_ids, scores = input_ids.to(self._place.device, copy=True), scores.to(self._place.device, copy=True)
             for processor, tells_rows_apart in self._processors:
-                run = self._at_place if tells_rows_apart else _directly
-                scores = run(processor, input_ids, scores)
+                run = partial(self._at_place, processor) if tells_rows_apart else processor
+                scores = run(input_ids, scores)
             return scores.to(home)
 
     def _at_place(self, processor: Processor, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -241,10 +242,6 @@ class AsShown:
             for ids, row in zip(input_ids, scores, strict=True)
         ]
         return torch.stack(answers)
-
-
-def _directly(processor: Processor, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    return processor(input_ids, scores)
 
 
 def _of_one_row(processor: Any, index: int) -> tuple[Processor, bool]:

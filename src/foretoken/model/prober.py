@@ -11,19 +11,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from foretoken.errors import ProbeError
-from foretoken.model.execution.forwards import replacement
-from foretoken.model.execution.packing import packable
 from foretoken.model.probe import MARGIN, Check, Probe
 from foretoken.model.reduced import converted_bytes, representatives
-from foretoken.model.reference import Reference, plain_forwards, sampled
+from foretoken.model.reference import NUM_ROWS, LinearSamples, Reference, plain_forwards, sampled
 from foretoken.model.rehearsal import FAULTS, WINDOW, Rehearsal, shift_positions, show_everything
 from foretoken.model.trial import group_attention, representative
 
@@ -36,9 +33,6 @@ logger = logging.getLogger("foretoken")
 
 COARSEST = 0.03
 """Four times the rounding of bfloat16: coarser arithmetic depends on more than the text."""
-
-NUM_ROWS = 2
-"""That samples are taken of, from what every linear layer is given."""
 
 
 class Prober:
@@ -289,44 +283,3 @@ def _epsilon(dtype: torch.dtype) -> float:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class LinearSamples:
-    """Inputs and outputs of linear layers' own code, a few rows of each, to compare with the code that replaces it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._paths = {module: path for path, module in model.named_modules()}
-        self._samples: dict[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @classmethod
-    @contextmanager
-    def taken(cls, model: torch.nn.Module | None) -> Iterator[LinearSamples | None]:
-        """Take samples in the forwards of the block; without a model, none."""
-        if model is None:
-            yield None
-            return
-        samples = cls(model)
-        # in front of the model's own hooks: they are not what is replaced
-        handles = [layer.register_forward_hook(samples._keep, prepend=True) for layer in packable(model)]
-        try:
-            yield samples
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _keep(self, layer: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        rows = (tensor.reshape(-1, tensor.shape[-1])[:NUM_ROWS].clone() for tensor in (args[0], output))
-        self._samples[layer] = (next(rows), next(rows))
-
-    def errors(self) -> dict[str, float]:
-        """Relative errors, by path, of the layers whose forward was replaced since."""
-        return {
-            self._paths[layer]: _relative_distance(layer.forward(inputs), outputs)
-            for layer, (inputs, outputs) in self._samples.items()
-            if replacement(layer) is not None
-        }
-
-
-def _relative_distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    error, size = (float(tensor.square().sum().sqrt()) for tensor in (got.double() - want.double(), want.double()))
-    return 0.0 if error == 0.0 else error / max(size, 1e-30)
