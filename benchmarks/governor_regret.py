@@ -28,7 +28,7 @@ from foretoken.bench.models import load_pair
 from foretoken.bench.provenance import provenance
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
+from foretoken.drafters.lookup.suffix import SuffixDrafter, SuffixOptions
 from foretoken.engine.budget import Budget
 from foretoken.engine.cost_model import CostModel
 from foretoken.engine.costs import cost_curve
@@ -41,7 +41,10 @@ from foretoken.tune.walk import Text, Walk
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 10, 16)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24)
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": lambda: NGramDrafter(10), "suffix": lambda: SuffixDrafter(24)}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "ngram": NGramDrafter,
+    "suffix": lambda: SuffixDrafter(SuffixOptions(num_speculative_tokens=24)),
+}
 DRAFTING_SECONDS = {"ngram": 0.00005, "suffix": 0.0001}
 
 

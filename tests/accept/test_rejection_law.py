@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafting import made
 from foretoken.accept import noise as rule_noise
 from foretoken.accept import rules as verify
 from foretoken.config.engine import EngineConfig
@@ -24,7 +25,6 @@ from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
@@ -96,7 +96,7 @@ def make_drafter(kind: str, acceptance: str) -> Drafter:
             grounded, 2, tree=tree, target_vocab_size=VOCAB_SIZE, max_depth=2, acceptance=acceptance
         )
     if kind == "ngram":
-        return NGramDrafter(2, prompt_lookup_min=1, num_candidates=2)
+        return made("ngram", 2, prompt_lookup_min=1, num_prompt_lookup_candidates=2)
     return DraftModelDrafter(
         drafter_model(),
         target_vocab_size=VOCAB_SIZE,

@@ -10,11 +10,11 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from drafting import made
 from foretoken.bench.accepted import AcceptedLengths, Position, accepted_lengths, expected_length, shown
 from foretoken.bench.arms import EngineArm
 from foretoken.bench.report import show
 from foretoken.bench.trial import Sampling
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.model.lm import CausalLM
 from foretoken.testing import PROMPTS, toy_model
 
@@ -80,7 +80,7 @@ def test_easy_and_hard_places_make_the_formula_wrong() -> None:
 
 
 def test_steps_of_an_arm_are_counted_but_the_last_of_a_text() -> None:
-    arm = EngineArm("ngram", CausalLM(toy_model(64), execution="eager"), NGramDrafter(4, prompt_lookup_min=1))
+    arm = EngineArm("ngram", CausalLM(toy_model(64), execution="eager"), made("ngram", 4, prompt_lookup_min=1))
     found = accepted_lengths(arm, PROMPTS, 20, Sampling())
     runs = [arm.run(prompt, 20, Sampling()) for prompt in PROMPTS]
     steps = [step for run in runs for step in run.trace[:-1] if step.drafted]

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from typer.testing import CliRunner
 
+from drafting import made
 from foretoken import zoo
 from foretoken.beginnings import first_difference
 from foretoken.bench import equality, forwards, models, report, workload
@@ -36,7 +37,6 @@ from foretoken.bench.tables import (
 from foretoken.bench.trial import Arm, Comparison, Run, Sampling, Trial, bootstrap, compare, interleave
 from foretoken.cli import bench as cli
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.engine import EngineConfig
 from foretoken.errors import ConfigError, PromptError
@@ -164,7 +164,7 @@ def test_every_arm_gives_the_same_greedy_tokens(pair: Pair, target: CausalLM, dr
     arms: list[Arm] = [
         plain_arm(target),
         draft_arm(target, drafter),
-        EngineArm("ngram", target, NGramDrafter(4), (0, 3)),
+        EngineArm("ngram", target, made("ngram", 4), (0, 3)),
         TransformersArm("plain", pair.target, (0, 3)),
         TransformersArm("static", pair.target, (0, 3), {"cache_implementation": "static"}),
         TransformersArm("lookup", pair.target, (0, 3), {"prompt_lookup_num_tokens": 3}),

@@ -20,16 +20,9 @@ from foretoken.retrieval.history import OutputHistory
 OPTION_OF = {
     "max_nodes": ("max_draft_nodes",),
     "num_branches": ("num_draft_branches",),
-    "match": ("prompt_lookup_match",),
-    "num_candidates": ("num_candidates", "num_prompt_lookup_candidates"),
-    "dynamic_index": ("retrieval_dynamic_index",),
-    "max_tree_depth": ("suffix_decoding_max_tree_depth",),
-    "max_spec_factor": ("suffix_decoding_max_spec_factor",),
-    "min_token_prob": ("suffix_decoding_min_token_prob",),
     "group_size": ("quantization_group_size",),
     "with_head": ("quantize_head",),
     "min_expected": ("min_expected_tokens",),
-    "history_file": ("state_file",),
     "beam_width": ("draft_beam_width",),
     "reranks": ("draft_rerank",),
     "sharpness": ("draft_sharpness",),
@@ -46,6 +39,7 @@ OPTION_OF = {
 """Arguments of classes -> keys of the same meaning, where they are not called the same."""
 
 OF_THEIR_OWN = {
+    "options": "the keys themselves",
     "length_policy": "an object, which the options name",
     "policy": "an object, which the options name",
     "layer_set": "an object, which the options name",
@@ -53,26 +47,16 @@ OF_THEIR_OWN = {
     "matrix": "what the zoo brings",
     "vocabulary": "of the head",
     "history": "made of the options",
-    "lookup": "made of the options",
     "start": "made of the options",
     "learned": "made of the options",
     "vocab_size": "of the target",
     "Growth.least_mass": "no key",
-    "RestDrafter.min_token_prob": "no key",
     "Growth.tree": "of heads, which always give one",
     "Growth.max_depth": "of heads, which always give one",
-    "SuffixDrafter.min_match": "no key",
-    "SuffixDrafter.escape": "no key",
     "SwiftDrafter.num_scored": "no key",
     "SwiftDrafter.seed": "no key",
     "Lookup.few_hits": "no key",
-    "Lookup.shorter_weight": "no key",
-    "Lookup.escape": "no key",
-    "OutputHistory.max_tokens": "no key",
-    "OutputHistory.escape": "no key",
     "OutputHistory.fingerprint": "of the tokenizer",
-    "TokenRecyclingDrafter.max_nodes": "by default the options take what suits the device",
-    "TokenRecyclingDrafter.initial_state": "auto is what the zoo brings, or else the default of the class",
 }
 """Arguments that no key has the default of, and why."""
 

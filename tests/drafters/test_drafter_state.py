@@ -17,15 +17,13 @@ import test_drafters
 import torch
 from test_drafters import VOCAB_SIZE, target
 
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lookup.nasd import NGramStorage
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
@@ -33,7 +31,7 @@ from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirement
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, TokenizerMismatchError
-from foretoken.retrieval.datastore import Datastore, Lookup
+from foretoken.retrieval.datastore import Datastore
 from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
@@ -57,7 +55,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         *("lookahead", "suffix", "token-recycling"),
     )
 }
-DRAFTERS["rest"] = lambda: RestDrafter(datastore(), 3)
+DRAFTERS["rest"] = lambda: made("rest", 3, datastore())
 OTHERS: dict[str, Callable[[], Drafter]] = {
     "layer-skip": lambda: layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
     "union": lambda: UnionDrafter([DRAFTERS["suffix"](), DRAFTERS["lookahead"](), DRAFTERS["token-recycling"]()], 12),
@@ -196,14 +194,14 @@ def test_a_text_that_grew_is_drafted_for_like_one_that_was_given(method: str) ->
 
 def test_rest_reads_what_followed_the_end_of_the_text() -> None:
     """The pending token is part of the context, and the budget is the depth."""
-    drafter = RestDrafter(datastore(), 9, lookup=Lookup(match_min=2), dynamic_index=False)
+    drafter = made("rest", 9, datastore(), retrieval_match_min=2, retrieval_dynamic_index=False)
     assert paths(proposal(drafter, row_of(0, [60, 0, 1]))) == {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 5)}
     assert paths(proposal(drafter, row_of(0, [60, 0, 1]), 2)) == {(2,), (2, 3)}
     assert paths(proposal(drafter, row_of(0, [60, 61]))) == set()
 
 
 def test_rest_merges_the_datastore_with_the_text() -> None:
-    drafter = RestDrafter(datastore(), 1, lookup=Lookup(match_min=2))
+    drafter = made("rest", 1, datastore(), retrieval_match_min=2)
     row = row_of(0, [5, 6, 50, 5, 6])
     drafter.start([row])
     assert paths(proposal(drafter, row)) == {(8,), (50,)}
@@ -236,7 +234,7 @@ def test_an_output_that_was_right_is_forgotten_later() -> None:
 
 
 def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
-    drafter = TokenRecyclingDrafter(VOCAB_SIZE, 3, max_nodes=10, initial_state="vocabulary")
+    drafter = made("token_recycling", 3, VOCAB_SIZE, max_draft_nodes=10, initial_state="vocabulary")
     drafter.bind(target(), target().new_cache(1))
     before = drafter._start.candidates
     run(drafter, REQUESTS[:1])
@@ -245,7 +243,7 @@ def test_a_request_leaves_what_requests_start_from_as_it_was() -> None:
 
 def test_candidates_of_the_prompt_stand_behind_their_tokens() -> None:
     """The text's own successors first, then what the target ranked high in the same place."""
-    drafter, row = TokenRecyclingDrafter(9, 3, num_candidates=3, max_nodes=4), row_of(0, [4, 5, 6])
+    drafter, row = made("token_recycling", 3, 9, num_candidates=3, max_draft_nodes=4), row_of(0, [4, 5, 6])
     drafter.read([row], [PromptChunk(0, 2, Ranked([[1, 2, 3], [3, 1, 7]]))])
     drafter.start([row])
     assert drafter._matrix_of[0].candidates[[4, 5, 6]].tolist() == [[5, 1, 2], [6, 3, 1], [-1, -1, -1]]
@@ -286,7 +284,7 @@ class Fixedly(Drafter):
 
 def test_a_composition_learns_whom_to_believe() -> None:
     """A part that is always wrong is worth ever less, also where the room is for one node."""
-    (plain,) = run(NGramDrafter(0), [REQUESTS[0]])
+    (plain,) = run(made("ngram", 0), [REQUESTS[0]])
     text = plain.token_ids
 
     def right(row: Any) -> int:
@@ -303,7 +301,7 @@ def test_a_composition_learns_whom_to_believe() -> None:
 
 def test_a_part_gets_features_of_what_was_emitted_whoever_drafted_it() -> None:
     """Unless it asks for its own nodes: one token was accepted here, and this part drafted another."""
-    text = run(NGramDrafter(0), [REQUESTS[0]])[0].token_ids
+    text = run(made("ngram", 0), [REQUESTS[0]])[0].token_ids
     right = Fixedly("right", lambda row: text[len(row.token_ids)])
     wrong = Fixedly("wrong", lambda row: text[len(row.token_ids)] ^ 1)
     run(UnionDrafter([right, wrong]), [(REQUESTS[0][0], replace(REQUESTS[0][1], max_tokens=3))])
@@ -370,4 +368,4 @@ def test_a_key_of_a_part_is_told_where_it_belongs() -> None:
 
 def drafted_by_nobody() -> tuple[int, ...]:
     params = SamplingParams(max_tokens=30, temperature=0.0)
-    return tuple(run(NGramDrafter(0), [(PROMPTS[0], params)])[0].output_ids)
+    return tuple(run(made("ngram", 0), [(PROMPTS[0], params)])[0].output_ids)

@@ -14,17 +14,11 @@ import pytest
 
 import eagle_heads
 import toy_heads
+from drafting import made
 from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed, Heuristic
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
@@ -129,31 +123,35 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "draft-model-is-target": model_drafter(0.0),
     "draft-model-is-target-tree": model_drafter(0.0, 2),
     "draft-model-is-hopeless": model_drafter(5.0, 2),
-    "ngram": lambda depth: NGramDrafter(depth, prompt_lookup_min=1),
-    "ngram-tree": lambda depth: NGramDrafter(depth, prompt_lookup_min=1, num_candidates=3),
-    "nasd": lambda depth: NasdDrafter(depth),
-    "nasd-tree": lambda depth: NasdDrafter(depth, num_branches=3),
-    "nasd-without-filler": lambda depth: NasdDrafter(depth, filler_top_k=0),
-    "nasd-single-random": lambda depth: NasdDrafter(depth, storage="single", unknown="random", vocab_size=VOCAB_SIZE),
-    "nasd-tree-random": lambda depth: NasdDrafter(depth, num_branches=2, unknown="random", vocab_size=VOCAB_SIZE),
-    "nasd-shared": lambda depth: NasdDrafter(depth, num_branches=2, shared=True),
-    "jacobi": lambda depth: JacobiDrafter(depth),
-    "jacobi-random": lambda depth: JacobiDrafter(depth, initial_guess="random", vocab_size=VOCAB_SIZE),
-    "jacobi-from-prompt": lambda depth: JacobiDrafter(depth, initial_guess="prompt"),
-    "lookahead": lambda depth: LookaheadDrafter(depth, window_size=5, guess_set_size=3),
-    "lookahead-without-pool": lambda depth: LookaheadDrafter(depth, window_size=3, guess_set_size=0),
-    "lookahead-narrow": lambda depth: LookaheadDrafter(depth, window_size=1, pool_from_prompt=False),
-    "suffix": lambda depth: SuffixDrafter(depth, min_token_prob=0.0),
-    "suffix-chain": lambda depth: SuffixDrafter(depth, num_branches=1, max_tree_depth=2),
-    "suffix-shared": lambda depth: SuffixDrafter(depth, history=OutputHistory(6, max_outputs=4)),
-    "rest": lambda depth: RestDrafter(datastore(), depth),
-    "rest-chain": lambda depth: RestDrafter(datastore(), depth, num_branches=1, dynamic_index=False),
-    "token-recycling": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=24, initial_state="prompt"),
-    "token-recycling-shared": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, max_nodes=12, shared=True),
-    "token-recycling-vocabulary": lambda depth: TokenRecyclingDrafter(
-        VOCAB_SIZE, depth, num_candidates=3, initial_state="vocabulary"
+    "ngram": lambda depth: made("ngram", depth, prompt_lookup_min=1),
+    "ngram-tree": lambda depth: made("ngram", depth, prompt_lookup_min=1, num_prompt_lookup_candidates=3),
+    "nasd": lambda depth: made("nasd", depth),
+    "nasd-tree": lambda depth: made("nasd", depth, num_draft_branches=3),
+    "nasd-without-filler": lambda depth: made("nasd", depth, filler_top_k=1),
+    "nasd-single-random": lambda depth: made("nasd", depth, storage="single", unknown="random", vocab_size=VOCAB_SIZE),
+    "nasd-tree-random": lambda depth: made(
+        "nasd", depth, num_draft_branches=2, unknown="random", vocab_size=VOCAB_SIZE
     ),
-    "token-recycling-empty": lambda depth: TokenRecyclingDrafter(VOCAB_SIZE, depth, initial_state="empty"),
+    "nasd-shared": lambda depth: made("nasd", depth, num_draft_branches=2, shared=True),
+    "jacobi": lambda depth: made("jacobi", depth),
+    "jacobi-random": lambda depth: made("jacobi", depth, initial_guess="random", vocab_size=VOCAB_SIZE),
+    "jacobi-from-prompt": lambda depth: made("jacobi", depth, initial_guess="prompt"),
+    "lookahead": lambda depth: made("lookahead", depth, window_size=5, guess_set_size=3),
+    "lookahead-without-pool": lambda depth: made("lookahead", depth, window_size=3, guess_set_size=0),
+    "lookahead-narrow": lambda depth: made("lookahead", depth, window_size=1, pool_from_prompt=False),
+    "suffix": lambda depth: made("suffix", depth, suffix_decoding_min_token_prob=0.0),
+    "suffix-chain": lambda depth: made("suffix", depth, num_draft_branches=1, suffix_decoding_max_tree_depth=2),
+    "suffix-shared": lambda depth: made("suffix", depth, history=OutputHistory(6, max_outputs=4)),
+    "rest": lambda depth: made("rest", depth, datastore()),
+    "rest-chain": lambda depth: made("rest", depth, datastore(), num_draft_branches=1, retrieval_dynamic_index=False),
+    "token-recycling": lambda depth: made(
+        "token_recycling", depth, VOCAB_SIZE, max_draft_nodes=24, initial_state="prompt"
+    ),
+    "token-recycling-shared": lambda depth: made("token_recycling", depth, VOCAB_SIZE, max_draft_nodes=12, shared=True),
+    "token-recycling-vocabulary": lambda depth: made(
+        "token_recycling", depth, VOCAB_SIZE, num_candidates=3, initial_state="vocabulary"
+    ),
+    "token-recycling-empty": lambda depth: made("token_recycling", depth, VOCAB_SIZE, initial_state="empty"),
     "medusa": heads_drafter("medusa"),
     "medusa-shared": heads_drafter("medusa-shared"),
     "hydra": heads_drafter("hydra"),

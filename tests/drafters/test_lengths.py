@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drafting import made
 from foretoken.config.method import methods
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.length_options import policies_for
@@ -39,7 +40,6 @@ from foretoken.drafters.lengths import (
     normalised_entropy,
     policy_of,
 )
-from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.errors import ConfigError
 
 VOCAB_SIZE = 1000
@@ -424,7 +424,7 @@ def test_nasd_ends_behind_a_token_with_a_small_share() -> None:
     text = [1, 2, 7, 1, 3, 7, 1, 2, 7, 1, 3, 7, 1]
     proposals = {}
     for threshold in (0.3, 0.5):
-        drafter = NasdDrafter(4, ngram_size=2, filler_top_k=0, length_policy=Confidence(4, threshold))
+        drafter = made("nasd", 4, ngram_size=2, filler_top_k=1, length_policy=Confidence(4, threshold))
         watched: Any = Row(1, token_ids=list(text))
         drafter.start([watched])
         proposals[threshold] = drafter.propose([watched], [9])[0].tokens[1:]

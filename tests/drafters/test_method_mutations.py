@@ -31,17 +31,18 @@ from foretoken.drafters.compose import union
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.iterate.jacobi import JacobiDrafter
 from foretoken.drafters.iterate.lookahead import LookaheadDrafter, Window
-from foretoken.drafters.lookup import ngram, token_recycling
+from foretoken.drafters.lookup import token_recycling
 from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter, SuffixIndex
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.rest import RestDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
-from foretoken.drafters.parts import composite
+from foretoken.drafters.parts import composite, suffix_index
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.composite import Calibration, CompositeDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
+from foretoken.drafters.parts.suffix_index import SuffixIndex
 from foretoken.drafters.selfdraft import layer_skip
 from foretoken.engine.drafter import Features, StepResult
 from foretoken.law import sampling
@@ -153,7 +154,7 @@ _REMEMBERED = test_suffix.test_the_history_counts_what_it_keeps
 LOOKUP = (
     Mutant(
         "ngram copies from one token too early",
-        with_arguments(ngram, "continuation", lambda call: {"start": call.start - 1}),
+        with_arguments(suffix_index, "continuation", lambda call: {"start": call.start - 1}),
         test_ngram.test_draft_equals_the_scan,
     ),
     Mutant(
@@ -217,7 +218,7 @@ TOKEN_RECYCLING = (
     Mutant("the text of the prompt is not learned", skipped(AdjacencyMatrix, "add_text"), _ROWS),
     Mutant(
         "all requests share one matrix, asked or not",
-        with_arguments(TokenRecyclingDrafter, "__init__", lambda call: {"shared": True}),
+        with_arguments(TokenRecyclingDrafter, "__init__", lambda call: {"options": replace(call.options, shared=True)}),
         test_token_recycling.test_nothing_passes_from_one_request_to_another_unless_asked,
         ("prompt",),
     ),

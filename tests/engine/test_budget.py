@@ -10,11 +10,10 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from drafting import made
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.budget import CAUSES, NOTHING_FOUND, Budget, Cuts, Limits
 from foretoken.engine.cost_model import CostCurve, CostModel
 from foretoken.engine.drafter import ContextDrafter, Drafter
@@ -63,8 +62,8 @@ TEXT = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
 def drafters() -> dict[str, Drafter]:
     draft = CausalLM(toy_model(16, seed=1), execution="eager", probe=False)
     return {
-        "ngram": NGramDrafter(4, num_candidates=3),
-        "suffix": SuffixDrafter(4, min_token_prob=0.0),
+        "ngram": made("ngram", 4, num_prompt_lookup_candidates=3),
+        "suffix": made("suffix", 4, suffix_decoding_min_token_prob=0.0),
         "draft_model": DraftModelDrafter(draft, target_vocab_size=16, num_speculative_tokens=3, num_branches=3),
     }
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
@@ -29,7 +29,7 @@ from foretoken.testing import PerfectDrafter, check_cache_lengths, toy_model
 from foretoken.tree import DraftTree
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
+    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
     "draft-model": draft_model,
     "layer-skip": layer_skip,
     "union": lambda: UnionDrafter([draft_model(), layer_skip()]),
@@ -71,7 +71,7 @@ def test_who_comes_behind_a_row_without_drafts_is_drafted_for(method: str) -> No
 
 
 def test_drafting_that_has_ended_stays_so_when_a_row_leaves_for_want_of_memory() -> None:
-    drafter = raising(NGramDrafter(4, prompt_lookup_min=1), "observe", lambda rows: len(rows) == 3, ValueError("no"))
+    drafter = raising(made("ngram", 4, prompt_lookup_min=1), "observe", lambda rows: len(rows) == 3, ValueError("no"))
     config = replace(CONTAINED, max_kv_bytes=576 * bytes_per_token(target()))
     engine = Engine(target(), drafter, config)
     rows = [engine.add_request([5, 6, 7] * 6, replace(params(i), max_tokens=125))[0] for i in range(3)]
@@ -86,7 +86,7 @@ def test_drafting_that_has_ended_stays_so_when_a_row_leaves_for_want_of_memory()
 
 @pytest.mark.parametrize("returned", [-1, 99, None, "all"])
 def test_a_number_of_recalled_tokens_that_makes_no_sense_is_a_fault(returned: Any) -> None:
-    drafter = NGramDrafter(4, prompt_lookup_min=1)
+    drafter = made("ngram", 4, prompt_lookup_min=1)
     drafter.recall = lambda *_: returned  # type: ignore[method-assign]
     prefixes = PrefixStore(8)
     run(EmptyDrafter(), prefixes=prefixes)
@@ -101,7 +101,7 @@ def test_an_error_that_cannot_be_told_is_told_by_its_type(caplog: pytest.LogCapt
         def __str__(self) -> str:
             raise RuntimeError("not even this")
 
-    drafter = raising(NGramDrafter(4, prompt_lookup_min=1), "propose", lambda _: True, Unspeakable())
+    drafter = raising(made("ngram", 4, prompt_lookup_min=1), "propose", lambda _: True, Unspeakable())
     with caplog.at_level(logging.WARNING, logger="foretoken"):
         rows = run(drafter)
     assert [row.output_ids for row in rows] == plain()
@@ -116,7 +116,7 @@ def test_memory_that_has_run_out_is_never_contained() -> None:
     assert is_fatal(caught.value)
     assert not is_fatal(RuntimeError("shapes do not fit"))
     with pytest.raises(RuntimeError, match="allocate"):
-        run(raising(NGramDrafter(4, prompt_lookup_min=1), "propose", lambda _: True, caught.value))
+        run(raising(made("ngram", 4, prompt_lookup_min=1), "propose", lambda _: True, caught.value))
 
     def hungry(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise caught.value

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_broken_steps import CONFIGS, completed, given, mark_of
 
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.drafters.lookup.ngram import NGramDrafter
@@ -182,7 +183,7 @@ def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:
             engine.abort("0")
             return super().propose(rows, budgets)
 
-    engine = Engine(base().target, Aborting(3), EngineConfig(contains_faults=True))
+    engine = Engine(base().target, made("ngram", 3, cls=Aborting), EngineConfig(contains_faults=True))
     rows = [engine.add_request(prompt, params(), str(i))[0] for i, prompt in enumerate(PROMPTS)]
     for _ in engine.run():
         pass

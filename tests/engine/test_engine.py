@@ -14,11 +14,10 @@ import torch
 from test_broken_steps import Interrupt, breaking
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from drafting import made
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine import decoding
 from foretoken.engine import engine as engine_module
@@ -50,9 +49,9 @@ def small() -> CausalLM:
 def drafter_of(kind: str, model: CausalLM | None = None, **options: Any) -> Drafter:
     model = model or small()
     if kind == "ngram":
-        return NGramDrafter(4, prompt_lookup_min=1, num_candidates=2)
+        return made("ngram", 4, prompt_lookup_min=1, num_prompt_lookup_candidates=2)
     if kind == "nasd":
-        return NasdDrafter(4, num_branches=2)
+        return made("nasd", 4, num_draft_branches=2)
     if kind == "none":
         return EmptyDrafter()
     branches = 2 if kind == "tree" else 1

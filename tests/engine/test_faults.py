@@ -12,9 +12,9 @@ import torch
 
 import foretoken
 from contained import CONTAINED, TEXTS, VOCAB_SIZE, draft_model, layer_skip, params, plain, run, target
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
@@ -24,10 +24,10 @@ from foretoken.testing import check_drafter, toy_model
 from foretoken.tree import DraftTree
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
+    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
     "layer-skip": layer_skip,
     "draft-model": draft_model,
-    "token-recycling": lambda: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=12, initial_state="prompt"),
+    "token-recycling": lambda: made("token_recycling", 4, VOCAB_SIZE, max_draft_nodes=12, initial_state="prompt"),
 }
 
 
@@ -87,7 +87,7 @@ class Misfit(NGramDrafter):
 
 @pytest.mark.parametrize("tree", [DraftTree((63, 64), (-1, 0)), DraftTree.chain(1, (2,))])
 def test_drafts_that_do_not_fit_are_faults(tree: DraftTree) -> None:
-    drafter = Misfit(3)
+    drafter = made("ngram", 3, cls=Misfit)
     drafter.tree = tree
     assert [row.output_ids for row in run(drafter)] == plain()
     with pytest.raises(TreeError):
@@ -96,7 +96,7 @@ def test_drafts_that_do_not_fit_are_faults(tree: DraftTree) -> None:
 
 def test_checks_of_drafters_stay_loud() -> None:
     def make(depth: int) -> Drafter:
-        return failing(NGramDrafter(depth, prompt_lookup_min=1), "observe", 3, ValueError("loud"), after=False)
+        return failing(made("ngram", depth, prompt_lookup_min=1), "observe", 3, ValueError("loud"), after=False)
 
     with pytest.raises(ValueError, match="loud"):
         check_drafter(make, target(), depths=(2,))

@@ -20,15 +20,9 @@ import pytest
 import torch
 
 from architectures import ARCHITECTURES, LONGROPE_BORDER, VOCAB_SIZE, in_turns, target_model
+from drafting import made
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.rest import RestDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.retrieval.datastore import Datastore
@@ -79,15 +73,15 @@ COVERING_TOKENS = 14
 DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "draft-model-chain": lambda name: _draft_model(name, 1),
     "draft-model-tree": lambda name: _draft_model(name, 3),
-    "ngram-chain": lambda _: NGramDrafter(4, prompt_lookup_min=1),
-    "ngram-tree": lambda _: NGramDrafter(4, prompt_lookup_min=1, num_candidates=3),
-    "nasd-chain": lambda _: NasdDrafter(4),
-    "nasd-tree": lambda _: NasdDrafter(4, num_branches=3),
-    "jacobi": lambda _: JacobiDrafter(6),
-    "lookahead": lambda _: LookaheadDrafter(3, window_size=4, guess_set_size=3),
-    "suffix": lambda _: SuffixDrafter(4, min_token_prob=0.0),
-    "rest": lambda name: RestDrafter(_datastore(name), 4),
-    "token-recycling": lambda _: TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=24, initial_state="prompt"),
+    "ngram-chain": lambda _: made("ngram", 4, prompt_lookup_min=1),
+    "ngram-tree": lambda _: made("ngram", 4, prompt_lookup_min=1, num_prompt_lookup_candidates=3),
+    "nasd-chain": lambda _: made("nasd", 4),
+    "nasd-tree": lambda _: made("nasd", 4, num_draft_branches=3),
+    "jacobi": lambda _: made("jacobi", 6),
+    "lookahead": lambda _: made("lookahead", 3, window_size=4, guess_set_size=3),
+    "suffix": lambda _: made("suffix", 4, suffix_decoding_min_token_prob=0.0),
+    "rest": lambda name: made("rest", 4, _datastore(name)),
+    "token-recycling": lambda _: made("token_recycling", 4, VOCAB_SIZE, max_draft_nodes=24, initial_state="prompt"),
 }
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafting import made
 from foretoken import SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.memory import memory_size
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
@@ -171,7 +171,7 @@ def run_out_of_memory() -> None:
     prompt = text(1, 1000)
 
     def samples(num_rows: int, **config: Any) -> tuple[Engine, list[Sequence]]:
-        engine = Engine(target, NGramDrafter(3), EngineConfig(max_num_seqs=128, **config))
+        engine = Engine(target, made("ngram", 3), EngineConfig(max_num_seqs=128, **config))
         return engine, engine.add_request(prompt, SamplingParams(n=num_rows, max_tokens=4, seed=1, ignore_eos=True))
 
     plain, few = samples(3)
@@ -230,7 +230,7 @@ def test_long_texts_under_a_plan_for_few_finish_as_without_one(
     ]
     free, *_ = run(target, EmptyDrafter(), requests)
     size = num_at_once * (length + 192) * bytes_per_token(target)
-    drafter = NGramDrafter(4, prompt_lookup_min=1) if method == "ngram" else EmptyDrafter()
+    drafter = made("ngram", 4, prompt_lookup_min=1) if method == "ngram" else EmptyDrafter()
     rows, engine, most = run(target, drafter, requests, max_kv_bytes=size)
     assert [row.output_ids for row in rows] == [row.output_ids for row in free]
     assert {row.finish_reason for row in rows} == {"length"}
@@ -247,7 +247,7 @@ def test_in_float32_texts_part_only_where_two_tokens_tie() -> None:
     requests = [(text(i, 200), params) for i, params in enumerate(given)]
     free, *_ = run(target, EmptyDrafter(), requests)
     size = 2 * 416 * bytes_per_token(target)
-    rows, engine, most = run(target, NGramDrafter(4, prompt_lookup_min=1), requests, max_kv_bytes=size)
+    rows, engine, most = run(target, made("ngram", 4, prompt_lookup_min=1), requests, max_kv_bytes=size)
     assert engine.profile.num_preemptions > 0
     assert most <= size
     for (prompt, params), row, plain in zip(requests, rows, free, strict=True):

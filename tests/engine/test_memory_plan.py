@@ -13,6 +13,7 @@ import torch
 
 import eagle_heads
 import toy_heads
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.config.engine import EngineConfig
 from foretoken.config.memory import available_bytes, memory_size
@@ -21,8 +22,6 @@ from foretoken.drafters.heads.eagle import EagleDrafter
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.drafters.parts.sparse_view import SparseView
@@ -39,8 +38,8 @@ from foretoken.testing import check_cache_lengths, perturbed, toy_model
 VOCAB_SIZE = 64
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": EmptyDrafter,
-    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
-    "suffix": lambda: SuffixDrafter(4, min_token_prob=0.0),
+    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
+    "suffix": lambda: made("suffix", 4, suffix_decoding_min_token_prob=0.0),
     "draft-model": lambda: DraftModelDrafter(
         CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
     ),

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from contained import VOCAB_SIZE, small, target
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
@@ -26,7 +26,7 @@ LENGTHS = (70, 5, 100, 3, 41, 6)
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": EmptyDrafter,
-    "ngram": lambda: NGramDrafter(3, prompt_lookup_min=1),
+    "ngram": lambda: made("ngram", 3, prompt_lookup_min=1),
     "draft_model": lambda: DraftModelDrafter(small(), target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3),
 }
 

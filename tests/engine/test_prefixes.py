@@ -12,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafting import made
 from foretoken.beginnings import shared_length
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter, Requirements
 from foretoken.engine.engine import Engine
@@ -45,8 +44,8 @@ def draft_model() -> CausalLM:
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": EmptyDrafter,
-    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
-    "nasd": lambda: NasdDrafter(4),
+    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
+    "nasd": lambda: made("nasd", 4),
     "chain": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE),
     "tree": lambda: DraftModelDrafter(draft_model(), target_vocab_size=VOCAB_SIZE, num_branches=2),
 }

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import toy_heads
+from drafting import made
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
@@ -54,9 +53,9 @@ def random_drafter(rng: random.Random, dtype: torch.dtype) -> Drafter:
         heads = copy.deepcopy(heads).to(dtype)
         return MultiHeadDrafter(heads, 2, **growth)
     if kind == "ngram":
-        return NGramDrafter(depth, prompt_lookup_min=1, num_candidates=rng.randint(1, 3))
+        return made("ngram", depth, prompt_lookup_min=1, num_prompt_lookup_candidates=rng.randint(1, 3))
     if kind == "nasd":
-        return NasdDrafter(depth, num_branches=rng.randint(1, 3))
+        return made("nasd", depth, num_draft_branches=rng.randint(1, 3))
     if kind == "none":
         return EmptyDrafter()
     return DraftModelDrafter(

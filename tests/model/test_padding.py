@@ -9,8 +9,8 @@ from functools import cache
 import pytest
 import torch
 
+from drafting import made
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
@@ -50,8 +50,8 @@ def small(num_branches: int) -> Drafter:
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "ngram": lambda: NGramDrafter(4, prompt_lookup_min=1),
-    "ngram-tree": lambda: NGramDrafter(4, prompt_lookup_min=1, num_candidates=3),
+    "ngram": lambda: made("ngram", 4, prompt_lookup_min=1),
+    "ngram-tree": lambda: made("ngram", 4, prompt_lookup_min=1, num_prompt_lookup_candidates=3),
     "draft-model": lambda: small(1),
     "draft-model-tree": lambda: small(3),
 }

@@ -21,16 +21,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken import zoo
+from foretoken.drafters.lookup.rest import RestOptions
 from foretoken.errors import ConfigError, CorpusError, DatastoreError, TokenizerMismatchError
 from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
+from foretoken.retrieval import datastore as datastore_of
 from foretoken.retrieval import resuming
 from foretoken.retrieval.build import Limits, append, build
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
-from foretoken.retrieval.datastore import Datastore, Lookup, known_end
+from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
 from foretoken.retrieval.documents import from_tokens
-from foretoken.retrieval.growth import Shape
+from foretoken.retrieval.growth import ESCAPE, Shape
 from foretoken.retrieval.manifest import Manifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of
 
@@ -80,7 +82,7 @@ def brute_force(documents: Documents, context: list[int], how: Lookup, num_nodes
     if len(hits) < how.few_hits and length > how.match_min:
         more = list(occurrences(documents, context[-(length - 1) :]))
         if len(more) > len(hits):
-            groups = [(hits, length, 1 - how.shorter_weight), (more, length - 1, how.shorter_weight)]
+            groups = [(hits, length, 1 - SHORTER_WEIGHT), (more, length - 1, SHORTER_WEIGHT)]
     weight: dict[tuple[int, ...], float] = defaultdict(float)
     recency: dict[tuple[int, ...], int] = defaultdict(int)
     for found, size, share in groups:
@@ -89,7 +91,7 @@ def brute_force(documents: Documents, context: list[int], how: Lookup, num_nodes
                 weight[tuple(text[:depth])] += share
                 recency[tuple(text[:depth])] = max(recency[tuple(text[:depth])], place + size)
     best = sorted(weight, key=lambda path: (-weight[path], -recency[path], len(path)))[: num_nodes - 1]
-    total = sum(len(found) * share for found, _, share in groups) + how.escape
+    total = sum(len(found) * share for found, _, share in groups) + ESCAPE
     return length, len(hits), {path: weight[path] / total for path in best}
 
 
@@ -142,10 +144,11 @@ def test_limits_of_shape_hold(tmp_path: Path) -> None:
     assert paths(Shape(9, 2, min_score=0.3)) == [(2,), (2, 4)]
 
 
-def test_many_hits_keep_their_proportions(tmp_path: Path) -> None:
+def test_many_hits_keep_their_proportions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 hits at 3 : 1, of which 100 are read: the counts that come back are still 3 : 1."""
     from_tokens([[1, 2]] * 225 + [[1, 3]] * 75, tmp_path, vocab_size=9)
-    match = Datastore.open(tmp_path).query([1], Lookup(match_min=1, max_hits=100, escape=0.0))
+    monkeypatch.setattr(datastore_of, "ESCAPE", 0.0)
+    match = Datastore.open(tmp_path).query([1], Lookup(match_min=1, max_hits=100))
     assert match is not None
     tree = match.trie.tree(1, Shape(9, 2))
     assert match.num_hits == 300
@@ -445,10 +448,13 @@ def test_too_little_memory_is_refused(corpus: Path, tmp_path: Path) -> None:
         build([corpus], tokenizer(), tmp_path / "out", limits=Limits(memory_bytes=10**8))
 
 
-@pytest.mark.parametrize("wrong", [{"match_min": 3, "match_max": 2}, {"depth": 65}, {"max_hits": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"retrieval_match_min": 3, "retrieval_match_max": 2}, {"num_speculative_tokens": 65}, {"retrieval_max_hits": 0}],
+)
 def test_a_lookup_out_of_range_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        Lookup(**wrong)
+        RestOptions(**wrong)
 
 
 def test_the_datastore_of_the_zoo_is_whole_and_names_its_sources() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafting import made
 from foretoken import LLM
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
@@ -173,7 +174,9 @@ def test_a_drafted_token_that_turns_the_model_nan_costs_no_token(params: Samplin
     Failed before: every row that was ever drafted a poisonous token ended with an error.
     """
     never = replace(params, bad_words_ids=((POISON,),))
-    engine = Engine(poisoned(), DraftsPoison(3, prompt_lookup_min=1), EngineConfig(acceptance=acceptance))
+    engine = Engine(
+        poisoned(), made("ngram", 3, cls=DraftsPoison, prompt_lookup_min=1), EngineConfig(acceptance=acceptance)
+    )
     rows = [engine.add_request(prompt, never)[0] for prompt in PROMPTS]
     assert not [output.error for outputs in engine.run() for output in outputs if output.error]
     assert {row.finish_reason for row in rows} == {"length"}

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import foretoken.tune.tuning as tuning_of
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.bench.candidates import read_candidates
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Prices
@@ -70,7 +70,7 @@ def texts(target: CausalLM) -> list[Text]:
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: NGramDrafter(6), SuffixDrafter])
+@pytest.mark.parametrize("make", [lambda: made("ngram", 6), SuffixDrafter])
 def test_a_walk_takes_the_steps_of_the_engine(target: CausalLM, texts: list[Text], make: Any) -> None:
     """Texts do not depend on drafts, so that what the engine accepts is what the walk does, step by step."""
     for text in texts:
@@ -95,8 +95,8 @@ def test_counts_along_texts_are_those_of_decoding(target: CausalLM, texts: list[
     known = prices(CHEAP)
     settings = settings_of("ngram", {"method": "ngram", "num_speculative_tokens": 4}, is_walked=True)
     assert [one.name for one in settings] == ["ngram, governed", *(f"ngram, K = {k}" for k in (1, 2, 3, 4))]
-    found = {one.setting.name: one for one in walked(target, lambda: NGramDrafter(4), settings, texts, known)}
-    again = decoded(target, lambda: NGramDrafter(4), settings[-1], texts, known)
+    found = {one.setting.name: one for one in walked(target, lambda: made("ngram", 4), settings, texts, known)}
+    again = decoded(target, lambda: made("ngram", 4), settings[-1], texts, known)
     for mine, its in zip(found["ngram, K = 4"].counts, again.counts, strict=True):
         assert mine.num_tokens == its.num_tokens == 24
         assert mine.num_steps == its.num_steps

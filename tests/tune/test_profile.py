@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
@@ -88,7 +89,7 @@ def test_a_profile_holds_what_was_measured_and_survives_its_file(found: Profile,
 
 
 def test_a_governor_begins_with_it(found: Profile, target: CausalLM) -> None:
-    governor = new_governor(target, NGramDrafter(6), found)
+    governor = new_governor(target, made("ngram", 6), found)
     assert isinstance(governor, Governor)
     assert governor.acceptance.at_depth(1) == pytest.approx(found.acceptance[0])
     assert governor.costs.draft(1, 6) == pytest.approx(found.drafting[6], rel=0.5)
@@ -102,7 +103,7 @@ def test_costs_of_another_machine_are_left_out(
         "ngram", {**found.facts, "device": "abacus"}, found.curves, found.drafting, found.acceptance, found.settings
     )
     with caplog.at_level(logging.WARNING, "foretoken"):
-        governor = new_governor(target, NGramDrafter(6), elsewhere)
+        governor = new_governor(target, made("ngram", 6), elsewhere)
     assert "device abacus, here" in caplog.text
     assert isinstance(governor, Governor)
     assert governor.costs.draft(1, 6) is None

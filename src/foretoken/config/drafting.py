@@ -78,10 +78,12 @@ class DraftOptions(Options):
     Attributes:
       drafts_trees: whether its drafts are trees whatever its keys say.
       has_lengths: whether its drafts have a length that a policy can choose.
+      least_length: below which there is nothing to draft with.
     """
 
     drafts_trees: ClassVar[bool] = False
     has_lengths: ClassVar[bool] = False
+    least_length: ClassVar[int] = 0
 
     num_speculative_tokens: int = draft_length(0)
     rejection_sample_method: str = acceptance(
@@ -111,6 +113,11 @@ class DraftOptions(Options):
 
     def check(self) -> None:
         super().check()
+        if self.num_speculative_tokens < self.least_length:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; want {self.least_length} or more for method "
+                f"{self.method!r}"
+            )
         if not self.has_lengths and self.length_policy not in (GOVERNED, FIXED):
             raise ConfigError(
                 f"length_policy {self.length_policy!r} has no meaning for method {self.method!r}, whose drafts have no "

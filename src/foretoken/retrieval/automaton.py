@@ -6,10 +6,14 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import NamedTuple
 
-from foretoken.retrieval.growth import Candidate
+from foretoken.retrieval.growth import ESCAPE, Candidate
 
 _MAX_SUCCESSORS = 32
 """Looked at after one context: the oldest, mostly the most frequent, and the newest; a long text has thousands."""
+
+
+_MAX_ORDERS = 4
+"""Most contexts, the longest first, that have a say in what follows."""
 
 
 class Place(NamedTuple):
@@ -27,26 +31,21 @@ class SuffixAutomaton:
     carry how often and how recently their strings occurred, exact for strings of up to ``max_length`` tokens; the match
     is read off the suffix link of the last state, so there is no cursor that an insertion could leave behind.
 
+    After a context of length l, seen n times, shorter contexts have a say of `ESCAPE` / (n * l + `ESCAPE`).
+
     Args:
       max_length: longest string (context and next token together) whose occurrences are counted; 2 or more.
-      escape: how much an observation weighs against what shorter contexts say: after a context of length l, seen n
-        times, the shorter contexts have a say of escape / (n * l + escape).
       min_match: shortest context, in tokens.
-      max_orders: most contexts, the longest first, that have a say.
       floor: candidates with a smaller score are left out.
 
     Cost: amortised O(1) operations per token for the automaton and at most ``max_length`` for the counts (a run of one
     token; usually a handful), whatever the length of the text. At most two states per token.
     """
 
-    def __init__(
-        self, max_length: int = 24, *, escape: float = 1.0, min_match: int = 1, max_orders: int = 4, floor: float = 0.0
-    ) -> None:
+    def __init__(self, max_length: int = 24, *, min_match: int = 1, floor: float = 0.0) -> None:
         self.max_length = max_length
-        self._escape = escape
         self._min_match = min_match
         self._floor = floor
-        self._max_orders = max_orders
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
@@ -137,7 +136,7 @@ class SuffixAutomaton:
         shares: dict[int, list[float]] = {}  # token -> share, recency, length of the longest context it followed
         state, length, score = place
         rest = score
-        for _ in range(self._max_orders):
+        for _ in range(_MAX_ORDERS):
             rest = self._add_shares(shares, state, length, rest, floor)
             state = self._link[state]
             length = self._length[state] if state > 0 else 0
@@ -163,7 +162,7 @@ class SuffixAutomaton:
             some = dict([*oldest, *newest]).items()
         else:
             total = sum(count[after] for after in following.values())
-        weight = rest * length / (total * length + self._escape)
+        weight = rest * length / (total * length + ESCAPE)
         rest -= weight * total
         least = (floor - rest) / weight
         for token, after in some:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from foretoken.errors import ConfigError
+from foretoken.retrieval.growth import ESCAPE
 from foretoken.retrieval.manifest import Manifest
 from foretoken.retrieval.shard import PADDING, Interval, Shard, encode
 from foretoken.retrieval.trie import ContinuationTrie
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = PADDING
 """Longest continuation that can be read."""
+
+SHORTER_WEIGHT = 0.25
+"""Of an occurrence of the next shorter context, beside those of the longest."""
 
 _SHARD_STRIDE = 1 << 32  # positions of a later shard are more recent than all of an earlier one
 
@@ -33,10 +36,6 @@ class Lookup:
       max_hits: occurrences read; of more, that many are taken at equal distances in sorted order, so that their counts
         keep their proportions.
       few_hits: with fewer occurrences than this, those of the next shorter context are added.
-      shorter_weight: what an added occurrence counts.
-      escape: weight of the unknown in scores.
-
-    Raises: ConfigError when a number is out of range.
     """
 
     match_min: int = 1
@@ -44,21 +43,6 @@ class Lookup:
     depth: int = 10
     max_hits: int = 512
     few_hits: int = 8
-    shorter_weight: float = 0.25
-    escape: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.match_min <= self.match_max:
-            raise ConfigError(
-                f"the shortest match is {self.match_min} tokens and the longest {self.match_max}; want 1 <= min <= max"
-            )
-        for name, value, low, high in (
-            ("depth", self.depth, 1, PADDING),
-            ("max_hits", self.max_hits, 1, 1 << 20),
-            ("few_hits", self.few_hits, 0, 1 << 20),
-        ):
-            if not low <= value <= high:
-                raise ConfigError(f"{name} is {value}; want {low} to {high}")
 
 
 class Match(NamedTuple):
@@ -131,9 +115,9 @@ class Datastore:
         num_hits = groups[0].num_hits
         if num_hits < how.few_hits and length > how.match_min:
             context_bytes = data[len(data) - (length - 1) * self.manifest.width :]
-            shorter = _Group([shard.find(context_bytes) for shard in self._shards], length - 1, how.shorter_weight)
+            shorter = _Group([shard.find(context_bytes) for shard in self._shards], length - 1, SHORTER_WEIGHT)
             if shorter.num_hits > num_hits:
-                groups = [groups[0]._replace(weight=1.0 - how.shorter_weight), shorter]
+                groups = [groups[0]._replace(weight=1.0 - SHORTER_WEIGHT), shorter]
         return Match(length, num_hits, self._trie(groups, how))
 
     def _trie(self, groups: list[_Group], how: Lookup) -> ContinuationTrie:
@@ -152,14 +136,14 @@ class Datastore:
                     weights.append(np.full(len(after), weight * interval.num_hits / len(after)))
         width = self.manifest.width
         if len(rows) == 1:
-            return ContinuationTrie(rows[0], places[0], width=width, escape=how.escape)
+            return ContinuationTrie(rows[0], places[0], width=width, escape=ESCAPE)
         return ContinuationTrie(
             np.concatenate(rows),
             np.concatenate(places),
             np.concatenate(weights),
             width=width,
             is_sorted=False,
-            escape=how.escape,
+            escape=ESCAPE,
         )
 
     def _nested(self, longer: _Group, shorter: _Group, how: Lookup) -> ContinuationTrie:
@@ -169,7 +153,7 @@ class Datastore:
         among = shard.positions(longer.hits[0], how.max_hits) + longer.length
         weights = shorter.weight + longer.weight * (after == among[:, None]).any(axis=0)
         rows = shard.continuations(after, how.depth)
-        return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=how.escape)
+        return ContinuationTrie(rows, after, weights, width=self.manifest.width, escape=ESCAPE)
 
     def close(self) -> None:
         """Give the files back; the datastore cannot be used any more."""

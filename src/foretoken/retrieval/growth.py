@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 from foretoken.tree import DraftTree
 
+ESCAPE = 1.0
+"""How much the unknown weighs: a context that was seen n times counts it as one more observation."""
+
 
 class Candidate(NamedTuple):
     """A token that a source has seen next.

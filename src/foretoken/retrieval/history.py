@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
 import numpy as np
 
-from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.errors import DatastoreError, TokenizerMismatchError
+from foretoken.folders import replacing
 from foretoken.retrieval.growth import Candidate
 from foretoken.retrieval.suffix_tree import WIDTH, Spot, SuffixTree
 
 _FORMAT = "foretoken-history-1"
+
+MAX_TOKENS = 1 << 19
+"""Of all outputs that are remembered."""
 
 
 class OutputHistory:
@@ -27,33 +30,17 @@ class OutputHistory:
 
     Args:
       max_depth: tokens of the longest string that is kept; every window of that many tokens of an output is one.
-      max_outputs, max_tokens: limits; beyond them the least recently used outputs are forgotten.
+      max_outputs: beyond which, as beyond `MAX_TOKENS`, the least recently used outputs are forgotten.
       fingerprint: of the tokenizer, so that a saved history is not read by another.
-      escape: how much an observation weighs against the unknown.
 
     Thread safety: every method may be called from any thread.
     Cost: at most ``max_depth`` node visits per token that comes or goes; about 0.4 kB of memory per token.
     """
 
-    def __init__(
-        self,
-        max_depth: int = 24,
-        *,
-        max_outputs: int = 10_000,
-        max_tokens: int = 1 << 19,
-        fingerprint: str = "",
-        escape: float = 1.0,
-    ) -> None:
-        for name, value, least in (
-            ("max_depth", max_depth, 2),
-            ("max_outputs", max_outputs, 0),
-            ("max_tokens", max_tokens, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} of the history is {value}; want {least} or more")
-        self.max_depth, self.max_outputs, self.max_tokens = max_depth, max_outputs, max_tokens
+    def __init__(self, max_depth: int = 24, *, max_outputs: int = 10_000, fingerprint: str = "") -> None:
+        self.max_depth, self.max_outputs = max_depth, max_outputs
         self.fingerprint = fingerprint
-        self.tree = SuffixTree(escape)
+        self.tree = SuffixTree()
         self._outputs: OrderedDict[int, bytes] = OrderedDict()
         self._num_bytes = 0
         self._next_key = 0
@@ -75,8 +62,8 @@ class OutputHistory:
     # -- taking in and forgetting ----------------------------------------------------------------------------------
 
     def add(self, tokens: Seq[int]) -> None:
-        """Remember an output; of one longer than ``max_tokens``, only the end."""
-        data = _packed(tokens[max(0, len(tokens) - self.max_tokens) :])
+        """Remember an output; of one longer than `MAX_TOKENS`, only the end."""
+        data = _packed(tokens[max(0, len(tokens) - MAX_TOKENS) :])
         if not data or not self.max_outputs:
             return
         with self._lock:
@@ -86,7 +73,7 @@ class OutputHistory:
             self._num_bytes += len(data)
             for window in self._windows(data):
                 self.tree.insert(window, key)
-            while len(self._outputs) > self.max_outputs or self.num_tokens > self.max_tokens:
+            while len(self._outputs) > self.max_outputs or self.num_tokens > MAX_TOKENS:
                 self._forget_one()
 
     def touch(self, spot: Spot) -> None:
@@ -131,7 +118,7 @@ class OutputHistory:
         ends = np.cumsum([len(data) // WIDTH for data in outputs], dtype=np.int64)
         beside = path.with_name(path.name + ".partial")
         try:
-            with beside.open("wb") as file:
+            with replacing(path, beside), beside.open("wb") as file:
                 np.savez(
                     file,
                     format=np.array(_FORMAT),
@@ -141,10 +128,7 @@ class OutputHistory:
                 )
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             raise DatastoreError(
                 f"the history cannot be saved to {path}: {error.strerror or error}; choose a directory that you may "
                 "write to"

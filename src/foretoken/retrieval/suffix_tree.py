@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from foretoken.retrieval.growth import Candidate
+from foretoken.retrieval.growth import ESCAPE, Candidate
 
 WIDTH = 4
 """Bytes per token in labels: big-endian, so that slices are cheap and equality is memcmp."""
@@ -44,16 +44,11 @@ class Spot(NamedTuple):
 
 
 class SuffixTree:
-    """Counts strings, each with all its beginnings. Not for several threads at once.
+    """Counts strings, each with all its beginnings. Not for several threads at once."""
 
-    Args:
-      escape: how much an observation weighs against the unknown.
-    """
-
-    def __init__(self, escape: float = 1.0) -> None:
+    def __init__(self) -> None:
         self.root = Node(b"", 0, 0, -1)
         self.version = 0
-        self._escape = escape
 
     def insert(self, window: bytes, key: int) -> None:
         """Count a string and all its beginnings; ``key`` is the number of its output, none below those before."""
@@ -98,14 +93,14 @@ class SuffixTree:
         length = len(string) // WIDTH
         if offset < len(node.label):
             token = node.label[offset : offset + WIDTH]
-            share = score * node.count * length / (node.count * length + self._escape)
+            share = score * node.count * length / (node.count * length + ESCAPE)
             after = Spot(node, offset + WIDTH, string + token, share, version)
             return [Candidate(share, node.recent, int.from_bytes(token, "big"), after)]
         if not node.children:
             again = self.longest(string[-(len(string) // 2 // WIDTH * WIDTH) :], 1, score) if length > 1 else None
             return [] if again is None else self._candidates(again)
         total = sum(child.count for child in node.children.values())
-        weight = score * length / (total * length + self._escape)
+        weight = score * length / (total * length + ESCAPE)
         return [
             Candidate(
                 weight * child.count,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from foretoken.config.sampling import SamplingParams
-from foretoken.drafters.iterate.jacobi import Guesses, check_initial_guess
+from foretoken.drafters.iterate.jacobi import INITIAL_GUESS, Guesses
 from foretoken.engine.drafter import Budget, Drafter, Requirements, StepResult
 from foretoken.engine.outputs import RowOutput
 from foretoken.engine.sequence import Sequence
@@ -61,7 +61,7 @@ def trajectory(
     tokens. Where forwards verify fewer tokens than a block has, the first of it are iterated; the block says which.
     Randomness: that of the parameters' seed; positions are iterated with the noise that decides them in the end.
     """
-    check_initial_guess(initial_guess)
+    INITIAL_GUESS("initial_guess", initial_guess)
     if block < 1:
         raise ConfigError(f"block is {block}; want 1 token or more")
     params = SamplingParams(temperature=0.0, max_tokens=64) if sampling_params is None else sampling_params

@@ -11,18 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafting import made
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter, merged
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.parts.layer_set import LayerSet
@@ -232,16 +227,16 @@ def compositions() -> dict[str, Any]:
         return layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
 
     return {
-        "ngram+draft-model": lambda k: UnionDrafter([NGramDrafter(k, prompt_lookup_min=1), draft_model(k)], 6),
+        "ngram+draft-model": lambda k: UnionDrafter([made("ngram", k, prompt_lookup_min=1), draft_model(k)], 6),
         "jacobi+nasd+lookahead": lambda k: UnionDrafter(
-            [JacobiDrafter(k), NasdDrafter(k, num_branches=2), LookaheadDrafter(2, window_size=2)], 12
+            [made("jacobi", k), made("nasd", k, num_draft_branches=2), made("lookahead", 2, window_size=2)], 12
         ),
         "suffix+token-recycling": lambda k: UnionDrafter(
-            [SuffixDrafter(k), TokenRecyclingDrafter(VOCAB_SIZE, k, num_candidates=3, max_nodes=8)], 10
+            [made("suffix", k), made("token_recycling", k, VOCAB_SIZE, num_candidates=3, max_draft_nodes=8)], 10
         ),
-        "ngram>layer-skip": lambda k: FirstDrafter([NGramDrafter(k, prompt_lookup_min=1), layer_skip(k)]),
+        "ngram>layer-skip": lambda k: FirstDrafter([made("ngram", k, prompt_lookup_min=1), layer_skip(k)]),
         "nasd>jacobi+draft-model": lambda k: FirstDrafter(
-            [NasdDrafter(k), UnionDrafter([JacobiDrafter(k), draft_model(k)])]
+            [made("nasd", k), UnionDrafter([made("jacobi", k), draft_model(k)])]
         ),
     }
 
@@ -263,8 +258,8 @@ def test_a_union_accepts_at_least_what_its_better_part_does() -> None:
     def draft_model() -> Drafter:
         return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=3)
 
-    union = steps(UnionDrafter([draft_model(), NasdDrafter(3)], 16))
-    assert union <= min(steps(draft_model()), steps(NasdDrafter(3)))
+    union = steps(UnionDrafter([draft_model(), made("nasd", 3)], 16))
+    assert union <= min(steps(draft_model()), steps(made("nasd", 3)))
 
 
 # -- by name -------------------------------------------------------------------------------------------------------

@@ -13,16 +13,11 @@ import pytest
 from test_identity import MODES, PROMPTS
 
 from architectures import ARCHITECTURES, VOCAB_SIZE
+from drafting import made
 from foretoken.drafters.compose.first import FirstDrafter
 from foretoken.drafters.compose.union import UnionDrafter
-from foretoken.drafters.iterate.jacobi import JacobiDrafter
-from foretoken.drafters.iterate.lookahead import LookaheadDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.nasd import NasdDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
-from foretoken.drafters.lookup.suffix import SuffixDrafter
-from foretoken.drafters.lookup.token_recycling import TokenRecyclingDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
@@ -50,17 +45,19 @@ def quantized_self() -> Drafter:
 
 
 def recycling() -> Drafter:
-    return TokenRecyclingDrafter(VOCAB_SIZE, 4, num_candidates=4, max_nodes=12, initial_state="vocabulary")
+    return made("token_recycling", 4, VOCAB_SIZE, num_candidates=4, max_draft_nodes=12, initial_state="vocabulary")
 
 
 COMPOSITIONS: dict[str, Callable[[str], Drafter]] = {
-    "suffix+draft-model": lambda name: UnionDrafter([SuffixDrafter(4, min_token_prob=0.0), draft_model(name)], 8),
-    "ngram>token-recycling": lambda _: FirstDrafter([NGramDrafter(4, prompt_lookup_min=1), recycling()]),
-    "layer-skip+nasd": lambda _: UnionDrafter([layer_skip(), NasdDrafter(3, num_branches=2)], 8),
-    "jacobi+lookahead": lambda _: UnionDrafter([JacobiDrafter(4), LookaheadDrafter(3, window_size=3)], 14),
-    "nasd>quantized-self": lambda _: FirstDrafter([NasdDrafter(3), quantized_self()]),
+    "suffix+draft-model": lambda name: UnionDrafter(
+        [made("suffix", 4, suffix_decoding_min_token_prob=0.0), draft_model(name)], 8
+    ),
+    "ngram>token-recycling": lambda _: FirstDrafter([made("ngram", 4, prompt_lookup_min=1), recycling()]),
+    "layer-skip+nasd": lambda _: UnionDrafter([layer_skip(), made("nasd", 3, num_draft_branches=2)], 8),
+    "jacobi+lookahead": lambda _: UnionDrafter([made("jacobi", 4), made("lookahead", 3, window_size=3)], 14),
+    "nasd>quantized-self": lambda _: FirstDrafter([made("nasd", 3), quantized_self()]),
     "suffix>draft-model-tree+layer-skip": lambda name: FirstDrafter(
-        [SuffixDrafter(4, min_token_prob=0.0), UnionDrafter([draft_model(name, 2), layer_skip()], 10)]
+        [made("suffix", 4, suffix_decoding_min_token_prob=0.0), UnionDrafter([draft_model(name, 2), layer_skip()], 10)]
     ),
 }
 

@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import foretoken
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app
-from foretoken.drafters.iterate.jacobi import Guesses, JacobiDrafter
+from foretoken.drafters.iterate.jacobi import Guesses
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.budget import CAUSES, Budget
 from foretoken.errors import ConfigError, PromptError
@@ -87,21 +88,21 @@ def test_random_initial_guesses_change_no_token() -> None:
 
     assert text("random") == text("repeat")
     with pytest.raises(ConfigError, match="needs the vocab_size"):
-        JacobiDrafter(initial_guess="random")
+        made("jacobi", initial_guess="random")
 
 
 @pytest.mark.parametrize("mode", PARAMS)
 def test_a_block_takes_at_most_as_many_steps_as_it_has_tokens(mode: str) -> None:
     """Every step settles a token; and a target that is easy to predict converges far sooner than that."""
     request = (PROMPTS[0], PARAMS[mode])
-    trace = decode(CausalLM(MODEL), JacobiDrafter(8), [request])
+    trace = decode(CausalLM(MODEL), made("jacobi", 8), [request])
     assert trace.outputs == decode(CausalLM(MODEL), EmptyDrafter(), [request]).outputs
     assert trace.num_steps <= 1 + 21
     model = perturbed(MODEL, 0.0)
     with torch.no_grad():
         model.lm_head.weight.zero_()
         model.lm_head.weight[7] = 1e-3  # nearly always token 7 or 0, whatever stands before
-    easy = decode(CausalLM(model), JacobiDrafter(8), [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=18))])
+    easy = decode(CausalLM(model), made("jacobi", 8), [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=18))])
     assert easy.num_steps < 10
 
 
@@ -284,9 +285,9 @@ def test_bad_input_of_a_trajectory_is_refused(
 
 def test_unknown_guesses_of_the_method_are_refused() -> None:
     with pytest.raises(ConfigError, match="initial_guess is 'oracle'"):
-        JacobiDrafter(initial_guess="oracle")
+        made("jacobi", initial_guess="oracle")
     with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
-        JacobiDrafter(-1)
+        made("jacobi", -1)
 
 
 def test_the_command_line_shows_and_writes_a_trajectory(tmp_path: Path) -> None:

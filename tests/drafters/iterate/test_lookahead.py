@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from drafting import made
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -229,7 +230,7 @@ def test_window_pool_and_steps_equal_a_naive_reference(
     size: int, ngram_size: int, limit: int, learns_text: bool
 ) -> None:
     model = toy_model(VOCAB_SIZE)
-    drafter = LookaheadDrafter(ngram_size - 1, window_size=size, guess_set_size=limit, pool_from_prompt=learns_text)
+    drafter = made("lookahead", ngram_size - 1, window_size=size, guess_set_size=limit, pool_from_prompt=learns_text)
     engine = Engine(CausalLM(model, execution="eager"), drafter)
     row = engine.add_request(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=100))[0]
     naive = NaiveLookahead(model, row, size, ngram_size, limit, learns_text)
@@ -251,7 +252,7 @@ def test_several_ends_and_strict_mode_change_no_token(params: SamplingParams) ->
     requests = [(prompt, params) for prompt in PROMPTS]
     plain = decode(target(), EmptyDrafter(), requests)
     ends = {plain.outputs["0.0"][5], plain.outputs["2.0"][3], plain.outputs["4.0"][0]}
-    drafter = LookaheadDrafter(3, window_size=4)
+    drafter = made("lookahead", 3, window_size=4)
     for config in (EngineConfig(), EngineConfig(exactness="strict", max_num_seqs=6)):
         want = decode(target(), EmptyDrafter(), requests, eos_token_ids=tuple(ends), config=config)
         got = decode(target(), drafter, requests, eos_token_ids=tuple(ends), config=config)
@@ -259,7 +260,7 @@ def test_several_ends_and_strict_mode_change_no_token(params: SamplingParams) ->
 
 
 def test_the_standard_rule_takes_the_tree() -> None:
-    trace = decode(target(), LookaheadDrafter(3), [(PROMPTS[0], SAMPLED)], config=EngineConfig(acceptance="standard"))
+    trace = decode(target(), made("lookahead", 3), [(PROMPTS[0], SAMPLED)], config=EngineConfig(acceptance="standard"))
     assert len(trace.outputs["0.0"]) == SAMPLED.max_tokens
 
 
@@ -273,7 +274,11 @@ def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
             return tree
 
     limit = most_cells(3, 5) + 4
-    decode(target(), Counting(5, window_size=3, guess_set_size=9, max_nodes=limit), [(PROMPTS[0], GREEDY)])
+    decode(
+        target(),
+        made("lookahead", 5, cls=Counting, window_size=3, guess_set_size=9, max_draft_nodes=limit),
+        [(PROMPTS[0], GREEDY)],
+    )
     assert most_cells(3, 5) - 5 < max(sizes) <= limit
 
 
@@ -281,14 +286,14 @@ def test_the_node_limit_holds_while_the_window_fills_and_afterwards() -> None:
     ("options", "message"),
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; want 1 or more"),
-        ({"window_size": 0}, "window_size is 0; want 1 or more"),
-        ({"guess_set_size": -1}, "guess_set_size is -1; want 0 or more"),
-        ({"max_nodes": 27}, "max_draft_nodes=27 holds no window.*raise the first to 28"),
+        ({"window_size": 0}, "window_size is 0; it must be between 1 and 1024"),
+        ({"guess_set_size": -1}, "guess_set_size is -1; it must be between 0 and 1024"),
+        ({"max_draft_nodes": 27}, "max_draft_nodes=27 holds no window.*raise the first to 28"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LookaheadDrafter(**options)
+        made("lookahead", **options)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +356,7 @@ def test_a_window_is_worth_what_texts_do_not_hold() -> None:
 
 
 def test_guesses_go_on_while_the_window_rests() -> None:
-    drafter = LookaheadDrafter(3, window_size=4)
+    drafter = made("lookahead", 3, window_size=4)
     (row,) = Engine(target(), drafter).add_request([5, 6, 7, 8, 9, 5], GREEDY)
     drafter.start([row])
     whole = drafter.propose_row(row, Budget(3))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafting import made
 from foretoken.drafters.lengths import Heuristic
 from foretoken.drafters.lookup.nasd import NasdDrafter
 from foretoken.engine.drafter import Features, Requirements, StepResult
@@ -54,7 +55,7 @@ def started(drafter: NasdDrafter, tokens: list[int], features: Features = NOTHIN
 
 
 def proposal(tokens: list[int], features: Features = NOTHING, budget: int = 9, **options: Any) -> DraftTree:
-    drafter = NasdDrafter(**options)
+    drafter = made("nasd", **options)
     return drafter.propose([started(drafter, tokens, features)], [budget])[0]
 
 
@@ -118,7 +119,7 @@ def test_a_text_that_grew_equals_a_text_that_was_given(
     tokens: list[int], runners_up: list[list[int]], blocks: list[list[int]], branches: int
 ) -> None:
     """Every place counts once, whether it came with the prompt or in a step, and so do its runners-up."""
-    drafter = NasdDrafter(num_branches=branches)
+    drafter = made("nasd", num_draft_branches=branches)
     places = len(tokens) - 1
     row = started(drafter, tokens, ranked(*runners_up[:places]) if places else NOTHING)
     for emitted in blocks:
@@ -128,7 +129,7 @@ def test_a_text_that_grew_equals_a_text_that_was_given(
     grown = drafter.propose([row], [5])[0]
     places = len(row.token_ids) - 1
     features = ranked(*runners_up[:places]) if places else NOTHING
-    given_at_once = proposal(row.token_ids, features, num_branches=branches)
+    given_at_once = proposal(row.token_ids, features, num_draft_branches=branches)
     assert (grown.tokens, grown.parents, grown.scores) == (
         given_at_once.tokens,
         given_at_once.parents,
@@ -138,7 +139,7 @@ def test_a_text_that_grew_equals_a_text_that_was_given(
 
 @given(texts, st.integers(1, 4), st.integers(1, 5))
 def test_a_tree_keeps_to_its_limits_and_contains_the_chain(tokens: list[int], branches: int, budget: int) -> None:
-    tree = proposal(tokens, budget=budget, num_branches=branches)
+    tree = proposal(tokens, budget=budget, num_draft_branches=branches)
     assert tree.depth <= budget
     assert tree.num_draft_tokens <= branches * budget
     assert max(map(len, tree.children)) <= branches
@@ -161,14 +162,14 @@ def test_unknown_context_ends_the_draft() -> None:
 def test_runners_up_fill_unknown_places_but_weigh_less() -> None:
     """Place 1 holds 5, the target ranked 6 and 7 there too: after 1 comes 5 first, then 6, then 7."""
     features = ranked([5, 6, 7], [0, 8, 9])
-    tree = proposal([1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_branches=3)
+    tree = proposal([1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_draft_branches=3)
     assert tree.tokens == (1, 5, 6, 7)
     assert tree.scores == pytest.approx((1.0, 1 / 2.5, 0.25 / 2.5, 0.25 / 2.5))
 
 
 def test_four_runner_up_places_are_worth_one_observation() -> None:
     """After 1 the target once said 5 and ranked 6 every time; 6 overtakes at the fifth place."""
-    drafter = NasdDrafter(num_speculative_tokens=1, ngram_size=2)
+    drafter = made("nasd", length=1, ngram_size=2)
     row = started(drafter, [1])
     said = []
     for other in (5, 20, 21, 22):
@@ -181,13 +182,13 @@ def test_four_runner_up_places_are_worth_one_observation() -> None:
 
 def test_the_chosen_token_is_not_counted_as_a_runner_up() -> None:
     features = ranked([5, 6], [1, 8], [5, 6])
-    tree = proposal([1, 5, 1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_branches=2)
+    tree = proposal([1, 5, 1, 5, 1], features, num_speculative_tokens=1, ngram_size=2, num_draft_branches=2)
     assert tree.scores == pytest.approx((1.0, 2 / 3.5, 0.5 / 3.5))
 
 
 def test_features_of_a_cut_step_do_not_spill() -> None:
     """Three nodes were accepted but only two tokens emitted: the third node's ranking has no place."""
-    drafter = NasdDrafter(num_speculative_tokens=1, ngram_size=2)
+    drafter = made("nasd", length=1, ngram_size=2)
     row = started(drafter, [1])
     row.token_ids.extend([2, 3])
     features = ranked([2, 9], [3, 9], [8, 9])
@@ -198,7 +199,7 @@ def test_features_of_a_cut_step_do_not_spill() -> None:
 def test_tree_takes_the_likeliest_paths() -> None:
     """After 1: twice 2, once 3; after 2 always 1. Shares 2/4, 1/4 and 2/3: path 2 1 (1/3) precedes 3 (1/4)."""
     tokens = [1, 3, 1, 2, 1, 2, 1]
-    tree = proposal(tokens, num_speculative_tokens=2, ngram_size=2, num_branches=2)
+    tree = proposal(tokens, num_speculative_tokens=2, ngram_size=2, num_draft_branches=2)
     assert (tree.tokens, tree.parents) == ((1, 2, 1, 3, 1), (-1, 0, 1, 0, 3))
     assert tree.scores == pytest.approx((1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 8))
     assert tree.source == "nasd"
@@ -229,15 +230,15 @@ def test_asks_for_as_many_as_it_learns() -> None:
             self.wanted.append(k)
             return super().top_ids(k, nodes)
 
-    for k in (3, 0):
-        started(NasdDrafter(filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
+    for k in (3, 1):
+        started(made("nasd", filler_top_k=k), [1, 2], Asked([[2, 3, 4, 5]]))
     assert Asked.wanted == [3]
     assert NasdDrafter().requires == Requirements()
 
 
 @pytest.mark.parametrize(
-    "options", [{"ngram_size": 1}, {"filler_top_k": -1}, {"num_branches": 0}, {"num_speculative_tokens": -1}]
+    "options", [{"ngram_size": 1}, {"filler_top_k": -1}, {"num_draft_branches": 0}, {"num_speculative_tokens": -1}]
 )
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        NasdDrafter(**options)
+        made("nasd", **options)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lookup.nasd import NasdDrafter, NGramStorage
 from foretoken.drafters.none import EmptyDrafter
@@ -32,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "single": {"storage": "single", "ngram_size": 2},
     "random": {"unknown": "random", "vocab_size": VOCAB_SIZE},
     "shared": {"shared": True},
-    "even": {"filler_weight": 1.0, "num_branches": 2},
+    "even": {"filler_weight": 1.0, "num_draft_branches": 2},
 }
 
 
@@ -62,7 +63,7 @@ def started(drafter: NasdDrafter, *tokens: int, id: int = 1, seed: int = 3) -> A
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=25), st.integers(2, 4))
 def test_a_single_level_knows_whole_contexts_alone(tokens: list[int], ngram_size: int) -> None:
     """Against counting: the most frequent successor of the last n - 1 tokens, the most recent one among equals."""
-    drafter = NasdDrafter(1, ngram_size=ngram_size, storage="single")
+    drafter = made("nasd", 1, ngram_size=ngram_size, storage="single")
     length = ngram_size - 1
     ends = [end for end in range(length, len(tokens)) if tokens[end - length : end] == tokens[-length:]]
     followers = [tokens[end] for end in ends]
@@ -72,7 +73,7 @@ def test_a_single_level_knows_whole_contexts_alone(tokens: list[int], ngram_size
 
 def test_levels_fall_back_and_a_single_level_does_not() -> None:
     for storage, drafted in (("levels", (2, 8, 5)), ("single", ())):
-        drafter = NasdDrafter(3, ngram_size=3, storage=storage)
+        drafter = made("nasd", 3, ngram_size=3, storage=storage)
         assert proposed(drafter, started(drafter, 1, 2, 8, 1, 2, 8, 5, 1)) == drafted
 
 
@@ -80,7 +81,7 @@ def test_levels_fall_back_and_a_single_level_does_not() -> None:
 
 
 def random_drafter(**options: Any) -> NasdDrafter:
-    return NasdDrafter(6, unknown="random", vocab_size=VOCAB_SIZE, **options)
+    return made("nasd", 6, unknown="random", vocab_size=VOCAB_SIZE, **options)
 
 
 def test_an_unknown_context_gets_a_token_of_seed_and_position() -> None:
@@ -112,18 +113,18 @@ def test_random_tokens_are_spread_over_the_vocabulary() -> None:
 
 def test_words_and_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="storage is 'tree'; choose one of levels, single"):
-        NasdDrafter(storage="tree")
+        made("nasd", storage="tree")
     with pytest.raises(ConfigError, match="unknown is 'guess'; choose one of stop, random"):
-        NasdDrafter(unknown="guess")
+        made("nasd", unknown="guess")
     with pytest.raises(ConfigError, match="need the vocab_size of the target"):
-        NasdDrafter(unknown="random")
+        made("nasd", unknown="random")
 
 
 # --- one storage for all requests ----------------------------------------------------------------------------------
 
 
 def test_what_is_shared_lives_until_it_is_reset() -> None:
-    drafter = NasdDrafter(2, shared=True)
+    drafter = made("nasd", 2, shared=True)
     first = started(drafter, 1, 2, 3)
     drafter.forget([first])
     assert proposed(drafter, started(drafter, 9, 1, id=2)) == (2, 3)
@@ -138,7 +139,7 @@ def num_observations(drafter: NasdDrafter, *context: int) -> float:
 
 
 def test_a_prompt_counts_once_for_all_its_samples() -> None:
-    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    drafter = made("nasd", 2, shared=True, filler_top_k=1)
     row, copy = started(drafter, 1, 2, 3), Row(2, [1, 2, 3])
     drafter.fork(row, [copy])  # type: ignore[list-item]
     assert num_observations(drafter, 1) == 1
@@ -150,7 +151,7 @@ def test_a_prompt_counts_once_for_all_its_samples() -> None:
 
 def test_the_last_tokens_of_a_row_count_too() -> None:
     """A drafter is told nothing of the step that ends a row; what it said is for the next one to know."""
-    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    drafter = made("nasd", 2, shared=True, filler_top_k=1)
     row, other = started(drafter, 1, 2), started(drafter, 7, id=2)
     row.token_ids += [8, 9]
     drafter.forget([row, other])
@@ -159,7 +160,7 @@ def test_the_last_tokens_of_a_row_count_too() -> None:
 
 
 def test_a_prefix_that_is_reused_counts_once() -> None:
-    drafter = NasdDrafter(2, shared=True, filler_top_k=0)
+    drafter = made("nasd", 2, shared=True, filler_top_k=1)
     first = started(drafter, 1, 2, 3, 4)
     memory = drafter.keep(first)
     drafter.forget([first])
@@ -234,15 +235,15 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[
     path = saved(tmp_path)
     damage(path)
     with pytest.raises(CheckpointError, match=message):
-        NasdDrafter(shared=True, ngram_size=3, vocab_size=5, state_file=path)
+        made("nasd", shared=True, ngram_size=3, vocab_size=5, state_file=path)
 
 
 @pytest.mark.parametrize("options", [{"vocab_size": 6}, {"ngram_size": 4}, {"storage": "single"}])
 def test_files_of_another_vocabulary_or_of_other_ngrams_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     path = saved(tmp_path)
-    assert len(NasdDrafter(shared=True, ngram_size=3, vocab_size=5, state_file=path).learned or ()) == 6
+    assert len(made("nasd", shared=True, ngram_size=3, vocab_size=5, state_file=path).learned or ()) == 6
     with pytest.raises(ConfigError, match="use the file as it was made"):
-        NasdDrafter(shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
+        made("nasd", shared=True, state_file=path, **{"ngram_size": 3, "vocab_size": 5, **options})
 
 
 # --- in the engine -------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def target() -> CausalLM:
 def test_every_form_leaves_the_text_of_a_batch_as_it_is(target: CausalLM, form: str) -> None:
     requests = [(prompt, params) for prompt in PROMPTS for params in MODES.values()]
     plain = decode(target, EmptyDrafter(), requests)
-    drafter = NasdDrafter(4, **FORMS[form])
+    drafter = made("nasd", 4, **FORMS[form])
     for _ in range(2):
         assert decode(target, drafter, requests).outputs == plain.outputs
 

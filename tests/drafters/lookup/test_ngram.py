@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafting import made
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import Heuristic
-from foretoken.drafters.lookup.ngram import NGramDrafter, continuation
+from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.suffix_index import MATCHES
+from foretoken.drafters.parts.suffix_index import MATCHES, continuation
 from foretoken.engine.drafter import Requirements, StepResult
 from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
@@ -38,7 +39,7 @@ def started(drafter: NGramDrafter, tokens: list[int], id: int = 1) -> Any:
 
 
 def proposal(tokens: list[int], budget: int = 9, **options: Any) -> DraftTree:
-    drafter = NGramDrafter(**options)
+    drafter = made("ngram", **options)
     return drafter.propose([started(drafter, tokens)], [budget])[0]
 
 
@@ -81,8 +82,8 @@ def test_draft_equals_the_scan(
         num_speculative_tokens=length,
         prompt_lookup_min=shortest,
         prompt_lookup_max=shortest + more,
-        num_candidates=limit,
-        match=match,
+        num_prompt_lookup_candidates=limit,
+        prompt_lookup_match=match,
     )
     want = DraftTree.from_paths(tokens[-1], scanned(tokens, length, shortest, shortest + more, limit, match))
     assert (tree.tokens, tree.parents) == (want.tokens, want.parents)
@@ -90,13 +91,13 @@ def test_draft_equals_the_scan(
 
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
 def test_a_text_that_grew_equals_a_text_that_was_given(tokens: list[int], blocks: list[list[int]]) -> None:
-    drafter = NGramDrafter(num_candidates=3)
+    drafter = made("ngram", num_prompt_lookup_candidates=3)
     row = started(drafter, tokens)
     for emitted in blocks:
         tree = drafter.propose([row], [5])[0]
         observed(drafter, row, tree, (0,), emitted)
     grown = drafter.propose([row], [5])[0]
-    given_at_once = proposal(row.token_ids, budget=5, num_candidates=3)
+    given_at_once = proposal(row.token_ids, budget=5, num_prompt_lookup_candidates=3)
     assert (grown.tokens, grown.parents) == (given_at_once.tokens, given_at_once.parents)
 
 
@@ -113,8 +114,10 @@ def test_longest_suffix_wins_over_the_more_recent() -> None:
 def test_most_recent_occurrence_wins_among_equals_unless_the_earliest_is_asked_for() -> None:
     tokens = [1, 2, 8, 1, 2, 9, 1, 2, 7, 1, 2]
     assert proposal(tokens, num_speculative_tokens=1).tokens == (2, 7)
-    assert proposal(tokens, num_speculative_tokens=1, match="earliest").tokens == (2, 8)
-    assert proposal(tokens, num_speculative_tokens=1, match="earliest", num_candidates=2).tokens == (2, 8, 9)
+    assert proposal(tokens, num_speculative_tokens=1, prompt_lookup_match="earliest").tokens == (2, 8)
+    assert proposal(
+        tokens, num_speculative_tokens=1, prompt_lookup_match="earliest", num_prompt_lookup_candidates=2
+    ).tokens == (2, 8, 9)
     with pytest.raises(ConfigError, match="choose one of latest, earliest"):
         SpeculativeConfig("ngram", prompt_lookup_match="first")
 
@@ -154,10 +157,10 @@ def test_continuation_literal(start: int, length: int, copy: tuple[int, ...]) ->
 def test_candidates_become_one_tree() -> None:
     """1 2 was followed by 3 5, before that by 3 4, before that by 6 7."""
     tokens = [1, 2, 6, 7, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
-    tree = proposal(tokens, num_speculative_tokens=2, num_candidates=3)
+    tree = proposal(tokens, num_speculative_tokens=2, num_prompt_lookup_candidates=3)
     assert (tree.tokens, tree.parents) == ((2, 3, 5, 4, 6, 7), (-1, 0, 1, 1, 0, 4))
     assert tree.source == "ngram"
-    limited = proposal(tokens, num_speculative_tokens=2, num_candidates=3, max_nodes=4)
+    limited = proposal(tokens, num_speculative_tokens=2, num_prompt_lookup_candidates=3, max_draft_nodes=4)
     assert limited.tokens == (2, 3, 5, 4)
 
 
@@ -197,7 +200,7 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
             self.read += len(item) if isinstance(key, slice) else 1
             return item
 
-    drafter = NGramDrafter(num_speculative_tokens=5, num_candidates=4)
+    drafter = made("ngram", length=5, num_prompt_lookup_candidates=4)
     row: Any = Row(1, Counting([7] * 20_000))
     drafter.start([row])
     row.token_ids.read = 0
@@ -213,14 +216,14 @@ def test_a_step_reads_only_the_end_of_the_text() -> None:
     [
         {"prompt_lookup_min": 0},
         {"prompt_lookup_min": 3, "prompt_lookup_max": 2},
-        {"num_candidates": 0},
-        {"max_nodes": 0},
+        {"num_prompt_lookup_candidates": 0},
+        {"max_draft_nodes": 0},
         {"num_speculative_tokens": -1},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        NGramDrafter(**options)
+        made("ngram", **options)
 
 
 def test_needs_nothing_of_the_target() -> None:

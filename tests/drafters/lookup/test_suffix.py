@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.engine.drafter import StepResult
 from foretoken.errors import ConfigError, DatastoreError, TokenizerMismatchError
+from foretoken.retrieval import history as history_of
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Candidate, Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory
@@ -78,7 +80,7 @@ def test_candidates_have_followed_and_share_less_than_one(text: list[int]) -> No
 
 def test_shares_follow_the_counts_of_the_longest_context() -> None:
     """After 1 2: 3 twice, 4 once; after 2 alone, 5 too. n / (total + 1 / length), and the rest by the shorter one."""
-    automaton = SuffixAutomaton(24, escape=1.0)
+    automaton = SuffixAutomaton(24)
     automaton.extend([1, 2, 3, 1, 2, 4, 1, 2, 3, 9, 2, 5, 1, 2])
     place = automaton.match()
     assert place is not None
@@ -192,7 +194,7 @@ def test_the_history_counts_what_it_keeps(texts: list[list[int]], depth: int, ke
         assert (0 if spot is None else len(spot.string) // 4) == max(longest, default=0)
 
 
-def test_the_history_is_bounded_and_forgets_the_least_recently_used() -> None:
+def test_the_history_is_bounded_and_forgets_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
     history = OutputHistory(6, max_outputs=2)
     history.add([1, 2, 3])
     history.add([4, 5, 6])
@@ -202,7 +204,8 @@ def test_the_history_is_bounded_and_forgets_the_least_recently_used() -> None:
     history.add([7, 8, 9])
     assert history.match([4, 5]) is None
     assert history.match([1, 2]) is not None
-    small = OutputHistory(6, max_tokens=10)
+    monkeypatch.setattr(history_of, "MAX_TOKENS", 10)
+    small = OutputHistory(6)
     for start in range(20):
         small.add(range(start, start + 4))
         assert small.num_tokens <= 10
@@ -306,7 +309,7 @@ def test_shared_requests_learn_from_outputs_and_not_from_prompts() -> None:
 def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
     text = [*range(1, 30), 99, 1, 2]
     for factor, depth in ((0.5, 1), (1.0, 2), (3.0, 6)):
-        drafter = SuffixDrafter(max_spec_factor=factor, min_token_prob=0.0)
+        drafter = made("suffix", suffix_decoding_max_spec_factor=factor, suffix_decoding_min_token_prob=0.0)
         one = row(0, text)
         drafter.start([one])
         assert drafter.propose([one], [20])[0].depth == depth
@@ -314,11 +317,17 @@ def test_a_match_of_n_tokens_is_worth_so_many_drafted_ones() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_tree_depth": 1}, {"max_nodes": 1}, {"num_branches": 0}, {"max_spec_factor": 0.0}, {"min_token_prob": 1.5}],
+    [
+        {"suffix_decoding_max_tree_depth": 1},
+        {"max_draft_nodes": 1},
+        {"num_draft_branches": 0},
+        {"suffix_decoding_max_spec_factor": 0.0},
+        {"suffix_decoding_min_token_prob": 1.5},
+    ],
 )
 def test_values_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        SuffixDrafter(**wrong)
+        made("suffix", **wrong)
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

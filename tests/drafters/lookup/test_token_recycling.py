@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from drafting import made
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
@@ -39,7 +40,7 @@ def target() -> CausalLM:
 
 
 def drafter(**options: Any) -> TokenRecyclingDrafter:
-    return TokenRecyclingDrafter(VOCAB_SIZE, 4, max_nodes=16, **options)
+    return made("token_recycling", 4, VOCAB_SIZE, max_draft_nodes=16, **options)
 
 
 def num_steps(one: TokenRecyclingDrafter, prompt: tuple[int, ...] = PROMPTS[0]) -> int:
@@ -264,7 +265,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, damage: Callable[
     path = saved(tmp_path)
     damage(path)
     with pytest.raises(CheckpointError, match=message):
-        TokenRecyclingDrafter(5, num_candidates=3, state_file=path)
+        made("token_recycling", None, 5, num_candidates=3, state_file=path)
 
 
 @pytest.mark.parametrize(("vocab_size", "num_candidates"), [(6, 3), (5, 4)])
@@ -290,13 +291,13 @@ def test_places_that_cannot_be_written_are_refused_before_anything_runs(tmp_path
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"num_candidates": 0}, "num_candidates is 0"),
-        ({"max_nodes": 1}, "max_draft_nodes is 1"),
-        ({"initial_state": "full"}, "initial_state is 'full'; choose one of vocabulary, prompt, text, empty"),
+        ({"max_draft_nodes": 1}, "max_draft_nodes is 1"),
+        ({"initial_state": "full"}, "initial_state is 'full'; choose one of auto, vocabulary, prompt, text, empty"),
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TokenRecyclingDrafter(VOCAB_SIZE, **options)
+        made("token_recycling", None, VOCAB_SIZE, **options)
 
 
 @pytest.mark.parametrize(("keys", "expected"), [({}, 16), ({"max_draft_nodes": 40}, 40)])
@@ -313,7 +314,11 @@ def test_the_block_rule_is_refused() -> None:
 
 
 def test_more_candidates_than_tokens_are_not_kept() -> None:
-    decode(small := CausalLM(toy_model(3)), drafter := TokenRecyclingDrafter(3, num_candidates=8), [((1, 2), GREEDY)])
+    decode(
+        small := CausalLM(toy_model(3)),
+        drafter := made("token_recycling", None, 3, num_candidates=8),
+        [((1, 2), GREEDY)],
+    )
     assert drafter._start.num_candidates == small.vocab_size == 3
 
 

@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 from architectures import VOCAB_SIZE, in_turns, target_model
 from compiled_models import build
+from drafting import made
 from foretoken import LLM
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
@@ -54,7 +54,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), quantize_draft=True),
     "snapkv": lambda: sparse("snapkv"),
     "snapkv-tree": lambda: sparse("snapkv", num_branches=3),
-    "union": lambda: UnionDrafter([NGramDrafter(4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),
+    "union": lambda: UnionDrafter([made("ngram", 4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),
 }
 OWN_ATTENTION = ("gemma2", "gpt-oss", "falcon", "falcon-multi-query")
 

@@ -13,12 +13,12 @@ from test_identity import PROMPTS, plain_mixed, row_modes, run_mixed
 from test_sparse_kv import SHAPES, columns_of, draft_of, everywhere, model_over_kept_keys, naive_choice, view
 
 from architectures import VOCAB_SIZE, draft_model, target_model
+from drafting import made
 from foretoken import LLM
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine, EngineConfig
@@ -44,7 +44,7 @@ DRAFTERS: dict[str, Callable[[CausalLM], Drafter]] = {
     "snapkv": lambda model: small(model, "snapkv"),
     "snapkv-tree": lambda model: small(model, "snapkv", num_branches=3),
     "union": lambda model: UnionDrafter(
-        [NGramDrafter(4, prompt_lookup_min=1), small(model, "snapkv", num_branches=2), small(model)]
+        [made("ngram", 4, prompt_lookup_min=1), small(model, "snapkv", num_branches=2), small(model)]
     ),
 }
 
@@ -234,7 +234,7 @@ def test_a_text_that_is_longer_than_the_small_models_context_goes_on_without_dra
     prompts = [random_ids(30, 1, TOY), random_ids(60, 2, TOY), random_ids(4, 3, TOY)]
     requests = [(tuple(prompt), replace(GREEDY, max_tokens=40, ignore_eos=True)) for prompt in prompts]
     found = decode(toy_target(), small(own, "snapkv"), requests)
-    assert found.outputs == decode(toy_target(), NGramDrafter(1), requests).outputs
+    assert found.outputs == decode(toy_target(), made("ngram", 1), requests).outputs
 
 
 # -- options -------------------------------------------------------------------------------------------------------

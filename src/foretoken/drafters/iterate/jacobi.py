@@ -10,7 +10,7 @@ from foretoken.config.drafting import DraftOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
+from foretoken.drafters.lengths import LengthPolicy, policy_of
 from foretoken.drafters.parts.guesses import PromptTokens, RandomTokens
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.engine.drafter import Budget, Requirements, StepResult
@@ -21,7 +21,8 @@ from foretoken.tree import DraftTree
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
 
-INITIAL_GUESSES = ("repeat", "prompt", "random")
+INITIAL_GUESS = one_of(("repeat", "prompt", "random"))
+"""The kind of ``initial_guess``, which checks the word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +32,11 @@ class JacobiOptions(LengthOptions, DraftOptions):
     method: ClassVar[str] = "jacobi"
     num_speculative_tokens: int = draft_length(16)
     initial_guess: str = option(
-        one_of(INITIAL_GUESSES), "repeat", "the last token again, tokens of the prompt, or of the whole vocabulary"
+        INITIAL_GUESS, "repeat", "the last token again, tokens of the prompt, or of the whole vocabulary"
     )
 
 
-class JacobiDrafter(PlannedDrafter):
+class JacobiDrafter(PlannedDrafter["Guesses"]):
     """A chain of guesses, each replaced in every step by what the target says after the guesses before it.
 
     Source: Jacobi decoding (Santilli et al. 2023, arXiv:2305.10427; Song et al. 2021, arXiv:2002.03629). Deviations:
@@ -43,12 +44,10 @@ class JacobiDrafter(PlannedDrafter):
     row's noise makes there, not with the argmax, so that it converges to the sampled text too.
 
     Args:
-      num_speculative_tokens: guesses in the block, unless ``length_policy`` says otherwise.
-      initial_guess: of positions that enter the block: "repeat" copies the guess before, "prompt" draws tokens of the
-        prompt, "random" of the whole vocabulary.
-      vocab_size: of the target; for "random".
+      vocab_size: of the target; for initial_guess="random".
+      length_policy: instead of the one that the options name.
 
-    Raises: ConfigError for a negative number, an unknown initial guess, or "random" without a ``vocab_size``.
+    Raises: ConfigError for "random" without a ``vocab_size``.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. A block of m guesses takes at most m
     steps, since each step settles one more token at least.
     Randomness: initial guesses of "prompt" and "random" are drawn by the row's seed, apart from every number that
@@ -61,43 +60,28 @@ class JacobiDrafter(PlannedDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = JacobiOptions.num_speculative_tokens,
+        options: JacobiOptions | None = None,
         *,
-        initial_guess: str = JacobiOptions.initial_guess,
         vocab_size: int | None = None,
         length_policy: LengthPolicy | None = None,
     ) -> None:
-        check_initial_guess(initial_guess)
-        if initial_guess == "random" and vocab_size is None:
+        self.options = options or JacobiOptions()
+        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        if self.options.initial_guess == "random" and vocab_size is None:
             raise ConfigError('initial_guess="random" needs the vocab_size of the target; give it')
-        self.length_policy = length_policy or Fixed(num_speculative_tokens)
-        self._initial_guess = initial_guess
         self._vocab_size = vocab_size or 0
-        self._guesses_of: dict[int, Guesses] = {}
 
-    def start(self, rows: Seq[Sequence]) -> None:
-        for row in rows:
-            self._guesses_of[row.id] = Guesses(row, self._initial_guess, self._vocab_size)
+    def new_state(self, row: Sequence) -> Guesses:
+        return Guesses(row, self.options.initial_guess, self._vocab_size)
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
-        return DraftTree.chain(row.pending, self._guesses_of[row.id].first(length), source=self.name)
+        return DraftTree.chain(row.pending, self._state_of[row.id].first(length), source=self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         super().observe(rows, results)
         for row, result in zip(rows, results, strict=True):
-            self._guesses_of[row.id].refresh(result.features.choices, len(result.emitted))
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._guesses_of.pop(row.id, None)
-
-
-def check_initial_guess(name: str) -> None:
-    """Raises: ConfigError for an unknown way to guess."""
-    if name not in INITIAL_GUESSES:
-        raise ConfigError(f"initial_guess is {name!r}; choose one of {', '.join(INITIAL_GUESSES)}")
+            self._state_of[row.id].refresh(result.features.choices, len(result.emitted))
 
 
 class Guesses:
@@ -137,11 +121,7 @@ class Guesses:
 
 def build(options: JacobiOptions, context: DrafterContext) -> JacobiDrafter:
     """Guesses need nothing but the text."""
-    return JacobiDrafter(
-        initial_guess=options.initial_guess,
-        vocab_size=context.target.vocab_size,
-        length_policy=policy_of(options, options.num_speculative_tokens),
-    )
+    return JacobiDrafter(options, vocab_size=context.target.vocab_size)
 
 
 METHOD = Method(

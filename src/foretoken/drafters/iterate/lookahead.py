@@ -38,11 +38,26 @@ class LookaheadOptions(DraftOptions):
 
     method: ClassVar[str] = "lookahead"
     drafts_trees: ClassVar[bool] = True
+    least_length: ClassVar[int] = 1
     num_speculative_tokens: int = draft_length(4)
     max_draft_nodes: int | None = node_limit()
     window_size: int = option(whole(1, 1024), 7, "columns of the window, W")
     guess_set_size: int = option(whole(0, 1024), 7, "n-grams that are verified per step, G")
     pool_from_prompt: bool = option(flag(), True, "whether n-grams of prompt and output enter the pool")
+
+    @property
+    def num_cells(self) -> int:
+        """The most cells of its window, pending token included."""
+        return most_cells(self.window_size, self.num_speculative_tokens)
+
+    def check(self) -> None:
+        super().check()
+        if self.max_draft_nodes is not None and self.max_draft_nodes < self.num_cells:
+            raise ConfigError(
+                f"max_draft_nodes={self.max_draft_nodes} holds no window with window_size={self.window_size} and "
+                f"num_speculative_tokens={self.num_speculative_tokens}; raise the first to {self.num_cells} or lower "
+                "the others"
+            )
 
 
 class LookaheadDrafter(ContextDrafter):
@@ -56,14 +71,6 @@ class LookaheadDrafter(ContextDrafter):
     like any other node; where steps are governed, the window rests while its n-grams bring less than it costs; guesses
     are verified while the window fills, too; n-grams of prompt and output enter the pool.
 
-    Args:
-      num_speculative_tokens: tokens of a guess, N - 1; 1 or more.
-      window_size: columns of the window, W; 1 or more.
-      guess_set_size: n-grams kept per token, and verified per step, G; 0 or more.
-      pool_from_prompt: let the n-grams of prompt and output into the pool.
-      max_nodes: limit of the tree, root included; guesses give way to the window.
-
-    Raises: ConfigError when a number is out of range, or the window alone has more than ``max_nodes``.
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: the first level of the
     window is drawn from the prompt by the row's seed.
     Cost: O(tree) per step, whatever the length of the text; one n-gram per prompt token at the start. Where only
@@ -73,41 +80,19 @@ class LookaheadDrafter(ContextDrafter):
     name = "lookahead"
     requires = Requirements(choices=True)
 
-    def __init__(
-        self,
-        num_speculative_tokens: int = LookaheadOptions.num_speculative_tokens,
-        *,
-        window_size: int = LookaheadOptions.window_size,
-        guess_set_size: int = LookaheadOptions.guess_set_size,
-        pool_from_prompt: bool = LookaheadOptions.pool_from_prompt,
-        max_nodes: int | None = LookaheadOptions.max_draft_nodes,
-    ) -> None:
-        for name, value, least in (
-            ("num_speculative_tokens", num_speculative_tokens, 1),
-            ("window_size", window_size, 1),
-            ("guess_set_size", guess_set_size, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; want {least} or more")
-        num_cells = most_cells(window_size, num_speculative_tokens)
-        if max_nodes is not None and max_nodes < num_cells:
-            raise ConfigError(
-                f"max_draft_nodes={max_nodes} holds no window with window_size={window_size} and "
-                f"num_speculative_tokens={num_speculative_tokens}; raise the first to {num_cells} or lower the others"
-            )
-        self._length = num_speculative_tokens
-        self._window_size = window_size
-        self._guess_set_size = guess_set_size
-        self._pool_from_prompt = pool_from_prompt
-        self._max_guess_nodes = sys.maxsize if max_nodes is None else max_nodes - num_cells + 1
-        self._worth = WindowWorth(num_cells - 1)
+    def __init__(self, options: LookaheadOptions | None = None) -> None:
+        self.options = options = options or LookaheadOptions()
+        self._max_guess_nodes = sys.maxsize
+        if options.max_draft_nodes is not None:
+            self._max_guess_nodes = options.max_draft_nodes - options.num_cells + 1
+        self._worth = WindowWorth(options.num_cells - 1)
         self._window_of: dict[int, Window | None] = {}  # None while it rests
         self._pool_of: dict[int, NgramPool] = {}
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._window_of[row.id] = self._new_window(row)
-            self._pool_of[row.id] = NgramPool(self._length, self._guess_set_size)
+            self._pool_of[row.id] = NgramPool(self.options.num_speculative_tokens, self.options.guess_set_size)
             self._learn(row, len(row.token_ids))
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
@@ -137,10 +122,10 @@ class LookaheadDrafter(ContextDrafter):
 
     def _new_window(self, row: Sequence) -> Window:
         ends = frozenset((*row.law.eos_token_ids, *(row.params.stop_token_ids or ())))
-        return Window(self._window_size, self._length, PromptTokens(row).next, ends)
+        return Window(self.options.window_size, self.options.num_speculative_tokens, PromptTokens(row).next, ends)
 
     def _learn(self, row: Sequence, num_new_tokens: int) -> None:
-        if self._pool_from_prompt:
+        if self.options.pool_from_prompt:
             self._pool_of[row.id].add_text(row.token_ids, len(row.token_ids) - num_new_tokens)
 
 
@@ -315,13 +300,7 @@ class NgramPool:
 def build(options: LookaheadOptions, context: DrafterContext) -> LookaheadDrafter:
     """Window and pool begin with the prompt."""
     context.check_trees(options.method)
-    return LookaheadDrafter(
-        options.num_speculative_tokens,
-        window_size=options.window_size,
-        guess_set_size=options.guess_set_size,
-        pool_from_prompt=options.pool_from_prompt,
-        max_nodes=options.max_draft_nodes,
-    )
+    return LookaheadDrafter(options)
 
 
 METHOD = Method(

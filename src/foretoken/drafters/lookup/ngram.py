@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,9 +10,9 @@ from foretoken.config.drafting import DraftOptions, draft_length, node_limit
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
+from foretoken.drafters.lengths import LengthPolicy, policy_of
 from foretoken.drafters.parts.planned import PlannedDrafter
-from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex, continuation
+from foretoken.drafters.parts.suffix_index import MATCHES, SuffixIndex
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ConfigError
@@ -21,9 +20,6 @@ from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
-
-
-__all__ = ["METHOD", "NGramDrafter", "NGramOptions", "SuffixIndex", "continuation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class NGramOptions(LengthOptions, DraftOptions):
             )
 
 
-class NGramDrafter(PlannedDrafter):
+class NGramDrafter(PlannedDrafter[SuffixIndex]):
     """Copies from the row's own text, prompt and output, after the longest suffix that has occurred before.
 
     Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), as in transformers and
@@ -70,14 +66,8 @@ class NGramDrafter(PlannedDrafter):
     the text goes on with its own copy (period P goes on with period P); several may be merged into one tree.
 
     Args:
-      num_speculative_tokens: depth of the draft, unless ``length_policy`` says otherwise.
-      prompt_lookup_min: shortest suffix worth copying after. 2: one token is found almost anywhere.
-      prompt_lookup_max: longest suffix looked for.
-      num_candidates: most continuations in one draft, longest match first; 1 gives a chain.
-      match: which of several occurrences comes first, the "latest" or the "earliest".
-      max_nodes: limit of the merged tree, root included; None for no limit but the candidates' own.
+      length_policy: instead of the one that the options name.
 
-    Raises: ConfigError when a number is out of range.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     Cost: one dictionary entry per new token and suffix length; looking up does not depend on the length of the text.
     """
@@ -85,62 +75,29 @@ class NGramDrafter(PlannedDrafter):
     name = "ngram"
     drafts_from_text = True
 
-    def __init__(
-        self,
-        num_speculative_tokens: int = NGramOptions.num_speculative_tokens,
-        *,
-        prompt_lookup_min: int = NGramOptions.prompt_lookup_min,
-        prompt_lookup_max: int = NGramOptions.prompt_lookup_max,
-        num_candidates: int = NGramOptions.num_prompt_lookup_candidates,
-        match: str = NGramOptions.prompt_lookup_match,
-        max_nodes: int | None = NGramOptions.max_draft_nodes,
-        length_policy: LengthPolicy | None = None,
-    ) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ConfigError(
-                f"prompt_lookup_min is {prompt_lookup_min} and prompt_lookup_max {prompt_lookup_max}; "
-                "want 1 <= min <= max"
-            )
-        if num_candidates < 1:
-            raise ConfigError(f"num_candidates is {num_candidates}; want 1 (a chain) or more")
-        if max_nodes is not None and max_nodes < 1:
-            raise ConfigError(f"max_nodes is {max_nodes}; the root alone makes 1")
-        self.length_policy = length_policy or Fixed(num_speculative_tokens)
-        self._orders = range(prompt_lookup_min, prompt_lookup_max + 1)
-        self._num_candidates = num_candidates
-        self._match = match
-        self._max_nodes = max_nodes
-        self._index_of: dict[int, SuffixIndex] = {}
+    def __init__(self, options: NGramOptions | None = None, *, length_policy: LengthPolicy | None = None) -> None:
+        self.options = options or NGramOptions()
+        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
 
-    def start(self, rows: Seq[Sequence]) -> None:
-        for row in rows:
-            self._index_of[row.id] = SuffixIndex(self._orders, match=self._match)
-            self._index_of[row.id].extend(row.token_ids)
+    def new_state(self, row: Sequence) -> SuffixIndex:
+        orders = range(self.options.prompt_lookup_min, self.options.prompt_lookup_max + 1)
+        index = SuffixIndex(orders, match=self.options.prompt_lookup_match)
+        index.extend(row.token_ids)
+        return index
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
-        index = self._index_of[row.id]
+        index = self._state_of[row.id]
         index.extend(row.token_ids)
-        num_paths = budget.width(self._num_candidates)
+        num_paths = budget.width(self.options.num_prompt_lookup_candidates)
         paths = index.continuations(row.token_ids, length, num_paths) if length else []
-        return DraftTree.from_paths(row.token_ids[-1], paths, budget.max_nodes(self._max_nodes), self.name)
-
-    def forget(self, rows: Seq[Sequence]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._index_of.pop(row.id, None)
+        max_nodes = budget.max_nodes(self.options.max_draft_nodes)
+        return DraftTree.from_paths(row.token_ids[-1], paths, max_nodes, self.name)
 
 
 def build(options: NGramOptions, context: DrafterContext) -> NGramDrafter:
     """Prompt lookup needs nothing but the text."""
-    return NGramDrafter(
-        prompt_lookup_min=options.prompt_lookup_min,
-        prompt_lookup_max=options.prompt_lookup_max,
-        num_candidates=options.num_prompt_lookup_candidates,
-        match=options.prompt_lookup_match,
-        max_nodes=options.max_draft_nodes,
-        length_policy=policy_of(options, options.num_speculative_tokens),
-    )
+    return NGramDrafter(options)
 
 
 METHOD = Method(

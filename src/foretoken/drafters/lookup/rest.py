@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,7 +9,7 @@ from foretoken.config.drafting import BranchOptions, branches, draft_length, nod
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
+from foretoken.drafters.lengths import LengthPolicy, policy_of
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.engine.drafter import Budget
 from foretoken.engine.sequence import Sequence
@@ -49,27 +48,36 @@ class RestOptions(LengthOptions, BranchOptions):
                 f"num_speculative_tokens is {self.num_speculative_tokens}; method 'rest' drafts at most {MAX_DEPTH} "
                 "tokens deep"
             )
+        if self.retrieval_match_min > self.retrieval_match_max:
+            raise ConfigError(
+                f"the shortest match is {self.retrieval_match_min} tokens and the longest {self.retrieval_match_max}; "
+                "want 1 <= min <= max"
+            )
+
+    @property
+    def lookup(self) -> Lookup:
+        """How the datastore is asked."""
+        return Lookup(
+            match_min=self.retrieval_match_min,
+            match_max=self.retrieval_match_max,
+            depth=max(1, self.num_speculative_tokens),
+            max_hits=self.retrieval_max_hits,
+        )
 
 
 _OWN_FLOOR = 0.02
 """Tokens of the row's own text less likely than this are not proposed; the datastore always has something."""
 
 
-class RestDrafter(PlannedDrafter):
+class RestDrafter(PlannedDrafter[SuffixAutomaton | None]):
     """Drafts the most frequent continuations of the longest end of the text that the datastore knows.
 
     Source: REST (He et al. 2023, arXiv:2311.08252). Deviations: dev/deviations.md.
 
     Args:
       datastore: opened, of the target's tokenizer. It is only read, so any number of drafters may share it.
-      num_speculative_tokens: deepest draft, unless ``length_policy`` says otherwise.
-      lookup: how the datastore is asked; its depth is not more than the draft needs.
-      max_nodes: limit of the tree, root included.
-      num_branches: most children of a node; 1 drafts chains.
-      min_token_prob: nodes whose estimated chance is smaller are not drafted.
-      dynamic_index: also look up the row's own text, prompt and output, and merge what both know.
+      length_policy: instead of the one that the options name.
 
-    Raises: ConfigError when a number is out of range.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     Cost: one lookup per step, whatever the length of the text; see `Datastore`.
     """
@@ -78,42 +86,25 @@ class RestDrafter(PlannedDrafter):
     drafts_from_text = True
 
     def __init__(
-        self,
-        datastore: Datastore,
-        num_speculative_tokens: int = RestOptions.num_speculative_tokens,
-        *,
-        lookup: Lookup | None = None,
-        max_nodes: int = RestOptions.max_draft_nodes,
-        num_branches: int = RestOptions.num_draft_branches,
-        min_token_prob: float = 0.0,
-        dynamic_index: bool = RestOptions.retrieval_dynamic_index,
-        length_policy: LengthPolicy | None = None,
+        self, datastore: Datastore, options: RestOptions | None = None, *, length_policy: LengthPolicy | None = None
     ) -> None:
-        if max_nodes < 2:
-            raise ConfigError(f"max_nodes is {max_nodes}; want 2 (the root and one token) or more")
-        if num_branches < 1:
-            raise ConfigError(f"num_branches is {num_branches}; want 1 (a chain) or more")
-        if not 0 <= min_token_prob <= 1:
-            raise ConfigError(f"min_token_prob is {min_token_prob}; want 0 to 1")
-        self.datastore = datastore
-        self.lookup = lookup or Lookup()
-        self.length_policy = length_policy or Fixed(num_speculative_tokens)
-        self._max_nodes, self._num_branches, self._min_prob = max_nodes, num_branches, min_token_prob
-        self._dynamic = dynamic_index
-        self._text_of: dict[int, SuffixAutomaton] = {}
+        self.options = options or RestOptions()
+        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
+        self.datastore, self._lookup = datastore, self.options.lookup
 
-    def start(self, rows: Seq[Sequence]) -> None:
-        if self._dynamic:
-            for row in rows:
-                self._text_of[row.id] = SuffixAutomaton(min_match=self.lookup.match_min, floor=_OWN_FLOOR)
-                self._text_of[row.id].extend(row.token_ids)
+    def new_state(self, row: Sequence) -> SuffixAutomaton | None:
+        if not self.options.retrieval_dynamic_index:
+            return None
+        text = SuffixAutomaton(min_match=self.options.retrieval_match_min, floor=_OWN_FLOOR)
+        text.extend(row.token_ids)
+        return text
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
         if length == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        nodes, branches = budget.max_nodes(self._max_nodes), budget.width(self._num_branches)
-        shape = Shape(nodes, length, branches, self._min_prob)
+        options = self.options
+        shape = Shape(budget.max_nodes(options.max_draft_nodes), length, budget.width(options.num_draft_branches))
         retrieved = self._retrieved(row, shape)
         own = self._own_text(row)
         if own is None:
@@ -122,41 +113,23 @@ class RestDrafter(PlannedDrafter):
 
     def _retrieved(self, row: Sequence, shape: Shape) -> DraftTree:
         """Draft the continuations that the datastore has for the end of the text."""
-        match = self.datastore.query(row.token_ids[-self.lookup.match_max :], self.lookup)
+        match = self.datastore.query(row.token_ids[-self._lookup.match_max :], self._lookup)
         pending = row.token_ids[-1]
         return DraftTree.root(pending, self.name) if match is None else match.trie.tree(pending, shape, self.name)
 
     def _own_text(self, row: Sequence) -> Root | None:
         """Where the row's own text stands; None where its end is new, or it is not looked up."""
-        text = self._text_of.get(row.id)
+        text = self._state_of.get(row.id)
         if text is None:
             return None
         text.extend(row.token_ids)
         place = text.match()
         return None if place is None else Root(text, place)
 
-    def forget(self, rows: Seq[Sequence]) -> None:
-        super().forget(rows)
-        for row in rows:
-            self._text_of.pop(row.id, None)
-
 
 def build(options: RestOptions, context: DrafterContext) -> RestDrafter:
     """Opens the datastore, once for all drafters of a model."""
-    lookup = Lookup(
-        match_min=options.retrieval_match_min,
-        match_max=options.retrieval_match_max,
-        max_hits=options.retrieval_max_hits,
-        depth=max(1, options.num_speculative_tokens),
-    )
-    return RestDrafter(
-        _datastore(options, context),
-        lookup=lookup,
-        max_nodes=options.max_draft_nodes,
-        num_branches=options.num_draft_branches,
-        dynamic_index=options.retrieval_dynamic_index,
-        length_policy=policy_of(options, options.num_speculative_tokens),
-    )
+    return RestDrafter(_datastore(options, context), options)
 
 
 def _datastore(options: RestOptions, context: DrafterContext) -> Datastore:

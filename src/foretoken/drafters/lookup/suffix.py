@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +11,12 @@ from foretoken.config.drafting import BranchOptions, branches, draft_length, nod
 from foretoken.config.method import Method
 from foretoken.config.options import flag, number, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
-from foretoken.drafters.lengths import Fixed, LengthPolicy, policy_of
+from foretoken.drafters.lengths import LengthPolicy, policy_of
 from foretoken.drafters.parts.planned import PlannedDrafter
+from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError, DatastoreError
+from foretoken.errors import ConfigError
 from foretoken.retrieval.automaton import SuffixAutomaton
 from foretoken.retrieval.growth import Root, Shape, grow
 from foretoken.retrieval.history import OutputHistory
@@ -56,7 +55,7 @@ class SuffixOptions(LengthOptions, BranchOptions):
             raise ConfigError("state_file is of a history that requests share; add shared=true, or leave it out")
 
 
-class SuffixDrafter(PlannedDrafter):
+class SuffixDrafter(PlannedDrafter[SuffixAutomaton]):
     """Drafts the likeliest continuations of the text's end, by how often and how long a context they have followed.
 
     Source: SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) for counts, draft lengths and past outputs;
@@ -64,17 +63,11 @@ class SuffixDrafter(PlannedDrafter):
     dev/deviations.md.
 
     Args:
-      num_speculative_tokens: deepest draft, unless ``length_policy`` says otherwise.
-      max_tree_depth: longest string whose occurrences are counted, context and continuation together.
-      max_spec_factor: a match of n tokens is worth n * max_spec_factor drafted ones.
-      min_token_prob: nodes whose estimated chance is smaller are not drafted.
-      min_match: shortest match, in tokens.
-      max_nodes: limit of the tree, root included; 1 + num_speculative_tokens makes the likeliest chain possible.
-      num_branches: most children of a node; 1 drafts chains.
-      history: past outputs of all requests, which this drafter reads and extends; None keeps every request to itself.
-      history_file: where the history is saved whenever no request is running.
+      history: past outputs of all requests, which this drafter reads and extends, and saves in the state file whenever
+        no request is running; None keeps every request to itself.
+      length_policy: instead of the one that the options name.
 
-    Raises: ConfigError when a number is out of range; DatastoreError for a file whose directory cannot be written.
+    Raises: CheckpointError for a state file whose directory cannot be written.
     Exactness: lossless for any acceptance rule that takes deterministic drafts. Randomness: none.
     Cost: amortised O(max_tree_depth) per new token and per drafted node; none depends on the length of the text.
     """
@@ -84,53 +77,29 @@ class SuffixDrafter(PlannedDrafter):
 
     def __init__(
         self,
-        num_speculative_tokens: int = SuffixOptions.num_speculative_tokens,
+        options: SuffixOptions | None = None,
         *,
-        max_tree_depth: int = SuffixOptions.suffix_decoding_max_tree_depth,
-        max_spec_factor: float = SuffixOptions.suffix_decoding_max_spec_factor,
-        min_token_prob: float = SuffixOptions.suffix_decoding_min_token_prob,
-        min_match: int = 1,
-        max_nodes: int = SuffixOptions.max_draft_nodes,
-        num_branches: int = SuffixOptions.num_draft_branches,
         history: OutputHistory | None = None,
-        history_file: str | Path | None = None,
         length_policy: LengthPolicy | None = None,
-        escape: float = 1.0,
     ) -> None:
-        for name, value, least in (
-            ("max_tree_depth", max_tree_depth, 2),
-            ("min_match", min_match, 1),
-            ("max_nodes", max_nodes, 2),
-            ("num_branches", num_branches, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; want {least} or more")
-        if max_spec_factor <= 0:
-            raise ConfigError(f"max_spec_factor is {max_spec_factor}; want more than 0")
-        if not 0 <= min_token_prob <= 1:
-            raise ConfigError(f"min_token_prob is {min_token_prob}; want 0 to 1")
-        if history_file is not None and not os.access(Path(history_file).expanduser().parent, os.W_OK):
-            raise DatastoreError(f"{history_file} cannot be written; check that its directory exists and is yours")
-        self.length_policy = length_policy or Fixed(num_speculative_tokens)
+        self.options = options or SuffixOptions()
+        super().__init__(length_policy or policy_of(self.options, self.options.num_speculative_tokens))
         self.history = history
-        self._history_file = history_file
+        self._state_file = None if self.options.state_file is None else Path(self.options.state_file).expanduser()
+        if self._state_file is not None:
+            check_writable(self._state_file)
         self._num_saved = 0 if history is None else history.num_added
-        self._max_tree_depth, self._factor, self._escape = max_tree_depth, max_spec_factor, escape
-        self._min_prob, self._min_match = min_token_prob, min_match
-        self._max_nodes, self._num_branches = max_nodes, num_branches
-        self._text_of: dict[int, SuffixAutomaton] = {}
         self._spot_of: dict[int, Spot] = {}
 
-    def start(self, rows: Seq[Sequence]) -> None:
-        for row in rows:
-            text = self._text_of[row.id] = SuffixAutomaton(
-                self._max_tree_depth, escape=self._escape, min_match=self._min_match, floor=self._min_prob
-            )
-            text.extend(row.token_ids)
+    def new_state(self, row: Sequence) -> SuffixAutomaton:
+        options = self.options
+        text = SuffixAutomaton(options.suffix_decoding_max_tree_depth, floor=options.suffix_decoding_min_token_prob)
+        text.extend(row.token_ids)
+        return text
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         length = self.length_policy.length(row, budget)
-        text = self._text_of[row.id]
+        text = self._state_of[row.id]
         text.extend(row.token_ids)
         roots, longest = [], 0
         place = text.match()
@@ -138,16 +107,17 @@ class SuffixDrafter(PlannedDrafter):
             roots.append(Root(text, place))
             longest = place.length
         if self.history is not None:
-            spot = self.history.match(row.token_ids, self._min_match)
+            spot = self.history.match(row.token_ids)
             if spot is not None:
                 roots.append(Root(self.history, spot))
                 longest = max(longest, len(spot.string) // 4)
                 self._spot_of[row.id] = spot
-        depth = min(length, max(1, int(longest * self._factor)))
+        options = self.options
+        depth = min(length, max(1, int(longest * options.suffix_decoding_max_spec_factor)))
         if not roots or depth == 0:
             return DraftTree.root(row.token_ids[-1], self.name)
-        nodes, branches = budget.max_nodes(self._max_nodes), budget.width(self._num_branches)
-        shape = Shape(nodes, depth, branches, self._min_prob)
+        nodes, width = budget.max_nodes(options.max_draft_nodes), budget.width(options.num_draft_branches)
+        shape = Shape(nodes, depth, width, options.suffix_decoding_min_token_prob)
         return grow(row.token_ids[-1], roots, shape, self.name)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
@@ -160,36 +130,20 @@ class SuffixDrafter(PlannedDrafter):
     def forget(self, rows: Seq[Sequence]) -> None:
         super().forget(rows)
         for row in rows:
-            self._text_of.pop(row.id, None)
             self._spot_of.pop(row.id, None)
             if self.history is not None:
                 self.history.add(row.output_ids)
-        if not self._text_of:
-            self._save()
-
-    def _save(self) -> None:
-        """Write the history where it has grown."""
-        if self.history is None or self._history_file is None or self.history.num_added == self._num_saved:
+        if self.history is None or self._state_file is None or self._state_of:
             return
-        self._num_saved = self.history.num_added
-        try:
-            self.history.save(self._history_file)
-        except DatastoreError as error:  # what was generated is worth more than what was learned
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        if self.history.num_added != self._num_saved:
+            self._num_saved = self.history.num_added
+            with warned():
+                self.history.save(self._state_file)
 
 
 def build(options: SuffixOptions, context: DrafterContext) -> SuffixDrafter:
     """Reads the history where requests share one."""
-    return SuffixDrafter(
-        max_tree_depth=options.suffix_decoding_max_tree_depth,
-        max_spec_factor=options.suffix_decoding_max_spec_factor,
-        min_token_prob=options.suffix_decoding_min_token_prob,
-        max_nodes=options.max_draft_nodes,
-        num_branches=options.num_draft_branches,
-        history=_history(options, context) if options.shared else None,
-        history_file=options.state_file,
-        length_policy=policy_of(options, options.num_speculative_tokens),
-    )
+    return SuffixDrafter(options, history=_history(options, context) if options.shared else None)
 
 
 def _history(options: SuffixOptions, context: DrafterContext) -> OutputHistory:

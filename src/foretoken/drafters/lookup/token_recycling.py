@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,10 +14,10 @@ from foretoken.config.options import flag, one_of, option, path, whole
 from foretoken.drafters.parts.adjacency import AdjacencyMatrix
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
-from foretoken.drafters.parts.state_file import check_writable
+from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -42,6 +41,7 @@ class TokenRecyclingOptions(DraftOptions):
 
     method: ClassVar[str] = "token_recycling"
     drafts_trees: ClassVar[bool] = True
+    least_length: ClassVar[int] = 1
     num_speculative_tokens: int = draft_length(6)
     max_draft_nodes: int | None = node_limit(help="nodes of the tree, root included; by default 16 on a CPU, else 80")
     num_candidates: int = option(whole(1), 8, "successors that are kept per token")
@@ -65,21 +65,16 @@ class TokenRecyclingDrafter(ContextDrafter):
     before the first step; where a token stands at several nodes its row comes from the accepted one; the matrix ends
     with its request unless it is shared. The published tree is not described by a rule; see `best_tree` for ours.
 
+    Candidates of the prompt (initial_state="prompt") are worth 4 % more tokens per step and make reading it a quarter
+    longer (dev/log, 2026-11-25). A state file keeps a matrix that the vocabulary made, or that requests share. It is
+    read if it exists, and written when the vocabulary has been gone through or the last shared row has ended.
+
     Args:
       vocab_size: of the target.
-      num_speculative_tokens: deepest level of the tree; 1 or more.
-      num_candidates: successors kept per token, k; 1 or more.
-      max_nodes: nodes of the tree, root included; 2 or more.
-      shared: one matrix for all requests, as published, instead of one each.
-      initial_state: "vocabulary" starts from what the target says after every token alone, at the cost of a prompt as
-        long as the vocabulary; "prompt" lets in each prompt, its text and the target's candidates along it, which
-        "vocabulary" does too; "text" lets in its text alone; "empty" starts from nothing. Candidates of the prompt are
-        worth 4 % more tokens per step and make reading it a quarter longer (dev/log, 2026-11-25).
+      options: initial_state="auto" is "text" here.
       matrix: what was learned before, to start from.
-      state_file: where a matrix is kept that the vocabulary made, or that requests share. It is read if it exists,
-        and written when the vocabulary has been gone through or the last shared row has ended.
 
-    Raises: ConfigError when a number is out of range; CheckpointError, ConfigError for a file that does not fit.
+    Raises: CheckpointError, ConfigError for a file that does not fit.
     Exactness: lossless for any acceptance rule that takes deterministic trees. Randomness: none.
     Cost: array operations on the nodes of the tree per step, whatever the length of the text; one pass over the
     prompt, and with "prompt" and "vocabulary" the output embedding for its tokens.
@@ -88,34 +83,15 @@ class TokenRecyclingDrafter(ContextDrafter):
     name = "token_recycling"
 
     def __init__(
-        self,
-        vocab_size: int,
-        num_speculative_tokens: int = TokenRecyclingOptions.num_speculative_tokens,
-        *,
-        num_candidates: int = TokenRecyclingOptions.num_candidates,
-        max_nodes: int = DEFAULT_NODES,
-        shared: bool = TokenRecyclingOptions.shared,
-        initial_state: str = "text",
-        matrix: AdjacencyMatrix | None = None,
-        state_file: str | os.PathLike[str] | None = None,
+        self, vocab_size: int, options: TokenRecyclingOptions | None = None, *, matrix: AdjacencyMatrix | None = None
     ) -> None:
-        for name, value, least in (
-            ("num_speculative_tokens", num_speculative_tokens, 1),
-            ("num_candidates", num_candidates, 1),
-            ("max_draft_nodes", max_nodes, 2),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; want {least} or more")
-        if initial_state not in INITIAL_STATES:
-            raise ConfigError(f"initial_state is {initial_state!r}; choose one of {', '.join(INITIAL_STATES)}")
-        num_candidates = min(num_candidates, vocab_size)
-        self.requires = Requirements(prompt_logits=initial_state in ("vocabulary", "prompt"))
-        self._reads_text = initial_state != "empty"
-        self._num_candidates = num_candidates
-        self._shape = TreeShape.of(best_tree(max_nodes, num_speculative_tokens, num_candidates).paths)
-        self._shared = shared
-        self._learns_vocabulary = initial_state == "vocabulary"
-        self._state_file = None if state_file is None else Path(state_file).expanduser()
+        self.options = options = options or TokenRecyclingOptions()
+        num_candidates = min(options.num_candidates, vocab_size)
+        self.requires = Requirements(prompt_logits=options.initial_state in ("vocabulary", "prompt"))
+        max_nodes = options.max_draft_nodes or DEFAULT_NODES
+        self._shape = TreeShape.of(best_tree(max_nodes, options.num_speculative_tokens, num_candidates).paths)
+        self._learns_vocabulary = options.initial_state == "vocabulary"
+        self._state_file = None if options.state_file is None else Path(options.state_file).expanduser()
         if matrix is None and self._state_file is not None:
             matrix = self._load(self._state_file, vocab_size, num_candidates)
         self._is_blank = matrix is None
@@ -137,19 +113,19 @@ class TokenRecyclingDrafter(ContextDrafter):
     def read(self, rows: Seq[Sequence], chunks: Seq[PromptChunk]) -> None:
         for row, chunk in zip(rows, chunks, strict=True):
             tokens = row.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            top_ids = chunk.features.top_ids(self._num_candidates, range(chunk.num_tokens))
+            top_ids = chunk.features.top_ids(self._start.num_candidates, range(chunk.num_tokens))
             self._known(row).update(tokens, top_ids.cpu().numpy())
 
     def start(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             matrix = self._known(row)
-            if self._reads_text:
+            if self.options.initial_state != "empty":
                 matrix.add_text(row.token_ids)
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         for copy in copies:
             matrix = self._matrix_of[row.id]
-            self._matrix_of[copy.id] = matrix if self._shared else matrix.copy()
+            self._matrix_of[copy.id] = matrix if self.options.shared else matrix.copy()
 
     def propose_row(self, row: Sequence, budget: Budget) -> DraftTree:
         return filled(row, self._shape, budget.depth, self._matrix_of[row.id]).tree(self.name)
@@ -158,26 +134,24 @@ class TokenRecyclingDrafter(ContextDrafter):
         for row, result in zip(rows, results, strict=True):
             order = last_of_all(len(result.tree), result.path)
             tokens = [result.tree.tokens[node] for node in order]
-            top_ids = result.features.top_ids(self._num_candidates, order)
+            top_ids = result.features.top_ids(self._start.num_candidates, order)
             self._matrix_of[row.id].update(tokens, top_ids.cpu().numpy())
             self._is_unsaved = True
 
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._matrix_of.pop(row.id, None)
-        if self._shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
+        if self.options.shared and self._state_file is not None and self._is_unsaved and not self._matrix_of:
             self._is_unsaved = False
-            try:
+            with warned():
                 self._start.save(self._state_file)
-            except CheckpointError as error:  # what was generated is worth more than what was learned
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what a shared drafter has learned, for ``state_file`` of another one.
 
         Raises: ConfigError for a drafter that is not shared; CheckpointError where writing is not possible.
         """
-        if not self._shared:
+        if not self.options.shared:
             raise ConfigError("only shared=True learns beyond a request; there is nothing to save")
         self._start.save(path)
 
@@ -186,7 +160,7 @@ class TokenRecyclingDrafter(ContextDrafter):
 
         Raises: CheckpointError, ConfigError.
         """
-        if file.exists() or not (self._shared or self._learns_vocabulary):
+        if file.exists() or not (self.options.shared or self._learns_vocabulary):
             return AdjacencyMatrix.load(file, vocab_size, num_candidates)
         check_writable(file)
         return None
@@ -199,7 +173,7 @@ class TokenRecyclingDrafter(ContextDrafter):
 
     def _matrix(self) -> AdjacencyMatrix:
         """The one that a new request works with."""
-        if self._shared:
+        if self.options.shared:
             return self._start
         if self._is_blank:  # a new one costs nothing, a copy touches all of its memory
             return AdjacencyMatrix(self._start.vocab_size, self._start.num_candidates)
@@ -242,16 +216,9 @@ def build(options: TokenRecyclingOptions, context: DrafterContext) -> TokenRecyc
         if candidates is not None and options.state_file is None and options.num_candidates <= 8:
             matrix = AdjacencyMatrix.load(candidates, vocab_size, options.num_candidates)
     default_nodes = DEFAULT_NODES_ON_CPU if context.target.device.type == "cpu" else DEFAULT_NODES
-    return TokenRecyclingDrafter(
-        vocab_size,
-        options.num_speculative_tokens,
-        num_candidates=options.num_candidates,
-        max_nodes=options.max_draft_nodes or default_nodes,
-        shared=options.shared,
-        initial_state=initial_state,
-        matrix=matrix,
-        state_file=options.state_file,
-    )
+    max_nodes = options.max_draft_nodes or default_nodes
+    options = replace(options, initial_state=initial_state, max_draft_nodes=max_nodes)
+    return TokenRecyclingDrafter(vocab_size, options, matrix=matrix)
 
 
 METHOD = Method(

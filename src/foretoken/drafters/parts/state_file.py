@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, DatastoreError
 from foretoken.folders import replacing
 
 
@@ -18,6 +20,15 @@ def check_writable(file: Path) -> None:
     """Raises: CheckpointError for a state file in a directory that is not there, or is not ours."""
     if not os.access(file.parent, os.W_OK):
         raise CheckpointError(f"state_file {file} cannot be written; check that its directory exists and is yours")
+
+
+@contextmanager
+def warned() -> Iterator[None]:
+    """Turn a state that cannot be saved into a warning: what was generated is worth more than what was learned."""
+    try:
+        yield
+    except (CheckpointError, DatastoreError) as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
 
 def save_state(path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], about: Mapping[str, object]) -> None:
