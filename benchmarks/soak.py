@@ -381,9 +381,9 @@ def head_of(target: CausalLM, method: str, folder: Path) -> str:
     size = config.hidden_size
     torch.manual_seed(0)
     if method == "medusa":
-        write_medusa(MedusaHeads(HeadsShape(size, VOCAB_SIZE, 3)), folder)
+        write_checkpoint(folder, *write_medusa(MedusaHeads(HeadsShape(size, VOCAB_SIZE, 3))))
     elif method == "hydra":
-        write_hydra(HydraHeads(HeadsShape(size, VOCAB_SIZE, 3)), folder)
+        write_checkpoint(folder, *write_hydra(HydraHeads(HeadsShape(size, VOCAB_SIZE, 3))))
     else:
         layer, depth = LayerShape(size, 2 * size, 4, 2, size // 4), config.num_hidden_layers
         streams = default_streams(depth) if method == "eagle3" else (depth,)

@@ -68,10 +68,10 @@ def head_of(method: str, folder: Path) -> str:
     size, vocabulary = target.hidden_size, target.vocab_size
     torch.manual_seed(0)
     if method == "medusa":
-        write_medusa(MedusaHeads(HeadsShape(size, vocabulary, 3)), folder)
+        write_checkpoint(folder, *write_medusa(MedusaHeads(HeadsShape(size, vocabulary, 3))))
     elif method.startswith("hydra"):
         prefix = LayerShape(size, 2 * size, 4, 2, size // 4) if method == "hydra++" else None
-        write_hydra(HydraHeads(HeadsShape(size, vocabulary, 3, prefix=prefix)), folder)
+        write_checkpoint(folder, *write_hydra(HydraHeads(HeadsShape(size, vocabulary, 3, prefix=prefix))))
     else:
         layer = LayerShape(size, 2 * size, 4, 2, size // 4)
         depth = target.num_hidden_layers

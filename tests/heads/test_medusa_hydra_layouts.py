@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaModel
 
 from foretoken.errors import CheckpointError
-from foretoken.heads.checkpoint import Checkpoint, read_checkpoint
+from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa, write_hydra, write_medusa
@@ -135,7 +135,7 @@ def test_medusa_as_published(num_layers: int, prefix: str, has_outputs: bool, tm
     assert heads(hidden, 2, lambda states: states).shape[1] == 2
     assert is_medusa(config, [*tensors, *model])
     assert is_medusa(config)
-    write_medusa(heads, tmp_path / "heads", "base")
+    write_checkpoint(tmp_path / "heads", *write_medusa(heads, "base"))
     again, notes = read_medusa(read_checkpoint(tmp_path / "heads"), H, V)
     assert notes == ()
     assert torch.allclose(again(hidden, output=lambda states: states), got, rtol=0, atol=1e-12)
@@ -266,7 +266,7 @@ def test_hydra_as_published(has_prefix: bool, tmp_path: Path) -> None:
     assert is_hydra(checkpoint.config, tensors)
     assert is_hydra(checkpoint.config)
     assert not is_medusa(checkpoint.config, tensors)
-    write_hydra(heads, tmp_path / "heads", "base")
+    write_checkpoint(tmp_path / "heads", *write_hydra(heads, "base"))
     stored = read_checkpoint(tmp_path / "heads")
     again, _ = read_hydra(stored, H, V)  # its config says what the target would
     inputs = random(2, 3 * H)

@@ -18,13 +18,13 @@ from foretoken.heads.eagle_layouts import read_eagle
 from foretoken.heads.eagle_structure import TargetFacts
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
+from foretoken.train.eagle import seen_by_step, unrolled
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures
 from foretoken.train.losses import distilled, feature_regression, hard
 from foretoken.train.recipe import Place
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
-from foretoken.train.unrolled import seen_by_step, unrolled
 
 SHAPE = {"num_heads": 3, "num_steps": 3}
 

@@ -15,6 +15,7 @@ from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.cost_model import CostCurve
 from foretoken.errors import ConfigError
+from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.medusa_hydra import HeadsShape, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_medusa
 from foretoken.llm import LLM
@@ -135,7 +136,9 @@ def test_texts_that_are_too_short_are_refused() -> None:
 
 def test_the_verb_writes_a_tree_that_generate_takes(tmp_path: Path) -> None:
     llm = LLM("zoo:tiny")
-    write_medusa(MedusaHeads(HeadsShape(int(llm.target.config.hidden_size), 0, 3)), tmp_path / "heads")
+    write_checkpoint(
+        tmp_path / "heads", *write_medusa(MedusaHeads(HeadsShape(int(llm.target.config.hidden_size), 0, 3)))
+    )
     out = tmp_path / "tree.json"
     given = ["tune", "tree", "zoo:tiny", "--out", str(out), "--num-prompts", "2", "--max-new-tokens", "8"]
     given += ["--max-nodes", "6", "--repeats", "1"]

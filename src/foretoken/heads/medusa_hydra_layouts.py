@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.errors import CheckpointError
-from foretoken.heads.checkpoint import Checkpoint, fill, write_checkpoint
+from foretoken.heads.checkpoint import Checkpoint, fill
 from foretoken.heads.layers import LayerShape, Rotary
 from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.recognition import (
@@ -57,8 +56,8 @@ def read_medusa(checkpoint: Checkpoint, hidden_size: int, vocab_size: int) -> tu
     return module, _notes(checkpoint, {"medusa_num_heads": heads, "num_heads": heads, "medusa_num_layers": layers})
 
 
-def write_medusa(heads: MedusaHeads, folder: str | os.PathLike[str], base_model: str | None = None) -> None:
-    """Write heads in their authors' layout, with the number of heads that there are.
+def write_medusa(heads: MedusaHeads, base_model: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of heads in their authors' layout, with the number of heads that there are.
 
     Args:
       base_model: name of the target.
@@ -80,7 +79,7 @@ def write_medusa(heads: MedusaHeads, folder: str | os.PathLike[str], base_model:
         "hidden_size": shape.hidden_size,
         **({} if shape.vocab_size else {"version": "2"}),
     }
-    write_checkpoint(folder, config, tensors)
+    return config, tensors
 
 
 def read_hydra(
@@ -133,8 +132,8 @@ def read_hydra(
     return module, _notes(checkpoint, {"hydra_num_heads": heads})
 
 
-def write_hydra(heads: HydraHeads, folder: str | os.PathLike[str], base_model: str | None = None) -> None:
-    """Write heads in their authors' layout, with the copies of shared layers and without that of the embedding.
+def write_hydra(heads: HydraHeads, base_model: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of heads in their authors' layout: copies of shared layers, and none of the embedding.
 
     Args:
       base_model: name of the target.
@@ -171,7 +170,7 @@ def write_hydra(heads: HydraHeads, folder: str | os.PathLike[str], base_model: s
             "rms_norm_eps": prefix.eps,
             "rope_parameters": dict(prefix.rope),
         }
-    write_checkpoint(folder, config, tensors)
+    return config, tensors
 
 
 # -- what both do ----------------------------------------------------------------------------------------------------

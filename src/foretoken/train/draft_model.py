@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.train.examples import Example
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled
-from foretoken.train.recipe import Laws, Place, TargetParts, halved
+from foretoken.train.recipe import Place, Recipe, TargetParts
 from foretoken.train.small import EMBEDDING, SmallModel
 
 
-class DraftModelRecipe:
+class DraftModelRecipe(Recipe):
     """Forward KL and total variation between the target's law and the drafter's, after every token of answers.
 
     Forward KL is counted as cross entropy against the law, which differs by the entropy of the law. Source: forward KL
@@ -31,22 +28,13 @@ class DraftModelRecipe:
       total_variation: its share of the loss.
     """
 
-    method: str = "draft_model"
-
     def __init__(
         self, model: SmallModel, target: TargetParts, vocabulary: DraftVocabulary, total_variation: float = 0.0
     ) -> None:
-        self._model, self._target, self._vocabulary = model, target, vocabulary
-        self._variation = total_variation
-        self.module: nn.Module = model
-        self.layers: tuple[int, ...] = (target.num_layers,)
-        self.weights: tuple[float, ...] = (1.0,)
-        self._laws = Laws(target.output, vocabulary)
+        super().__init__(model, target, vocabulary, (1.0,))
+        self._model, self._vocabulary, self._variation = model, vocabulary, total_variation
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        place = Place.of(example, self._target.output.device)
-        if place is None:
-            return []
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
         states = self._model.states(self._embedded(place.token_ids))[place.first + 1 : -1]
         law = self._laws.along(place, streams[self._target.num_layers])
         (count,) = place.counts(1)
@@ -66,14 +54,14 @@ class DraftModelRecipe:
         own = self._model.embedding
         return self._laws.kept if own is None else self._vocabulary.rows_of_layer(own)
 
-    def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Write a whole model in transformers' layout, with the embeddings of the target where it uses these."""
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """A whole model in transformers' layout, with the embeddings of the target where it uses these."""
         model = self._model
         tensors = {f"model.{name}": tensor for name, tensor in model.body.state_dict().items()}
         tensors[EMBEDDING] = self._target.embedding if model.embedding is None else model.embedding.detach()
         if not model.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self._target.output
-        config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **facts}
+        config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
         if not self._vocabulary.is_full:
             config["draft_vocabulary"] = self._vocabulary.target_ids.tolist()
-        write_checkpoint(folder, config, halved({name: torch.as_tensor(tensor) for name, tensor in tensors.items()}))
+        return config, {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}

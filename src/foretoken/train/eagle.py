@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.eagle import EagleHead
 from foretoken.heads.eagle_layouts import write_eagle
+from foretoken.heads.layers import Placed
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.train.examples import Example
+from foretoken.model.execution.attention import seen_by
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled, feature_regression
-from foretoken.train.recipe import Laws, Place, TargetParts, halved
-from foretoken.train.unrolled import unrolled
+from foretoken.train.recipe import Place, Recipe, TargetParts
 
 
-class _EagleRecipe:
-    def __init__(self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary) -> None:
-        self.head, self._target = head, target
-        self.module: nn.Module = head
-        self.layers: tuple[int, ...] = tuple(sorted({*head.shape.streams, target.num_layers}))
-        self._laws = Laws(target.output, vocabulary)
+class _EagleRecipe(Recipe):
+    def __init__(
+        self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, weights: tuple[float, ...]
+    ) -> None:
+        super().__init__(head, target, vocabulary, weights, head.shape.streams)
+        self.head = head
 
     @property
     def _output(self) -> Tensor:
@@ -35,9 +34,8 @@ class _EagleRecipe:
         parts = [streams[layer] for layer in self.head.shape.streams]
         return torch.cat(parts, dim=-1).to(self.head.dtype)
 
-    def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        config, tensors = write_eagle(self.head, self._target.name)
-        write_checkpoint(folder, {**config, **facts}, halved(tensors))
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return write_eagle(self.head, self._target.name)
 
 
 class Eagle3Recipe(_EagleRecipe):
@@ -53,17 +51,12 @@ class Eagle3Recipe(_EagleRecipe):
       decay: factor of the loss from step to step; the paper has 0.8.
     """
 
-    method: str = "eagle3"
-
     def __init__(self, head: EagleHead, target: TargetParts, num_steps: int = 4, decay: float = 0.8) -> None:
-        super().__init__(head, target, head.vocabulary or DraftVocabulary.full(target.vocab_size))
+        vocabulary = head.vocabulary or DraftVocabulary.full(target.vocab_size)
+        super().__init__(head, target, vocabulary, tuple(decay**step for step in range(num_steps)))
         self._num_steps = num_steps
-        self.weights: tuple[float, ...] = tuple(decay**step for step in range(num_steps))
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        place = Place.of(example, self._target.output.device)
-        if place is None:
-            return []
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
         fused = self.head.features(self._streams(streams))
         embedded = self._target.embedded(place.token_ids, self.head.dtype)
         steps = list(unrolled(self.head, fused, embedded, place.first, self._num_steps))
@@ -87,19 +80,13 @@ class EagleRecipe(_EagleRecipe):
       weight: of the cross entropy; the paper has 0.1.
     """
 
-    method: str = "eagle"
-
     def __init__(
         self, head: EagleHead, target: TargetParts, vocabulary: DraftVocabulary, noise: float = 0.1, weight: float = 0.1
     ) -> None:
-        super().__init__(head, target, vocabulary)
+        super().__init__(head, target, vocabulary, (1.0, weight))
         self._noise = noise
-        self.weights: tuple[float, ...] = (1.0, weight)
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        place = Place.of(example, self._target.output.device)
-        if place is None:
-            return []
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
         given = self._streams(streams)
         noise = (2 * torch.rand_like(given) - 1) * self._noise * 512 / len(given)
         embedded = self._target.embedded(place.token_ids, self.head.dtype)
@@ -111,3 +98,99 @@ class EagleRecipe(_EagleRecipe):
         weights = self._laws.weights(place, where)
         (said,) = distilled(states, self._output, law, where, weights, [len(rows)])
         return [Part(feature_regression(outputs, wanted), len(rows), said.num_right), said]
+
+
+# -- drafts along a text, with gradients -------------------------------------------------------------------------------
+
+
+class UnrolledStates:
+    """Keys and values of the steps so far, one block of columns after the other, with their gradients."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if layer_idx in self._states:
+            above = self._states[layer_idx]
+            keys, values = torch.cat([above[0], keys], dim=2), torch.cat([above[1], values], dim=2)
+        self._states[layer_idx] = keys, values
+        return keys, values
+
+
+def seen_by_step(num_entries: int, rows: range, counts: list[int], device: torch.device | None = None) -> Tensor:
+    """What the rows of the last step look at: bool (1, 1, len(rows), columns).
+
+    Args:
+      num_entries: of the first step, made of features of the target; row t sees those up to t.
+      rows: of the first step whose drafts this step goes on with.
+      counts: rows of every later step, this one last; a row sees its own entry of each.
+
+    Example: 3 entries, rows 1..2 in a second step: 110 10 / 111 01.
+    """
+    places = torch.arange(rows.start, rows.stop, device=device)
+    blocks = [torch.arange(num_entries, device=device)[None] <= places[:, None]]
+    columns = torch.arange(len(rows), device=device)[:, None]
+    blocks += [torch.arange(count, device=device)[None] == columns for count in counts]
+    return torch.cat(blocks, dim=1)[None, None]
+
+
+def plain_attention(
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """Attention as products and a softmax, (B, N, heads, D).
+
+    The gradient of the fused kernel is slow on a CPU, in bfloat16 and with a mask: a seventh of a step of training.
+    """
+    assert mask is not None
+    rows, heads, num_nodes, size = query.shape
+    groups = heads // key.shape[1]
+    folded = query.reshape(rows, key.shape[1], groups * num_nodes, size)
+    scores = (folded @ key.transpose(-1, -2)).view(rows, key.shape[1], groups, num_nodes, -1) * size**-0.5
+    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    mixed: Tensor = scores.softmax(-1).flatten(2, 3).to(value.dtype) @ value
+    return mixed.reshape(rows, heads, num_nodes, -1).transpose(1, 2)
+
+
+def unrolled(
+    head: EagleHead, features: Tensor, embedded: Tensor, first: int, num_steps: int
+) -> Iterator[tuple[range, Tensor]]:
+    """Run a head along a text as it would draft there, several tokens deep.
+
+    Row t of the first step is made of the target's feature after token t and of token t + 1. Step j feeds it token
+    t + 1 + j with what step j - 1 has put out, at position t + j; it sees the entries of the first step up to t and its
+    own of the later steps, which is what a draft sees that begins after token t + 1.
+
+    Source: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), training-time test. Deviation: rows outside of the answer make
+    entries, and no drafts.
+
+    Args:
+      features: (S, H), of `EagleHead.features`.
+      embedded: (S, H), of the tokens 0 to S - 1.
+      first: row from which on outputs are wanted.
+      num_steps: 1 or more.
+
+    Yields: by step j the rows, ``first`` to S - 3 - j, of which each has a token that its output should say (token
+      t + 2 + j); and the outputs (rows, H). Ends early where no row is left.
+    Exactness: equals what `foretoken.drafters.parts.eagle_rows` computes for a draft along the text, up to rounding.
+    """
+    size = len(embedded)
+    states = UnrolledStates()
+    counts: list[int] = []
+    outputs = features[None, : size - 2]
+    for step in range(num_steps):
+        rows = range(first, size - 2 - step)
+        if not rows:
+            return
+        entries = range(size - 2) if step == 0 else rows
+        if step > 0:
+            counts.append(len(rows))
+        mask = seen_by_step(size - 2, entries, counts, features.device)
+        positions = torch.arange(entries.start + step, entries.stop + step, device=features.device)[None]
+        placed = Placed(*head.place(positions), mask, states)
+        fed = embedded[None, entries.start + 1 + step : entries.stop + 1 + step]
+        with seen_by(plain_attention):
+            outputs = head(fed, outputs, placed)
+        if step == 0:
+            outputs = outputs[:, first:]
+        yield rows, outputs[0]
+        outputs = outputs[:, : len(rows) - 1]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.train.output import DistilledOutput
+BLOCK_ELEMENTS = 400_000
+"""Logits of a block, in float32 about 1.6 MB: what the second-level cache of a core holds."""
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,74 @@ def feature_regression(outputs: Tensor, features: Tensor) -> Tensor:
     """
     wide = outputs.to(outputs.dtype if outputs.element_size() == 8 else torch.float32)
     return F.smooth_l1_loss(wide, features.to(wide.dtype), reduction="none").mean(-1).sum()
+
+
+# -- output layer and soft cross entropy in one ------------------------------------------------------------------------
+
+
+class DistilledOutput(torch.autograd.Function):
+    """Cross entropy of ``states @ weight.T`` against laws, by place, with its gradient computed on the way.
+
+    With l = states @ weight.T, q = softmax(l) and p = softmax(target_logits): log sum exp(l) - p . l, whose gradient by
+    l is q - p. A share of it may be total variation instead, sum |q - p| / 2, whose gradient is q (s - s . q) / 2 with
+    s = sign(q - p). The upstream gradient is one number per place, so it can be multiplied in later.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, target_logits: Tensor, places: Tensor, variation: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+          states: (M, H).
+          weight: (V_d, H).
+          target_logits: (N, V_d) of the laws.
+          places: int64 (M,), the law of each place.
+          variation: share of total variation.
+        Returns: losses (M,) in float32 or wider; bool (M,), whether the likeliest token is that of the law.
+        """
+        wide = torch.float64 if states.dtype == torch.float64 else torch.float32
+        narrow = weight.dtype if not weight.requires_grad or wide == torch.float64 else states.dtype
+        logits = states.to(narrow) @ weight.detach().to(narrow).T
+        size = max(1, BLOCK_ELEMENTS // logits.shape[1])
+        losses = torch.empty(len(logits), dtype=wide, device=logits.device)
+        right = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+        for start in range(0, len(logits), size):
+            block = slice(start, start + size)
+            own, law = logits[block].to(wide), target_logits[places[block]].to(wide)
+            law_top = law.max(-1)
+            law = (law - law_top.values[:, None]).exp_()
+            law /= law.sum(-1, keepdim=True)
+            top = own.amax(-1, keepdim=True)
+            right[block] = own.gather(-1, law_top.indices[:, None])[:, 0] >= top[:, 0]
+            expected = torch.linalg.vecdot(law, own)
+            own = (own - top).exp_()
+            total = own.sum(-1, keepdim=True)
+            losses[block] = (total.log() + top)[:, 0] - expected
+            own /= total
+            if variation:
+                apart, by_variation = _varied(own, law)
+                losses[block] = (1 - variation) * losses[block] + variation * apart
+                logits[block] = own.sub_(law).mul_(1 - variation).add_(by_variation, alpha=variation)
+                continue
+            logits[block] = own.sub_(law)  # from here on the gradient
+        ctx.save_for_backward(logits @ weight.detach().to(narrow), *((logits, states) if weight.requires_grad else ()))
+        ctx.mark_non_differentiable(right)
+        return losses, right
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _right: Tensor) -> tuple[Tensor | None, ...]:
+        by_states, *others = ctx.saved_tensors
+        by_weight = None
+        if others:
+            by_logits, states = others
+            by_weight = by_logits.T @ (states * upstream[:, None]).to(by_logits.dtype)
+        return (by_states * upstream[:, None]).to(by_states.dtype), by_weight, None, None, None
+
+
+def _varied(own: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
+    """Total variation of laws (M, V_d), and its gradient by the logits of the first: (M,) and (M, V_d)."""
+    apart = own - law
+    sign = apart.sign()
+    gradient = 0.5 * own * (sign - torch.linalg.vecdot(sign, own)[:, None])
+    return apart.abs_().sum(-1) / 2, gradient

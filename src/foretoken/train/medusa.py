@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +11,12 @@ from torch import Tensor, nn
 from foretoken.heads.medusa_hydra import HydraHeads, MedusaHeads
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.heads.vocabulary import DraftVocabulary
-from foretoken.train.examples import Example
 from foretoken.train.features import Streams
 from foretoken.train.losses import Part, distilled, hard
-from foretoken.train.recipe import Laws, Place, TargetParts
-from foretoken.train.shipping import shipped
+from foretoken.train.recipe import Place, Recipe, TargetParts
 
 
-class MedusaRecipe:
+class MedusaRecipe(Recipe):
     """Cross entropy of every head against the tokens of the text, less for later ones.
 
     Source: Medusa (Cai et al. 2024, arXiv:2401.10774), Medusa-1: head k counts 0.8^k.
@@ -29,19 +26,12 @@ class MedusaRecipe:
       target: whose last hidden states are read.
     """
 
-    method: str = "medusa"
-
     def __init__(self, heads: MedusaHeads, target: TargetParts, decay: float = 0.8) -> None:
-        self._heads, self._target = heads, target
-        self.module: nn.Module = heads
-        self.layers: tuple[int, ...] = (target.num_layers,)
-        self.weights: tuple[float, ...] = tuple(decay**head for head in range(heads.num_heads))
-        self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
+        vocabulary = heads.vocabulary or DraftVocabulary.full(target.vocab_size)
+        super().__init__(heads, target, vocabulary, tuple(decay**head for head in range(heads.num_heads)))
+        self._heads = heads
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        place = Place.of(example, self._target.output.device)
-        if place is None:
-            return []
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
         hidden = streams[self._target.num_layers].to(self._heads.dtype)
         found = []
         for head, count in enumerate(place.counts(self._heads.num_heads)):
@@ -55,12 +45,11 @@ class MedusaRecipe:
         """The target's output layer, for the tokens that can be drafted."""
         return nn.functional.linear(states, self._laws.kept.to(states.dtype))
 
-    def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        with shipped(folder, facts):
-            write_medusa(self._heads, folder, self._target.name)
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return write_medusa(self._heads, self._target.name)
 
 
-class HydraRecipe:
+class HydraRecipe(Recipe):
     """Soft cross entropy of every head against the target's law, given the tokens of the text before it.
 
     Source: Hydra (Ankner et al. 2024, arXiv:2402.05109); Hydra++ where the heads have a prefix layer; noise as in the
@@ -73,19 +62,12 @@ class HydraRecipe:
       noise: its strength; the published heads have 0.
     """
 
-    method: str = "hydra"
-
     def __init__(self, heads: HydraHeads, target: TargetParts, noise: float = 0.0) -> None:
-        self._heads, self._target, self._noise = heads, target, noise
-        self.module: nn.Module = heads
-        self.layers: tuple[int, ...] = (target.num_layers,)
-        self.weights: tuple[float, ...] = (1.0,) * heads.num_heads
-        self._laws = Laws(target.output, heads.vocabulary or DraftVocabulary.full(target.vocab_size))
+        vocabulary = heads.vocabulary or DraftVocabulary.full(target.vocab_size)
+        super().__init__(heads, target, vocabulary, (1.0,) * heads.num_heads)
+        self._heads, self._noise = heads, noise
 
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        place = Place.of(example, self._target.output.device)
-        if place is None:
-            return []
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
         last = streams[self._target.num_layers]
         contexts = self._heads.contexts(last.to(self._heads.dtype))[place.first :]
         embedded = self._target.embedded(place.token_ids[place.first :], self._heads.dtype)
@@ -103,9 +85,8 @@ class HydraRecipe:
         weights = self._laws.weights(place, rows)
         return distilled(torch.cat(states), self._laws.kept, law, rows, weights, counts)
 
-    def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        with shipped(folder, facts):
-            write_hydra(self._heads, folder, self._target.name)
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return write_hydra(self._heads, self._target.name)
 
 
 def neft_noise(like: Tensor, length: int, strength: float) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.layers import LayerShape
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.train.examples import Example
@@ -18,34 +20,6 @@ from foretoken.train.losses import Part
 
 NUM_LAYERS = {"medusa": 1, "hydra": 1, "hydra++": 4, "draft_model": 4}
 """Layers of a drafter by method, where nothing is said: of the MLP of every head, as published, or of a draft model."""
-
-
-class Recipe(Protocol):
-    """How one kind of drafter is trained.
-
-    Attributes:
-      method: that drafts with what comes out.
-      module: what is trained.
-      layers: of the target, whose inputs it reads; the number of layers for the last hidden state.
-      weights: of its parts, by step or head.
-    """
-
-    method: str
-    module: nn.Module
-    layers: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    def parts(self, example: Example, streams: Streams) -> list[Part]:
-        """Losses along one example, by step or head; none where the answer is too short."""
-        ...
-
-    def save(self, folder: Path, facts: dict[str, Any]) -> None:
-        """Write a checkpoint that ``method`` reads, in bfloat16.
-
-        Args:
-          facts: further entries of its config.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -157,8 +131,55 @@ class Laws:
         return self.vocabulary.rows_of(place.token_ids[place.first + 2 + rows])
 
 
-def halved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as they are shipped: floating-point numbers in bfloat16."""
-    return {
-        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
-    }
+class Recipe(ABC):
+    """How one kind of drafter is trained over a target.
+
+    Args:
+      module: what is trained.
+      target: whose features and laws are learned.
+      vocabulary: tokens that can be drafted, over which laws are compared.
+      weights: of its parts, by step or head.
+      streams: layers of the target whose inputs it reads, beside the last hidden state.
+
+    Attributes:
+      layers: of the target, whose inputs it reads; the number of layers for the last hidden state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        target: TargetParts,
+        vocabulary: DraftVocabulary,
+        weights: tuple[float, ...],
+        streams: Seq[int] = (),
+    ) -> None:
+        self.module, self.weights = module, weights
+        self.layers: tuple[int, ...] = tuple(sorted({*streams, target.num_layers}))
+        self._target = target
+        self._laws = Laws(target.output, vocabulary)
+
+    def parts(self, example: Example, streams: Streams) -> list[Part]:
+        """Losses along one example, by step or head; none where the answer is too short."""
+        place = Place.of(example, self._target.output.device)
+        return [] if place is None else self._parts(place, streams)
+
+    @abstractmethod
+    def _parts(self, place: Place, streams: Streams) -> list[Part]:
+        """Losses along an example with something to draft."""
+
+    @abstractmethod
+    def _checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Config and tensors of the drafter, in the layout that its method reads."""
+
+    def save(self, folder: Path, facts: dict[str, Any]) -> None:
+        """Write a checkpoint, with floating-point numbers in bfloat16.
+
+        Args:
+          facts: further entries of its config.
+        """
+        config, tensors = self._checkpoint()
+        halved = {
+            name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
+        write_checkpoint(folder, {**config, **facts}, halved)

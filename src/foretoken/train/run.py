@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretoken.bench.provenance import provenance
-from foretoken.errors import PromptError
-from foretoken.folders import append_lines, keep_json
+from foretoken.errors import CheckpointError, PromptError
+from foretoken.folders import append_lines, is_no_room, keep_json
 from foretoken.heads.expectation import KEY as EXPECTED
 from foretoken.llm import LLM
 from foretoken.loading.info import eos_token_ids
-from foretoken.train.curve import draw
-from foretoken.train.disk_full import writing
-from foretoken.train.evaluation import Acceptance, chain_config, measure
+from foretoken.train.answers import Gathering
+from foretoken.train.evaluation import Acceptance, chain_config, draw, measure
 from foretoken.train.examples import example_of, is_evaluation, is_held_out, prompt_ids
 from foretoken.train.features import FeatureCache, FeatureSource, TargetFeatures
-from foretoken.train.gathering import Gathering
 from foretoken.train.plan import Plan
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
@@ -50,6 +50,20 @@ class Estimate:
     feature_bytes: int
     answer_seconds: float
     seconds: float
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises: CheckpointError where something inside of it could not be written for want of room."""
+    try:
+        yield
+    except Exception as error:
+        if not is_no_room(error):
+            raise
+        raise CheckpointError(
+            f"{folder} cannot be written: there is no room left; make some and run the same command again, which goes "
+            "on from what was kept"
+        ) from error
 
 
 class Run:

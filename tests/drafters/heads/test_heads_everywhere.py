@@ -17,6 +17,7 @@ from foretoken import LLM, SamplingParams, SpeculativeConfig, speculate
 from foretoken.cli.writers import as_record
 from foretoken.drafters.heads import medusa_hydra
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.heads.checkpoint import write_checkpoint
 from foretoken.heads.medusa_hydra_layouts import write_hydra, write_medusa
 from foretoken.testing import PROMPTS, toy_model
 from toy_heads import VOCAB_SIZE, hydra_heads, medusa_heads
@@ -29,10 +30,10 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=1234, max_tokens=20)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("heads")
-    write_medusa(medusa_heads(), root / "medusa")
-    write_medusa(medusa_heads(False), root / "shared")
-    write_hydra(hydra_heads(False), root / "hydra")
-    write_hydra(hydra_heads(True), root / "hydra++")
+    write_checkpoint(root / "medusa", *write_medusa(medusa_heads()))
+    write_checkpoint(root / "shared", *write_medusa(medusa_heads(False)))
+    write_checkpoint(root / "hydra", *write_hydra(hydra_heads(False)))
+    write_checkpoint(root / "hydra++", *write_hydra(hydra_heads(True)))
     return {name: str(root / name) for name in ("medusa", "shared", "hydra", "hydra++")}
 
 
@@ -71,7 +72,7 @@ def test_files_of_torch_are_told_and_read(tmp_path: Path) -> None:
         ("medusa", medusa_heads(), write_medusa, {"medusa_num_heads": 2, "medusa_num_layers": 2}),
         ("hydra++", hydra_heads(True), write_hydra, {}),
     ):
-        write(heads, tmp_path / "written")  # type: ignore[operator]
+        write_checkpoint(tmp_path / "written", *write(heads))  # type: ignore[operator]
         found = read_checkpoint(tmp_path / "written")
         folder = tmp_path / name
         folder.mkdir()
@@ -89,7 +90,7 @@ def test_a_model_with_its_heads_inside_is_target_and_heads(tmp_path: Path) -> No
     model.config.medusa_num_heads, model.config.medusa_num_layers = 4, 2
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    write_medusa(medusa_heads(), tmp_path / "heads")
+    write_checkpoint(tmp_path / "heads", *write_medusa(medusa_heads()))
     inside = load_file(tmp_path / "heads" / "model.safetensors")
     both = {**tensors, **{f"medusa_head.{name}": tensor for name, tensor in inside.items()}}
     save_file(both, tmp_path / "model.safetensors", metadata={"format": "pt"})
