@@ -16,7 +16,7 @@ from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
 from foretoken.drafters.none import EmptyDrafter
-from foretoken.drafters.parts.head_states import HeadStates, LastStates, PrefixStates, last_hidden
+from foretoken.drafters.parts.head_states import HeadStates, PrefixStates, last_hidden
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Budget, Drafter
 from foretoken.engine.engine import Engine
@@ -327,7 +327,7 @@ def loses_a_column(patch: pytest.MonkeyPatch) -> None:
 
 def _takes_in(change: Callable[[Any], Any]) -> Apply:
     """What is taken in of rows is not what came of them."""
-    return with_arguments(LastStates, "_take_in", lambda call: {"states": change(call.states)})
+    return with_arguments(HeadStates, "_take_in", lambda call: {"states": change(call.states)})
 
 
 def _places(change: Callable[[Call], dict[str, Any]]) -> Apply:

@@ -15,7 +15,7 @@ from foretoken.config.method import Method
 from foretoken.drafters.heads.options import HeadOptions
 from foretoken.drafters.parts.growth import Growth
 from foretoken.drafters.parts.head_loading import load_head
-from foretoken.drafters.parts.head_states import HeadDrafter, HeadStates, LastStates, PrefixStates, last_hidden
+from foretoken.drafters.parts.head_states import HeadDrafter, HeadStates, PrefixStates, last_hidden
 from foretoken.drafters.parts.reduced_output import chosen_vocabulary, rows_of_output
 from foretoken.engine.drafter import Features, Requirements
 from foretoken.errors import ConfigError
@@ -126,7 +126,7 @@ class MultiHeadDrafter(HeadDrafter[HeadStates]):
             self.requires = Requirements(layer_inputs=(layer,))
             take = partial(_layer_input, layer)
         self.states: HeadStates = (
-            LastStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, heads.device)
+            HeadStates(take) if heads.prefix is None else PrefixStates(heads.prefix, take, heads.device)
         )
         self._embed: Any = None
         self._output: OutputLayer | None = None

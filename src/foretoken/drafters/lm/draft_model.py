@@ -19,8 +19,8 @@ from foretoken.drafters.parts.rows import (
     CacheMemory,
     feed,
     known_tokens,
-    neighbours,
     reach,
+    spans,
     unpadded,
 )
 from foretoken.engine.drafter import Budget, Drafter, OwnCache, PromptChunk, Requirements, StepResult
@@ -167,7 +167,7 @@ class DraftModelDrafter(Drafter):
 
     def _feed(self, texts: Mapping[int, Seq[int]]) -> None:
         """Run texts, by slot, through the drafter, chunk by chunk; those of neighbouring slots side by side."""
-        for slots in neighbours(slot for slot, text in texts.items() if text):
+        for slots in spans((slot for slot, text in texts.items() if text), max_gap=0):
             several = [texts[slot] for slot in slots]
             for start in range(0, max(map(len, several)), PREFILL_CHUNK):
                 chunks = [text[start : start + PREFILL_CHUNK] for text in several]
@@ -194,11 +194,11 @@ class DraftModelDrafter(Drafter):
 
     def _grow_at_once(self, drafts: Seq[GrowingDraft]) -> bool:
         """Grow drafts in one call where these are chains of the model's likeliest tokens; whether they are."""
-        wanted = self.growth.argmaxes(drafts) if self._view is None else None
-        if wanted is None or max(wanted.depths) < 1:
+        depths = self.growth.argmax_depths(drafts) if self._view is None else None
+        if depths is None or max(depths) < 1:
             return False
         places, chains = self._unseen(drafts)
-        found = self.model.chains(chains, self._cache, wanted.depths, wanted.num_columns, wanted.names)
+        found = self.model.chains(chains, self._cache, depths, *self.growth.columns)
         if found is None:
             return False
         num_fed = [max(len(tokens) - 1, 0) for tokens in found]  # nobody has asked what follows the last

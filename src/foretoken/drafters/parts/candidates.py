@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from foretoken.lazy import Lazy
 
@@ -29,7 +28,6 @@ the first choice of a good drafter is right more often than its law says; that o
 RATE = 0.05  # of the sharpness, by the difference of an outcome from what was said of it
 FLATTEST, SHARPEST = 0.5, 4.0
 
-Result = TypeVar("Result")
 Scored = list[tuple[int, float]]
 """Tokens and their scores, the best one first."""
 
@@ -59,7 +57,7 @@ class Candidates:
     """Ranks what may follow nodes.
 
     A drafter with a reduced vocabulary has logits of its own tokens alone. They are used as they are, unless a row has
-    processors, which name tokens of the target: its logits are spread over the whole vocabulary then.
+    processors, which name tokens of the target: logits are spread over the whole vocabulary then.
 
     Args:
       target_vocab_size: V; other widths are cut or padded to it.
@@ -90,8 +88,7 @@ class Candidates:
 
     def log_probs(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
         """The processed law after each node (M, V), for what looks at its shape: a reduced one stays reduced."""
-        if self._vocabulary is None or any(law.is_processed for law in parents.laws):
-            return self.whole(logits, parents)
+        logits, _ = self._processable(logits, parents)
         return sampling.log_probs(logits, parents.laws, parents.paths)
 
     def whole(self, logits: torch.Tensor, parents: Parents) -> torch.Tensor:
@@ -105,35 +102,29 @@ class Candidates:
           as_chances: scores are logarithms of how likely children are to be right, comparable among nodes of all
             depths; else how far each is behind the best.
         """
-
-        def ranked(logits: torch.Tensor, parents: Parents, columns: torch.Tensor | None) -> list[Scored]:
-            found: list[Scored] = [[] for _ in parents.laws]
-            for is_certain in (True, False):
-                # scores that only rank greedy rows need no law
-                by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
-                rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
-                if rows:
-                    some = logits if len(rows) == len(found) else logits[rows]
-                    rank = self._by_law if is_certain else self._by_noise
-                    for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
-                        found[i] = scored
-            return found
-
-        return self._mapped(logits, parents, ranked)
+        logits, columns = self._processable(logits, parents)
+        found: list[Scored] = [[] for _ in parents.laws]
+        for is_certain in (True, False):
+            # scores that only rank greedy rows need no law
+            by_law = [self._is_greedy or (law.is_greedy and as_chances) for law in parents.laws]
+            rows = [i for i, needs_law in enumerate(by_law) if needs_law == is_certain]
+            if rows:
+                some = logits if len(rows) == len(found) else logits[rows]
+                rank = self._by_law if is_certain else self._by_noise
+                for i, scored in zip(rows, rank(some, parents.of(rows), k, columns, as_chances), strict=True):
+                    found[i] = scored
+        return found
 
     def only(self, logits: torch.Tensor, parents: Parents) -> list[int]:
         """The best child of every node, -1 where there is no law."""
-
-        def chosen(logits: torch.Tensor, parents: Parents, columns: torch.Tensor | None) -> list[int]:
-            if self._is_greedy:
-                found = sampling.argmax(sampling.log_probs(logits, parents.laws, parents.paths))
-                return _named(found, columns).tolist()
-            if columns is None:
-                return sampling.choose(logits, parents.laws, parents.paths, parents.positions).tolist()
-            best, _ = sampling.choose_siblings(logits, parents.laws, parents.paths, parents.positions, 1, columns)
-            return best[:, 0].tolist()
-
-        return self._mapped(logits, parents, chosen)
+        logits, columns = self._processable(logits, parents)
+        laws, paths, positions = parents.laws, parents.paths, parents.positions
+        if self._is_greedy:
+            return _named(sampling.argmax(sampling.log_probs(logits, laws, paths)), columns).tolist()
+        if columns is None:
+            return sampling.choose(logits, laws, paths, positions).tolist()
+        best, _ = sampling.choose_siblings(logits, laws, paths, positions, 1, columns)
+        return best[:, 0].tolist()
 
     def follow(self, tree: DraftTree, emitted: int) -> None:
         """Sharpen the law where a draft's first choice is right more often than its score says, else flatten it."""
@@ -171,26 +162,11 @@ class Candidates:
         found, gaps = sampling.choose_siblings(logits, laws, paths, positions, k, columns)
         return _paired(found, gaps - gaps.logsumexp(-1, keepdim=True) if as_chances else gaps)
 
-    def _mapped(
-        self,
-        logits: torch.Tensor,
-        parents: Parents,
-        function: Callable[[torch.Tensor, Parents, torch.Tensor | None], list[Result]],
-    ) -> list[Result]:
-        """Call a function with nodes whose logits are of the whole vocabulary, and with those of the reduced one."""
-        if self._vocabulary is None:
-            return function(lm.fit_vocabulary(logits, self._vocab_size), parents, None)
-        ids = self._vocabulary.target_ids
-        spread = [i for i, law in enumerate(parents.laws) if law.is_processed]
-        if not spread:
-            return function(logits, parents, ids)
-        results: dict[int, Result] = dict(
-            zip(spread, function(self._spread(logits[spread]), parents.of(spread), None), strict=True)
-        )
-        rest = [i for i in range(len(parents.laws)) if i not in results]
-        if rest:
-            results |= dict(zip(rest, function(logits[rest], parents.of(rest), ids), strict=True))
-        return [results[i] for i in range(len(parents.laws))]
+    def _processable(self, logits: torch.Tensor, parents: Parents) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits that the laws of nodes can process, and the tokens of their columns; None for their numbers."""
+        if self._vocabulary is None or any(law.is_processed for law in parents.laws):
+            return self._spread(logits), None
+        return logits, self._vocabulary.target_ids
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """(M, V of the drafter) -> (M, V of the target): what it does not know is impossible."""

@@ -15,7 +15,6 @@ from foretoken.drafters.parts.candidates import SHARPNESS, Candidates, Parents, 
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.engine.drafter import Budget, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 from foretoken.tree import DraftTree
 
@@ -43,21 +42,6 @@ class Expander(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Argmaxes:
-    """Chains of likeliest tokens, of which nobody asks anything but how long they are.
-
-    Args:
-      depths: tokens of every draft.
-      num_columns: of logits that count.
-      names: int64 (V,), the tokens that these stand for; None for their own numbers.
-    """
-
-    depths: list[int]
-    num_columns: int
-    names: torch.Tensor | None
-
-
 class Growth:
     """How drafts grow: which nodes get children, which of these stay, and which of these are expanded in turn.
 
@@ -70,8 +54,8 @@ class Growth:
       policy: of dynamic trees; decides before every level whether to go on.
       num_branches: siblings per node; 1 drafts chains.
       beam_width: nodes that are expanded per level; ``num_branches`` by default.
-      reranks: let all children stay while the draft grows, and choose the best ``max_nodes`` of them all in the end;
-        otherwise only the nodes that are expanded stay.
+      reranks: under "match", let all children stay while the draft grows, and choose the best ``max_nodes`` of them all
+        in the end; otherwise only the nodes that are expanded stay.
       tree: static, whose most valuable nodes within the budget of a row are filled.
       max_depth: of a static tree, levels below the root at most; None for all of them.
       sample_method: "probabilistic" draws from the processed law of the drafter, "greedy" takes its likeliest tokens.
@@ -90,7 +74,6 @@ class Growth:
     path as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858); static trees as in Medusa (Cai et al. 2024,
     arXiv:2401.10774); Gumbel-top-k (Kool et al. 2019, arXiv:1903.06059) for siblings. Deviation: where the target draws
     with the same noise, nodes are ranked by the shares of siblings under that noise.
-    Raises: ConfigError when a number is out of range.
     """
 
     def __init__(
@@ -110,14 +93,7 @@ class Growth:
         least_mass: float = 0.0,
         sharpness: float | None = None,
     ) -> None:
-        for name, value in (("num_draft_branches", num_branches), ("draft_beam_width", beam_width or 1)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be 1 or more")
         rule = RULES[acceptance]
-        if reranks and (max_nodes is None or not rule.shares_noise):
-            raise ConfigError("reranking drops nodes for their scores: it takes max_nodes, and acceptance='match'")
-        if policy is None and tree is None:
-            raise ConfigError("a draft is as long as a policy or a tree says; give one of them")
         self.policy = policy or Fixed(0)
         self.tree = tree
         self.takes_trees = True
@@ -140,6 +116,11 @@ class Growth:
     def sharpness(self) -> float:
         """Power to which the drafter's law is raised at present."""
         return self._candidates.sharpness
+
+    @property
+    def columns(self) -> tuple[int, torch.Tensor | None]:
+        """How many columns of logits count, and their tokens; see `Candidates`."""
+        return self._candidates.columns
 
     @property
     def drafts_chains(self) -> bool:
@@ -201,8 +182,8 @@ class Growth:
                 break
             self._extend(drafts, expander.expand(drafts), level)
 
-    def argmaxes(self, drafts: Seq[GrowingDraft]) -> Argmaxes | None:
-        """What `grow` would add to drafts, where that follows from the largest logits alone; else None."""
+    def argmax_depths(self, drafts: Seq[GrowingDraft]) -> list[int] | None:
+        """Lengths of drafts where `grow` would add chains of the largest logits, and nobody asks for more; else None."""
         keeps_all = type(self.policy).keep_drafting is LengthPolicy.keep_drafting and self.policy.looks_at == NOTHING
         if not self.drafts_chains or self._reranks or self._is_greedy or not keeps_all:
             return None
@@ -214,7 +195,7 @@ class Growth:
             while depth < most and self.policy.go_on(draft.row, depth):
                 depth += 1
             depths.append(min(depth, most))
-        return Argmaxes(depths, *self._candidates.columns)
+        return depths
 
     def finish(self, draft: GrowingDraft, source: str) -> DraftTree:
         """The draft that is proposed."""
@@ -268,9 +249,7 @@ class Growth:
 
     def _add(self, draft: GrowingDraft, pool: list[_Candidate]) -> None:
         """Let the best children of a level stay, the best of which are expanded next."""
-        if self._is_sampled(
-            draft.row
-        ):  # none may be dropped for its value, so all stay, and the first draw is expanded
+        if self._is_sampled(draft.row):  # none may be dropped for its value: all stay, the first draw is expanded
             draft.frontier = [draft.add(node, token) for _, node, token, _ in pool][:1]
             return
         pool.sort(key=lambda candidate: -candidate[0])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from foretoken.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, neighbours
+from foretoken.drafters.parts.rows import CachedRow, CachedRows, CacheMemory, spans
 from foretoken.engine.drafter import Budget, Drafter, Features, OwnCache, PromptChunk, StepResult
 from foretoken.engine.sequence import Sequence
 from foretoken.lazy import Lazy
@@ -34,8 +34,8 @@ def last_hidden(features: Features, nodes: Seq[int]) -> torch.Tensor:
     return features.last_hidden(nodes)
 
 
-class HeadStates(ABC):
-    """One vector (H,) per row, of its last committed token; none yet where the prompt is a single token.
+class HeadStates:
+    """The state (H,) of the last committed token of every row; none yet where the prompt is a single token.
 
     Args:
       take: the states that heads read.
@@ -76,13 +76,14 @@ class HeadStates(ABC):
         if rows:
             self._take_in(rows, states, starts)
 
-    @abstractmethod
     def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
         """Take in the states (n, H) of the next tokens of rows.
 
         Args:
           starts: index in its text of the first token of every row.
         """
+        for row, state in zip(rows, states, strict=True):
+            self._last[row.id] = state[-1].clone()
 
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         """Give other samples of a prompt what its row has."""
@@ -96,14 +97,6 @@ class HeadStates(ABC):
     def forget(self, rows: Seq[Sequence]) -> None:
         for row in rows:
             self._last.pop(row.id, None)
-
-
-class LastStates(HeadStates):
-    """The states themselves."""
-
-    def _take_in(self, rows: Seq[Sequence], states: Seq[torch.Tensor], starts: Seq[int]) -> None:
-        for row, state in zip(rows, states, strict=True):
-            self._last[row.id] = state[-1].clone()
 
 
 class CachedStates(HeadStates):
@@ -180,7 +173,7 @@ class PrefixStates(CachedStates):
         state_of = {}
         for row, state, start in zip(rows, states, starts, strict=True):
             state_of[self._place(row, start, len(state)).slot] = (row.id, state)
-        for slots in neighbours(state_of):
+        for slots in spans(state_of, max_gap=0):
             outputs = self._run([state_of[slot][1] for slot in slots], slots[0])
             for slot, output in zip(slots, outputs, strict=True):
                 self._last[state_of[slot][0]] = output

@@ -189,22 +189,11 @@ def reach(model: CausalLM, row: Sequence) -> int:
     return sys.maxsize if context is None else context - len(row.token_ids) + 1
 
 
-def neighbours(slots: Iterable[int]) -> list[list[int]]:
-    """Runs of consecutive slots: 1 2 4 makes [1, 2], [4]."""
-    runs: list[list[int]] = []
-    for slot in sorted(slots):
-        if runs and runs[-1][-1] == slot - 1:
-            runs[-1].append(slot)
-        else:
-            runs.append([slot])
-    return runs
-
-
-def spans(slots: Iterable[int]) -> list[range]:
-    """Runs of slots with small gaps: 1 2 4 9 makes 1..4 and 9."""
+def spans(slots: Iterable[int], max_gap: int = MAX_GAP) -> list[range]:
+    """Runs of slots with small gaps, or none: with gaps of up to 2 slots, 1 2 4 9 makes 1..4 and 9."""
     spans: list[range] = []
     for slot in sorted(slots):
-        if spans and slot - spans[-1].stop <= MAX_GAP:
+        if spans and slot - spans[-1].stop <= max_gap:
             spans[-1] = range(spans[-1].start, slot + 1)
         else:
             spans.append(range(slot, slot + 1))
