@@ -25,8 +25,7 @@ from foretoken.drafters.heads.eagle import PUBLISHED
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from foretoken.heads.eagle import EagleHead, default_streams
-from foretoken.heads.eagle_layouts import check_fits, read_eagle, write_eagle
-from foretoken.heads.eagle_structure import TargetFacts
+from foretoken.heads.eagle_layouts import TargetFacts, check_fits, read_eagle, write_eagle
 from foretoken.heads.layers import Placed
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.testing import PROMPTS, toy_model
@@ -273,7 +272,7 @@ def test_a_published_layout_is_read(layout: Layout, tmp_path: Path) -> None:
     """Structure and weights, and the function that they make: that of matrices written out."""
     want, config, tensors = layout()
     folder = write(tmp_path / "head", config, tensors)
-    found = read_eagle(read_checkpoint(folder), facts()).head.double()
+    found = read_eagle(read_checkpoint(folder), facts())[0].double()
     assert found.shape == want.shape
     assert {name: t.shape for name, t in found.named_parameters()} == {n: t.shape for n, t in want.named_parameters()}
     for name, tensor in want.named_parameters():
@@ -292,11 +291,11 @@ def test_a_published_layout_is_read(layout: Layout, tmp_path: Path) -> None:
 def test_what_is_written_in_the_layout_of_speculators_is_read_again(layout: Layout, tmp_path: Path) -> None:
     want, _, _ = layout()
     write_checkpoint(tmp_path, *write_eagle(want, "somebody/target"))
-    found = read_eagle(read_checkpoint(tmp_path), facts())
-    assert found.head.shape == want.shape
-    assert all("embedding" in note for note in found.notes)
+    found, notes = read_eagle(read_checkpoint(tmp_path), facts())
+    assert found.shape == want.shape
+    assert all("embedding" in note for note in notes)
     for name, tensor in want.named_parameters():
-        assert torch.equal(dict(found.head.named_parameters())[name].double(), tensor.double()), name
+        assert torch.equal(dict(found.named_parameters())[name].double(), tensor.double()), name
 
 
 @pytest.mark.parametrize(
@@ -363,24 +362,20 @@ def test_a_head_in_memory_drafts() -> None:
 )
 def test_tensors_are_right_where_a_config_says_otherwise(lie: dict[str, Any], note: str) -> None:
     head, config, tensors = eagle3()
-    layout = read_eagle(Checkpoint("a head", {**config, **lie}, tensors), facts())
-    assert layout.head.shape == head.shape
-    assert any(note in each for each in layout.notes)
+    found, notes = read_eagle(Checkpoint("a head", {**config, **lie}, tensors), facts())
+    assert found.shape == head.shape
+    assert any(note in each for each in notes)
 
 
 def test_angles_are_those_of_the_config_or_of_the_user() -> None:
     def theta(rope_theta: float | None = None, **config: Any) -> Any:
         _, given, tensors = eagle()
-        found = read_eagle(Checkpoint("a head", {**given, **config}, tensors), facts(), rope_theta=rope_theta)
-        return found.head.shape.layer.rope["rope_theta"]
+        found, _ = read_eagle(Checkpoint("a head", {**given, **config}, tensors), facts(), rope_theta=rope_theta)
+        return found.shape.layer.rope["rope_theta"]
 
     assert theta() == 10000.0
-    assert (
-        read_eagle(Checkpoint("a head", {**LLAMA, "rope_theta": 5e5}, eagle()[2]), facts()).head.shape.layer.rope[
-            "rope_theta"
-        ]
-        == 5e5
-    )
+    found, _ = read_eagle(Checkpoint("a head", {**LLAMA, "rope_theta": 5e5}, eagle()[2]), facts())
+    assert found.shape.layer.rope["rope_theta"] == 5e5
     assert theta(rope_parameters={"rope_type": "default", "rope_theta": 1e6}) == 1e6
     assert theta(rope_scaling={"type": "linear", "factor": 2.0}) == 10000.0
     assert theta(1e4, rope_parameters={"rope_type": "default", "rope_theta": 1e6}) == 1e4
@@ -438,7 +433,7 @@ def test_both_conventions_of_layer_ids() -> None:
     def streams(**config: Any) -> tuple[int, ...]:
         _, given, tensors = eagle3()
         wide = {**tensors, "fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)}
-        return read_eagle(Checkpoint("a head", {**given, **config}, wide), facts(num_layers=32)).head.shape.streams
+        return read_eagle(Checkpoint("a head", {**given, **config}, wide), facts(num_layers=32))[0].shape.streams
 
     assert streams() == (2, 16, 29)
     assert streams(eagle_aux_hidden_state_layer_ids=[2, 16, 29]) == (2, 16, 29)
@@ -578,7 +573,7 @@ def test_a_head_that_disappoints_is_named_once(tmp_path: Path, caplog: pytest.Lo
         caplog.clear()
     assert {name: len(messages) for name, messages in found.items()} == {"good": 0, "bad": 1, "modest": 0}
     assert "of 90 % when the head was validated" in found["bad"][0]
-    again = read_eagle(read_checkpoint(tmp_path / "bad"), facts()).head
+    again, _ = read_eagle(read_checkpoint(tmp_path / "bad"), facts())
     assert write_eagle(again)[0]["first_token_acceptance"] == 0.9
     for wrong in (1.5, "0.9", True):
         with pytest.raises(CheckpointError, match="must be a share"):

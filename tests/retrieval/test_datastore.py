@@ -28,10 +28,9 @@ from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import datastore as datastore_of
 from foretoken.retrieval import resuming
-from foretoken.retrieval.build import Limits, append, build
+from foretoken.retrieval.build import Limits, append, build, from_tokens
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
-from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.growth import ESCAPE, Shape
 from foretoken.retrieval.manifest import Manifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of

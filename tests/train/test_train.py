@@ -14,8 +14,7 @@ from torch import Tensor
 import eagle_heads
 from foretoken.errors import CheckpointError, NumericsError, PromptError
 from foretoken.heads.checkpoint import read_checkpoint
-from foretoken.heads.eagle_layouts import read_eagle
-from foretoken.heads.eagle_structure import TargetFacts
+from foretoken.heads.eagle_layouts import TargetFacts, read_eagle
 from foretoken.heads.medusa_hydra_layouts import read_hydra, read_medusa
 from foretoken.testing import GREEDY
 from foretoken.train.eagle import seen_by_step, unrolled
@@ -265,7 +264,7 @@ def test_what_was_trained_is_read_back_and_drafts(tmp_path: Path) -> None:
     made.save(tmp_path, {"first_token_acceptance": 0.5})
     lm = eagle_heads.target()
     facts = TargetFacts(lm.name, 32, 64, lm.num_layers, (0,), lm.shadow.get_input_embeddings().weight)
-    head = read_eagle(read_checkpoint(tmp_path), facts).head
+    head, _ = read_eagle(read_checkpoint(tmp_path), facts)
     assert head.lm_head is None
     assert head.vocabulary is not None
     assert len(head.vocabulary) == 52

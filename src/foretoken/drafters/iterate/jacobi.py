@@ -11,7 +11,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import one_of, option
 from foretoken.drafters.length_options import LengthOptions
 from foretoken.drafters.lengths import LengthPolicy, policy_of
-from foretoken.drafters.parts.guesses import PromptTokens, RandomTokens
+from foretoken.drafters.parts.guesses import PromptTokens, random_token
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.engine.drafter import Budget, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
@@ -90,7 +90,7 @@ class Guesses:
     def __init__(self, row: Sequence, initial_guess: str, vocab_size: int = 0) -> None:
         self._row = row
         self._prompt_tokens = PromptTokens(row) if initial_guess == "prompt" else None
-        self._random_tokens = RandomTokens(row.seed, vocab_size) if initial_guess == "random" else None
+        self._vocab_size = vocab_size if initial_guess == "random" else None
         self._tokens: list[int] = []
 
     def first(self, length: int) -> list[int]:
@@ -114,8 +114,8 @@ class Guesses:
     def _initial(self, place: int) -> int:
         if self._prompt_tokens is not None:
             return self._prompt_tokens.next()
-        if self._random_tokens is not None:
-            return self._random_tokens.at(len(self._row.token_ids) + place)
+        if self._vocab_size is not None:
+            return random_token(self._row.seed, self._vocab_size, len(self._row.token_ids) + place)
         return self._tokens[-1] if self._tokens else self._row.pending
 
 

@@ -12,7 +12,7 @@ from foretoken.config.method import Method
 from foretoken.config.options import flag, number, one_of, option, path, whole
 from foretoken.drafters.length_options import LengthOptions
 from foretoken.drafters.lengths import CONFIDENCE, NOTHING, LengthPolicy, policy_of
-from foretoken.drafters.parts.guesses import RandomTokens
+from foretoken.drafters.parts.guesses import random_token
 from foretoken.drafters.parts.ngram_storage import RUNNER_UP_WEIGHT, STORAGES, Guess, NGramStorage
 from foretoken.drafters.parts.planned import PlannedDrafter
 from foretoken.drafters.parts.state_file import check_writable, warned
@@ -154,8 +154,8 @@ class NasdDrafter(PlannedDrafter[NGramStorage]):
         """Random tokens for unknown contexts, the same whenever this position is drafted from."""
         if self.options.unknown != "random":
             return None
-        tokens = RandomTokens(row.seed, self._vocab_size)
-        return lambda node: (tokens.at(len(row.token_ids), node), 1.0 / self._vocab_size)
+        size, position = self._vocab_size, len(row.token_ids)
+        return lambda node: (random_token(row.seed, size, position, node), 1.0 / size)
 
     def observe(self, rows: Seq[Sequence], results: Seq[StepResult]) -> None:
         super().observe(rows, results)

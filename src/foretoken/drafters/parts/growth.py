@@ -183,7 +183,7 @@ class Growth:
             self._extend(drafts, expander.expand(drafts), level)
 
     def argmax_depths(self, drafts: Seq[GrowingDraft]) -> list[int] | None:
-        """Lengths of drafts where `grow` would add chains of the largest logits, and nobody asks for more; else None."""
+        """Lengths of drafts where `grow` would add chains of the largest logits and nobody asks for more, else None."""
         keeps_all = type(self.policy).keep_drafting is LengthPolicy.keep_drafting and self.policy.looks_at == NOTHING
         if not self.drafts_chains or self._reranks or self._is_greedy or not keeps_all:
             return None

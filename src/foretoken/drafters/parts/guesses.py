@@ -32,22 +32,11 @@ class PromptTokens:
         return self._tokens[int(noise.uniform(key) * self._num_tokens)]
 
 
-class RandomTokens:
-    """Tokens of the whole vocabulary, drawn at random, each for one position.
+def random_token(seed: int, vocab_size: int, position: int, node: int = 0) -> int:
+    """A token of the whole vocabulary, for a position of a text or a node of the draft that begins there.
 
-    Args:
-      seed: of the row.
-      vocab_size: V; every token is as likely as any other.
-
-    Randomness: the draft stream of the seed, keyed by position and node, so that what is drafted again gets the same
-    token whatever ran beside it.
+    Randomness: the draft stream of the seed of a row, keyed by position and node, so that what is drafted again gets
+    the same token whatever ran beside it; every token is as likely as any other.
     """
-
-    def __init__(self, seed: int, vocab_size: int) -> None:
-        self._seed = seed
-        self._vocab_size = vocab_size
-
-    def at(self, position: int, node: int = 0) -> int:
-        """The token for a position of the text, or for a node of the draft that begins there."""
-        key = noise.stream_key(self._seed, position, node, noise.Purpose.DRAFT)
-        return int(noise.uniform(key) * self._vocab_size)
+    key = noise.stream_key(seed, position, node, noise.Purpose.DRAFT)
+    return int(noise.uniform(key) * vocab_size)
