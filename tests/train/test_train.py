@@ -21,6 +21,7 @@ from foretoken.train.eagle import seen_by_step, unrolled
 from foretoken.train.examples import Example, is_held_out, read_prompts
 from foretoken.train.features import FeatureCache, Streams, TargetFeatures
 from foretoken.train.losses import distilled, feature_regression, hard
+from foretoken.train.plan import Plan
 from foretoken.train.recipe import Place
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
 from foretoken.train.trainer import Schedule, Trainer
@@ -37,7 +38,7 @@ def recipe(method: str, seed: int = 3, vocab: int = 52, num_layers: int | None =
     torch.manual_seed(seed)
     parts = parts_of(eagle_heads.target(), (0,))
     vocabulary = frequent_tokens(examples(), vocab, parts)
-    made = new_recipe(method, parts, vocabulary, num_layers=num_layers, **SHAPE)
+    made = new_recipe(Plan(method=method, out=Path(), num_layers=num_layers, **SHAPE), parts, vocabulary)
     made.module.double()
     return made
 

@@ -22,6 +22,7 @@ from foretoken.testing import toy_model
 from foretoken.train.draft_model import DraftModelRecipe
 from foretoken.train.features import TargetFeatures
 from foretoken.train.losses import distilled
+from foretoken.train.plan import Plan
 from foretoken.train.recipe import TargetParts
 from foretoken.train.small import SmallPlan, new_small_model
 from foretoken.train.start import frequent_tokens, new_recipe, parts_of
@@ -42,7 +43,7 @@ def target() -> TargetParts:
 def recipe(kind: str, seed: int = 3, vocab: int = 52) -> DraftModelRecipe:
     torch.manual_seed(seed)
     vocabulary = frequent_tokens(examples(), vocab, target())
-    made = new_recipe("draft_model", target(), vocabulary, num_layers=1, small=SMALL[kind])
+    made = new_recipe(Plan(method="draft_model", out=Path(), num_layers=1, small=SMALL[kind]), target(), vocabulary)
     assert isinstance(made, DraftModelRecipe)
     made.module.double()
     return made

@@ -19,14 +19,8 @@ _UNIT = 64
 _SURPLUS = 8  # candidates per wanted node where a limit of branches will drop some
 
 
-class _Node(NamedTuple):
-    """A node of the trie: ``key`` is its place in the flattened (depth, rows), ``parent`` that of the node above."""
-
-    key: int
-    parent: int
-    level: int
-    token: int
-    weight: float
+_Node = tuple[int, int, int, int, float]
+"""A node of the trie: its place in the flattened (depth, rows), that of the node above, level, token and weight."""
 
 
 class ContinuationTrie:

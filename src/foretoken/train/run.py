@@ -108,11 +108,7 @@ class Run:
         torch.manual_seed(plan.seed)
         vocabulary = frequent_tokens(self.examples, plan.draft_vocabulary, self._target)
         vocabulary.check_eos(self._eos, "this run")
-        self._recipe = new_recipe(
-            plan.method, self._target, vocabulary, num_heads=plan.num_heads, num_layers=plan.num_layers,
-            num_steps=plan.num_steps, intermediate_size=plan.intermediate_size, small=plan.small,
-            noise=plan.input_noise,
-        )  # fmt: skip
+        self._recipe = new_recipe(plan, self._target, vocabulary)
         device = llm.target.device
         self._recipe.module.to(device)
         num_tokens = int(plan.epochs * sum(example.num_answer_tokens for example in self.examples))

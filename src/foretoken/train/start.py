@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
 from foretoken.train.examples import Example
 from foretoken.train.medusa import HydraRecipe, MedusaRecipe
 from foretoken.train.recipe import NUM_LAYERS, Recipe, TargetParts
-from foretoken.train.small import SmallPlan, new_small_model
+from foretoken.train.small import new_small_model
+
+if TYPE_CHECKING:
+    from foretoken.train.plan import Plan
 
 METHODS = ("medusa", "hydra", "hydra++", "eagle", "eagle2", "eagle3", "draft_model")
 """Methods whose drafters can be trained; "eagle2" makes the heads of "eagle"."""
@@ -121,66 +124,46 @@ def frequent_tokens(examples: Iterable[Example], size: int, target: TargetParts)
     return DraftVocabulary.most_frequent(counts, size, target.vocab_size, always=target.eos_token_ids)
 
 
-def new_recipe(
-    method: str,
-    target: TargetParts,
-    vocabulary: DraftVocabulary,
-    *,
-    num_heads: int = 4,
-    num_layers: int | None = None,
-    num_steps: int = 4,
-    streams: Seq[int] | None = None,
-    intermediate_size: int | None = None,
-    small: SmallPlan | None = None,
-    noise: float = 0.0,
-) -> Recipe:
-    """The drafter of a method at the beginning of their training, in float32, with how they are trained.
+def new_recipe(plan: Plan, target: TargetParts, vocabulary: DraftVocabulary) -> Recipe:
+    """The drafter of a plan at the beginning of its training, in float32, with how it is trained.
 
     Args:
-      method: one of `METHODS`.
       vocabulary: tokens that will be drafted.
-      num_heads: of Medusa and Hydra.
-      num_layers: see `NUM_LAYERS`, which are the default; no two of a head share weights.
-      num_steps: that EAGLE-3 unrolls.
-      streams: layers whose inputs EAGLE-3 reads; see `default_streams`.
-      intermediate_size: of the MLP of decoder layers; the target's by default.
-      small: what a drafter that is a model is made of.
-      noise: on the inputs of Hydra's heads.
 
-    Raises: ConfigError for a method that is not one of these, or one that the target is too small for.
+    Raises: ConfigError for a method that is not one of `METHODS`, or one that the target is too small for.
     Randomness: torch's.
     """
-    size = target.hidden_size
-    layer = replace(target.layer, intermediate_size=intermediate_size or target.layer.intermediate_size)
-    kept = None if vocabulary.is_full else vocabulary
-    if method == "draft_model":
-        plan = small or SmallPlan()
-        model = new_small_model(target, plan, num_layers or NUM_LAYERS[method])
-        return DraftModelRecipe(model, target, vocabulary, plan.total_variation)
-    if method == "medusa":
-        blocks = HeadsShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False)
-        return MedusaRecipe(MedusaHeads(blocks, kept), target)
-    if method in ("hydra", "hydra++"):
-        prefix = layer if method == "hydra++" else None
-        mlp = HeadsShape(size, 0, num_heads, num_layers or NUM_LAYERS[method], is_shared=False, prefix=prefix)
-        heads = HydraHeads(mlp, kept)
-        _settle_residuals(heads, size)
-        return HydraRecipe(heads, target, noise)
+    method, size = plan.method, target.hidden_size
     if method not in METHODS:
         raise ConfigError(f"{method!r} cannot be trained; known are {', '.join(METHODS)}")
+    layer = replace(target.layer, intermediate_size=plan.intermediate_size or target.layer.intermediate_size)
+    kept = None if vocabulary.is_full else vocabulary
+    num_layers = plan.num_layers or NUM_LAYERS.get(method, 1)
+    if method == "draft_model":
+        model = new_small_model(target, plan.small, num_layers)
+        return DraftModelRecipe(model, target, vocabulary, plan.small.total_variation)
+    if method in ("medusa", "hydra", "hydra++"):
+        prefix = layer if method == "hydra++" else None
+        heads = HeadsShape(size, 0, plan.num_heads, num_layers, is_shared=False, prefix=prefix)
+        if method == "medusa":
+            return MedusaRecipe(MedusaHeads(heads, kept), target)
+        hydra = HydraHeads(heads, kept)
+        _settle_residuals(hydra, size)
+        return HydraRecipe(hydra, target, plan.input_noise)
     generation = 3 if method == "eagle3" else 1
-    chosen = tuple(streams) if streams else default_streams(target.num_layers)
     shape = EagleShape(
         generation=generation,
         layer=layer,
         target_size=size,
-        streams=chosen if generation == 3 else (target.num_layers,),
+        streams=default_streams(target.num_layers) if generation == 3 else (target.num_layers,),
         num_layers_of_target=target.num_layers,
         shares_output=generation == 3,
     )
     head = EagleHead(shape, vocabulary if generation == 3 else None)
     begin_as(head, target)
-    return Eagle3Recipe(head, target, num_steps) if generation == 3 else EagleRecipe(head, target, vocabulary)
+    if generation == 3:
+        return Eagle3Recipe(head, target, plan.num_steps)
+    return EagleRecipe(head, target, vocabulary)
 
 
 @torch.no_grad()
