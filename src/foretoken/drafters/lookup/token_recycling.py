@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from foretoken.drafters.parts.rank_tree import RankTree, TreeShape
 from foretoken.drafters.parts.state_file import check_writable, warned
 from foretoken.engine.drafter import Budget, ContextDrafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.sequence import Sequence
-from foretoken.errors import ConfigError
 from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -145,15 +143,6 @@ class TokenRecyclingDrafter(ContextDrafter):
             self._is_unsaved = False
             with warned():
                 self._start.save(self._state_file)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what a shared drafter has learned, for ``state_file`` of another one.
-
-        Raises: ConfigError for a drafter that is not shared; CheckpointError where writing is not possible.
-        """
-        if not self.options.shared:
-            raise ConfigError("only shared=True learns beyond a request; there is nothing to save")
-        self._start.save(path)
 
     def _load(self, file: Path, vocab_size: int, num_candidates: int) -> AdjacencyMatrix | None:
         """Read the file; None if it is still to be written.
