@@ -9,7 +9,7 @@ import pytest
 from test_drafters import DRAFTERS, model_drafter, steps, target
 
 import mutations
-from foretoken.drafters.lookup.ngram import NGramDrafter
+from foretoken.drafters.lookup.ngram import NGramDrafter, NGramOptions
 from foretoken.engine.sequence import Sequence
 from foretoken.errors import ForetokenError
 from foretoken.model.lm import Nodes
@@ -68,7 +68,7 @@ def test_a_broken_cache_of_the_drafter_costs_steps(
 
 class _Around(NGramDrafter):
     def __init__(self, depth: int) -> None:
-        super().__init__(depth, prompt_lookup_min=1)
+        super().__init__(NGramOptions(num_speculative_tokens=depth, prompt_lookup_min=1))
         self.depth = depth
 
 
