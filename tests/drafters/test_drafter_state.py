@@ -31,8 +31,8 @@ from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirement
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
 from foretoken.errors import ConfigError, TokenizerMismatchError
-from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import PROMPTS, toy_model
 from foretoken.tree import DraftTree

@@ -23,8 +23,8 @@ from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
 from foretoken.engine.drafter import Drafter
 from foretoken.model.lm import CausalLM
-from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.history import OutputHistory
 from foretoken.testing import (
     GREEDY,

@@ -25,8 +25,8 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.engine.drafter import Drafter
-from foretoken.retrieval.build import from_tokens
 from foretoken.retrieval.datastore import Datastore
+from foretoken.retrieval.documents import from_tokens
 from foretoken.testing import PerfectDrafter, Trace, compare, decode
 from harness import adapter, draft_adapter, drafted, first_attention, random_ids
 

@@ -27,9 +27,11 @@ from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import datastore as datastore_of
-from foretoken.retrieval.build import Limits, append, build, from_tokens
+from foretoken.retrieval import resuming
+from foretoken.retrieval.build import Limits, append, build
 from foretoken.retrieval.corpus import PIECE_CHARACTERS, CorpusFile, cut, find_files
 from foretoken.retrieval.datastore import SHORTER_WEIGHT, Datastore, Lookup, known_end
+from foretoken.retrieval.documents import from_tokens
 from foretoken.retrieval.growth import ESCAPE, Shape
 from foretoken.retrieval.manifest import Manifest, fingerprint_of
 from foretoken.retrieval.shard import decode, encode, width_of
@@ -263,7 +265,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(building, "write_json", breaking(building.write_json))
+        patch.setattr(resuming, "write_json", breaking(resuming.write_json))
         patch.setattr(building, "write_suffix_array", breaking(building.write_suffix_array))
         with pytest.raises(Killed):
             build([corpus], tokenizer(), tmp_path / "out", limits=limits)

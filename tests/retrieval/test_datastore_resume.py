@@ -23,6 +23,7 @@ from foretoken.loading.models import load_tokenizer
 from foretoken.retrieval import build as building
 from foretoken.retrieval import corpus as corpora
 from foretoken.retrieval import manifest as manifests
+from foretoken.retrieval import resuming
 from foretoken.retrieval.build import Limits, build
 from foretoken.retrieval.datastore import Datastore
 
@@ -135,7 +136,7 @@ def full(*_: Any, **__: Any) -> None:
         (building, "_flush"),
         (building, "write_suffix_array"),
         (manifests, "write_json"),
-        (building, "write_json"),
+        (resuming, "write_json"),
         (building._Builder, "_write"),
     ],
     ids=lambda where: where[1] + "-" + where[0].__name__.split(".")[-1],

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import foretoken.heads.eagle as eagle
     import foretoken.heads.eagle_layouts as layouts
+    import foretoken.heads.eagle_structure as structure
     from foretoken.config.contents import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 else:
     eagle = Lazy("foretoken.heads.eagle")
     layouts = Lazy("foretoken.heads.eagle_layouts")
+    structure = Lazy("foretoken.heads.eagle_structure")
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
 """How often the candidate of each rank is right at each depth, for the tree where none is given. First ranks are about
@@ -219,12 +221,12 @@ def eagle_head(options: EagleHeadOptions, context: DrafterContext, generation: i
     return head
 
 
-def _facts(context: DrafterContext) -> layouts.TargetFacts:
+def _facts(context: DrafterContext) -> structure.TargetFacts:
     """What a head must fit."""
     target = context.target
     eos = getattr(context.tokenizer, "eos_token_id", None)
     embedding = target.shadow.get_input_embeddings().weight
-    return layouts.TargetFacts(
+    return structure.TargetFacts(
         name=target.name,
         hidden_size=int(target.config.hidden_size),
         vocab_size=target.vocab_size,
