@@ -22,8 +22,7 @@ from foretoken.drafters.compose.union import UnionDrafter
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
-from foretoken.drafters.selfdraft.quantized_self import quantized_self_drafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM
@@ -63,9 +62,9 @@ def drafter_of(kind: str, model: PreTrainedModel, depth: int) -> Drafter:
     made: dict[str, Callable[[], Drafter]] = {
         "chain": lambda: DraftModelDrafter(CausalLM(model), **own),
         "tree": lambda: DraftModelDrafter(CausalLM(model), **own, num_branches=3),
-        "layer_skip": lambda: layer_skip_drafter(LayerSet((1,), ()), **own),
-        "layer_skip_tree": lambda: layer_skip_drafter(LayerSet((1,), ()), **own, num_branches=2),
-        "quantized_self": lambda: quantized_self_drafter(**own),
+        "layer_skip": lambda: SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), **own),
+        "layer_skip_tree": lambda: SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), **own, num_branches=2),
+        "quantized_self": lambda: SelfDrafter("quantized_self", group_size=32, **own),
     }
     for sign, composed in (("+", UnionDrafter), ("-then-", FirstDrafter)):
         if sign in kind:

@@ -26,7 +26,7 @@ from foretoken.drafters.lookup.nasd import NGramStorage
 from foretoken.drafters.lookup.suffix import SuffixDrafter
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter, Features, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence as Row
@@ -57,7 +57,9 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 DRAFTERS["rest"] = lambda: made("rest", 3, datastore())
 OTHERS: dict[str, Callable[[], Drafter]] = {
-    "layer-skip": lambda: layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "layer-skip": lambda: SelfDrafter(
+        "layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)
+    ),
     "union": lambda: UnionDrafter([DRAFTERS["suffix"](), DRAFTERS["lookahead"](), DRAFTERS["token-recycling"]()], 12),
     "first": lambda: FirstDrafter([DRAFTERS["ngram"](), DRAFTERS["jacobi"]()]),
 }

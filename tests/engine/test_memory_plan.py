@@ -24,8 +24,9 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.sparse_view import SparseView
-from foretoken.drafters.selfdraft.sparse_kv import sparse_kv_drafter
+from foretoken.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import MemoryUse, bytes_per_token
@@ -43,8 +44,10 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "draft-model": lambda: DraftModelDrafter(
         CausalLM(perturbed(toy_model(VOCAB_SIZE), 0.1, seed=2), execution="eager"), target_vocab_size=VOCAB_SIZE
     ),
-    "sparse-kv": lambda: sparse_kv_drafter(
-        SparseView(budget=16, selector="streaming", sinks=1, window=15, refresh=8),
+    "sparse-kv": lambda: SelfDrafter(
+        "sparse_kv",
+        usual_acceptance=USUAL_ACCEPTANCE,
+        view=SparseView(budget=16, selector="streaming", sinks=1, window=15, refresh=8),
         target_vocab_size=VOCAB_SIZE,
         policy=Fixed(3),
     ),

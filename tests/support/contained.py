@@ -12,7 +12,6 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -35,7 +34,7 @@ def small() -> CausalLM:
 
 
 def layer_skip() -> SelfDrafter:
-    return layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+    return SelfDrafter("layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
 
 
 def draft_model() -> DraftModelDrafter:

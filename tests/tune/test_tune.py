@@ -19,7 +19,6 @@ from foretoken.cli.layer_search import SearchOptions
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
 from foretoken.engine.budget import Budget
 from foretoken.errors import ConfigError, NothingAcceptedError
 from foretoken.llm import LLM
@@ -157,7 +156,9 @@ def test_probes_leave_out_attention_first() -> None:
 
 
 def drafter_of(lm: CausalLM, length: int) -> Callable[[LayerSet], SelfDrafter]:
-    return lambda layer_set: layer_skip_drafter(layer_set, target_vocab_size=lm.vocab_size, policy=Fixed(length))
+    return lambda layer_set: SelfDrafter(
+        "layer_skip", layer_set=layer_set, target_vocab_size=lm.vocab_size, policy=Fixed(length)
+    )
 
 
 def task(length: int = 3, max_new_tokens: int = 13, num_prompts: int = 2) -> Task:

@@ -21,7 +21,7 @@ from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.composite import PRIOR_WEIGHT, Calibration
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter, PromptChunk, Requirements, StepResult
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -224,7 +224,9 @@ def compositions() -> dict[str, Any]:
         return DraftModelDrafter(model, target_vocab_size=VOCAB_SIZE, num_speculative_tokens=depth)
 
     def layer_skip(depth: int) -> Drafter:
-        return layer_skip_drafter(LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth))
+        return SelfDrafter(
+            "layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(depth)
+        )
 
     return {
         "ngram+draft-model": lambda k: UnionDrafter([made("ngram", k, prompt_lookup_min=1), draft_model(k)], 6),

@@ -20,8 +20,7 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
-from foretoken.drafters.selfdraft.quantized_self import quantized_self_drafter
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.engine.drafter import Drafter
 from foretoken.testing import Trace, compare, decode
 from harness import adapter, draft_adapter, drafted
@@ -37,11 +36,11 @@ def draft_model(name: str, num_branches: int = 1) -> Drafter:
 
 
 def layer_skip() -> Drafter:
-    return layer_skip_drafter(LayerSet((1,), (0,)), target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
+    return SelfDrafter("layer_skip", layer_set=LayerSet((1,), (0,)), target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
 
 
 def quantized_self() -> Drafter:
-    return quantized_self_drafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+    return SelfDrafter("quantized_self", group_size=32, target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
 
 
 def recycling() -> Drafter:

@@ -16,10 +16,8 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, in_turns
 from foretoken.config.engine import EngineConfig
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.layer_set import LayerSet, skipping
+from foretoken.drafters.parts.layer_set import LayerSet, quantized, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
-from foretoken.drafters.selfdraft.quantized_self import quantized, quantized_self_drafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError
 from foretoken.llm import LLM
@@ -34,17 +32,19 @@ SKIPPED = LayerSet((1,), (0,))
 
 
 def layer_skip(depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any) -> SelfDrafter:
-    return layer_skip_drafter(SKIPPED, target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+    return SelfDrafter("layer_skip", layer_set=SKIPPED, target_vocab_size=vocab_size, policy=Fixed(depth), **options)
 
 
 def quantized_self(depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any) -> SelfDrafter:
-    return quantized_self_drafter(target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+    return SelfDrafter("quantized_self", group_size=32, target_vocab_size=vocab_size, policy=Fixed(depth), **options)
 
 
 DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
     "layer-skip-chain": layer_skip,
     "layer-skip-tree": lambda: layer_skip(num_branches=3),
-    "early-exit": lambda: layer_skip_drafter(LayerSet.exit_at(1, 2), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "early-exit": lambda: SelfDrafter(
+        "layer_skip", layer_set=LayerSet.exit_at(1, 2), target_vocab_size=VOCAB_SIZE, policy=Fixed(3)
+    ),
     "quantized-chain": quantized_self,
     "quantized-tree": lambda: quantized_self(num_branches=3),
     "quantized-and-skipped": lambda: quantized_self(layer_set=SKIPPED),

@@ -22,8 +22,6 @@ from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import layer_skip_drafter
-from foretoken.drafters.selfdraft.quantized_self import quantized_self_drafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ForetokenError
 from foretoken.model.cache.ragged import KVCache
@@ -39,10 +37,12 @@ PARAMS = replace(MODES["greedy"], max_tokens=NUM_TOKENS)
 REQUESTS = [(prompt, PARAMS) for prompt in (PROMPTS[0], PROMPTS[3])]
 
 DRAFTERS: dict[str, Callable[[], SelfDrafter]] = {
-    "layer-skip-tree": lambda: layer_skip_drafter(
-        LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3), num_branches=3
+    "layer-skip-tree": lambda: SelfDrafter(
+        "layer_skip", layer_set=LayerSet((1,), ()), target_vocab_size=VOCAB_SIZE, policy=Fixed(3), num_branches=3
     ),
-    "quantized-chain": lambda: quantized_self_drafter(target_vocab_size=VOCAB_SIZE, policy=Fixed(3)),
+    "quantized-chain": lambda: SelfDrafter(
+        "quantized_self", group_size=32, target_vocab_size=VOCAB_SIZE, policy=Fixed(3)
+    ),
 }
 
 

@@ -16,10 +16,9 @@ from test_swift import swift, target
 from architectures import VOCAB_SIZE
 from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
+from foretoken.drafters.parts.layer_set import LayerSet, quantized, run_once, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
-from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter, layer_skip_drafter
-from foretoken.drafters.selfdraft.quantized_self import quantized
+from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter
 from foretoken.engine.engine import Engine
 from foretoken.model.lm import CausalLM, Nodes
 from foretoken.model.sublayers import SkippableLayers
@@ -32,7 +31,9 @@ DEPTH = 3
 
 
 def nothing_left_out(num_branches: int = 1) -> SelfDrafter:
-    return layer_skip_drafter(LayerSet(), target_vocab_size=VOCAB_SIZE, policy=Fixed(DEPTH), num_branches=num_branches)
+    return SelfDrafter(
+        "layer_skip", layer_set=LayerSet(), target_vocab_size=VOCAB_SIZE, policy=Fixed(DEPTH), num_branches=num_branches
+    )
 
 
 @pytest.mark.parametrize("num_branches", [1, 3])

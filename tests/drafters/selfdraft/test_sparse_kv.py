@@ -21,7 +21,7 @@ from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.layer_set import LayerSet
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.sparse_view import SparseView
-from foretoken.drafters.selfdraft.sparse_kv import sparse_kv_drafter
+from foretoken.drafters.selfdraft.sparse_kv import USUAL_ACCEPTANCE
 from foretoken.engine.drafter import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.sequence import Sequence
@@ -45,13 +45,20 @@ def view(selector: str, budget: int = 8, refresh: int = 3, sinks: int = 1) -> Sp
 
 
 def sparse(selector: str = "streaming", depth: int = 4, vocab_size: int = VOCAB_SIZE, **options: Any) -> SelfDrafter:
-    return sparse_kv_drafter(view(selector), target_vocab_size=vocab_size, policy=Fixed(depth), **options)
+    return SelfDrafter(
+        "sparse_kv",
+        usual_acceptance=USUAL_ACCEPTANCE,
+        view=view(selector),
+        target_vocab_size=vocab_size,
+        policy=Fixed(depth),
+        **options,
+    )
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "streaming": sparse,
     "streaming-tree": lambda: sparse(num_branches=3),
-    "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), quantize_draft=True),
+    "streaming-quantized-and-skipped": lambda: sparse(layer_set=LayerSet((1,), (0,)), group_size=32),
     "snapkv": lambda: sparse("snapkv"),
     "snapkv-tree": lambda: sparse("snapkv", num_branches=3),
     "union": lambda: UnionDrafter([made("ngram", 4, prompt_lookup_min=1), sparse("snapkv", num_branches=2)]),
@@ -291,7 +298,13 @@ def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
     """Then the drafter is the target: 13 tokens at K = 3 are four steps of 4 at most, greedy and sampled."""
     lm = adapter("llama")
     for temperature in (0.0, 0.9):
-        drafter = sparse_kv_drafter(view("streaming", 64), target_vocab_size=VOCAB_SIZE, policy=Fixed(3))
+        drafter = SelfDrafter(
+            "sparse_kv",
+            usual_acceptance=USUAL_ACCEPTANCE,
+            view=view("streaming", 64),
+            target_vocab_size=VOCAB_SIZE,
+            policy=Fixed(3),
+        )
         engine = Engine(lm, drafter)
         params = SamplingParams(max_tokens=16, temperature=temperature, seed=4, ignore_eos=True)
         rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]

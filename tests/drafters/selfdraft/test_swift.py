@@ -14,8 +14,9 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.drafters.lengths import Fixed
 from foretoken.drafters.none import EmptyDrafter
 from foretoken.drafters.parts.layer_set import LayerSet
+from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.swift import MAX_TRIALS, PATIENCE, SwiftSearch
-from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter, layer_skip_drafter
+from foretoken.drafters.selfdraft.layer_skip import SwiftDrafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import ConfigError, ShapeError
 from foretoken.llm import LLM
@@ -116,7 +117,7 @@ def test_the_score_is_the_share_of_tokens_that_the_set_would_have_drafted() -> N
 
 def acceptance_rate(lm: CausalLM, layer_set: LayerSet) -> float:
     """Of drafts of length 2, on texts of their own."""
-    drafter = layer_skip_drafter(layer_set, target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
+    drafter = SelfDrafter("layer_skip", layer_set=layer_set, target_vocab_size=VOCAB_SIZE, policy=Fixed(2))
     engine = Engine(lm, drafter)
     params = SamplingParams(max_tokens=60, temperature=0.0)
     rows = [engine.add_request([60, first, 2], params)[0] for first in range(20, 30)]

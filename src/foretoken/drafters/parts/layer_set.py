@@ -1,4 +1,4 @@
-"""Which layers of a model are left out, and the model without them."""
+"""Which layers of a model are left out, and cheaper forms of it: without them, over 4-bit weights, or both."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from foretoken.folders import keep_json
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     import foretoken.model.lm as lm
-    from foretoken.model import sublayers
+    from foretoken.model import quantize, sublayers
     from foretoken.model.lm import CausalLM
 else:
     lm = Lazy("foretoken.model.lm")
+    quantize = Lazy("foretoken.model.quantize")
     sublayers = Lazy("foretoken.model.sublayers")
 
 FORMAT = "foretoken-layer-set"
@@ -127,6 +130,21 @@ def skipping(target: CausalLM, layer_set: LayerSet) -> CausalLM:
     layer_set.check(target.num_layers, target.name)
 
     return target.variant(f"without {len(layer_set)} sublayers", lambda variant, _: leave_out(variant, layer_set))
+
+
+def quantized(target: CausalLM, group_size: int, layer_set: LayerSet, *, with_head: bool = False) -> CausalLM:
+    """A variant of the target over 4-bit weights, without some sublayers.
+
+    Raises: ConfigError when no linear of the target can be quantised in such groups.
+    """
+    layer_set.check(target.num_layers, target.name)
+
+    def edit(variant: CausalLM, model: PreTrainedModel) -> None:
+        quantize.quantize_linears(model, group_size, with_head=with_head)
+        if len(layer_set):
+            leave_out(variant, layer_set)
+
+    return target.variant("4-bit", edit)
 
 
 def leave_out(variant: CausalLM, layer_set: LayerSet) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from foretoken.drafters.parts.growth import Growth
+from foretoken.drafters.parts.layer_set import LayerSet, quantized, skipping
 from foretoken.drafters.parts.rows import CachedRow, feed, reach, unpadded
 from foretoken.engine.drafter import Budget, Drafter, OwnCache, StepResult
 from foretoken.engine.sequence import Sequence
@@ -35,7 +35,10 @@ class SelfDrafter(Drafter):
 
     Args:
       name: of the method.
-      variant: makes the cheaper form of the target.
+      layer_set: sublayers that are left out of drafts.
+      group_size: inputs that share a scale in 4-bit copies of the weights, over which it drafts; None for the weights
+        themselves.
+      with_head: whether the output embedding is quantised, too; see `quantize_linears`.
       view: chosen columns of the target's cache, over which it drafts instead of over all of them.
       usual_acceptance: see `Drafter`.
       growth: arguments of `Growth`.
@@ -50,20 +53,31 @@ class SelfDrafter(Drafter):
     def __init__(
         self,
         name: str,
-        variant: Callable[[CausalLM], CausalLM],
         *,
+        layer_set: LayerSet | None = None,
+        group_size: int | None = None,
+        with_head: bool = False,
         view: SparseView | None = None,
         usual_acceptance: float | None = None,
         **growth: Any,
     ) -> None:
         self.name = name
         self.usual_acceptance = usual_acceptance
-        self._variant = variant
+        self.layer_set = layer_set or LayerSet()
+        self._group_size, self._with_head = group_size, with_head
         self.growth = Growth(**growth)
         self._view = view
         self._target: CausalLM | None = None
         self._places: list[CachedRow] = []  # of the rows of the cache, while a draft grows
         self._spoilt: set[int] = set()  # slots where something that is not a number was written meanwhile
+
+    def _variant(self, target: CausalLM) -> CausalLM:
+        """The cheaper form of the target."""
+        if self._group_size is not None:
+            return quantized(target, self._group_size, self.layer_set, with_head=self._with_head)
+        if len(self.layer_set):
+            return skipping(target, self.layer_set)
+        return target.variant("as it is", lambda *_: None)
 
     def bind(self, target: CausalLM, cache: KVCache) -> None:
         self._cache = cache if self._view is None else self._view.bind(target, cache)

@@ -1,4 +1,8 @@
-"""Drafting with some of the target's own layers left out."""
+"""Drafting with some of the target's own layers left out.
+
+Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
+arXiv:2404.16710), without its training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from foretoken.config.drafting import draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import one_of, option, path, whole, whole_numbers
 from foretoken.drafters.parts.growth_options import GrowthOptions
-from foretoken.drafters.parts.layer_set import LayerSet, run_once, skipping
+from foretoken.drafters.parts.layer_set import LayerSet, run_once
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.swift import NUM_SCORED, SwiftSearch
 from foretoken.errors import ConfigError
@@ -88,23 +92,8 @@ class LayerSkipOptions(LayerSetOptions):
         )
 
 
-def layer_skip_drafter(layer_set: LayerSet, **options: Any) -> SelfDrafter:
-    """Drafts with the target, some attention and MLP sublayers left out.
-
-    Source: Draft & Verify (Zhang et al. 2023, arXiv:2309.08168); early exit as in LayerSkip (Elhoushi et al. 2024,
-    arXiv:2404.16710), without its training.
-
-    Args:
-      layer_set: what is left out.
-      options: see `SelfDrafter`.
-
-    Exactness, randomness: as of `SelfDrafter`.
-    """
-    return SelfDrafter(LayerSkipOptions.method, lambda target: skipping(target, layer_set), **options)
-
-
 class SwiftDrafter(SelfDrafter):
-    """Drafts as `layer_skip_drafter` does, with a set that improves meanwhile, without data or a search beforehand.
+    """Drafts with fewer layers, by a set that improves meanwhile, without data or a search beforehand.
 
     As long as the search lasts, every step scores one candidate by one forward of it over the latest generated tokens
     of a row, all at once, in the target's own cache; the columns it writes over are saved and put back. A candidate
@@ -127,15 +116,14 @@ class SwiftDrafter(SelfDrafter):
     def __init__(
         self, start: LayerSet | None = None, *, num_scored: int = NUM_SCORED, seed: int = 0, **options: Any
     ) -> None:
-        super().__init__(LayerSkipOptions.method, self._learning, **options)
-        self.layer_set = start or LayerSet()
+        super().__init__(LayerSkipOptions.method, layer_set=start, **options)
         self._start = start
         self._num_scored = num_scored
         self._seed = seed
         self.search: SwiftSearch | None = None
         self.num_scoring_passes = 0
 
-    def _learning(self, target: CausalLM) -> CausalLM:
+    def _variant(self, target: CausalLM) -> CausalLM:
         """A variant whose set can be changed, and a search for a better one."""
         if self._start is not None:
             self._start.check(target.num_layers, target.name)
@@ -215,7 +203,7 @@ def build(options: LayerSkipOptions, context: DrafterContext) -> SelfDrafter:
             f"method 'layer_skip' needs to know what to leave out{context.brings_none}; give layer_set=FILE (from "
             "foretoken tune layer-skip), skipped_attention and skipped_mlp, exit_layer, or layer_search='swift'"
         )
-    return layer_skip_drafter(layer_set, **options.growth(target.vocab_size))
+    return SelfDrafter(options.method, layer_set=layer_set, **options.growth(target.vocab_size))
 
 
 METHOD = Method(

@@ -1,26 +1,30 @@
-"""Drafting over a part of a cache that does not grow with the text: the target's own, or a smaller model's."""
+"""Drafting over a part of a cache that does not grow with the text: the target's own, or a smaller model's.
+
+A draft costs as much at the end of a long document as at its beginning; the target verifies over all columns. What it
+gains grows with the length of the text and the number of rows, as keys and values come to weigh more than the weights
+that drafts read as well.
+
+Source: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049); see `SparseView` for the selections.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foretoken.config.drafting import ModelOptions, draft_length
 from foretoken.config.method import Method
 from foretoken.config.options import flag, option, whole
 from foretoken.drafters.lm.draft_model import DraftModelDrafter
-from foretoken.drafters.parts.layer_set import LayerSet, skipping
 from foretoken.drafters.parts.self_draft import SelfDrafter
 from foretoken.drafters.parts.sparse_view import SNAPKV, SparseView, ViewOptions
 from foretoken.drafters.selfdraft.layer_skip import LayerSetOptions
-from foretoken.drafters.selfdraft.quantized_self import quantized
 from foretoken.errors import ConfigError
 from foretoken.lazy import Lazy
 
 if TYPE_CHECKING:
     from foretoken.drafters.context import DrafterContext
     from foretoken.model import quantize, sublayers, votes
-    from foretoken.model.lm import CausalLM
 else:
     quantize = Lazy("foretoken.model.quantize")
     sublayers = Lazy("foretoken.model.sublayers")
@@ -50,42 +54,6 @@ USUAL_ACCEPTANCE = 0.85
 """With 256 columns of texts of 1,024 to 7,168 tokens: 0.92 at the first token, 0.77 to 0.86 at later ones."""
 
 
-def sparse_kv_drafter(
-    view: SparseView,
-    *,
-    layer_set: LayerSet | None = None,
-    quantize_draft: bool = SparseKVOptions.quantize_draft,
-    group_size: int = SparseKVOptions.quantization_group_size,
-    **options: Any,
-) -> SelfDrafter:
-    """Drafts with the target over a constant number of columns of its cache; the target verifies over all of them.
-
-    A draft costs as much at the end of a long document as at its beginning. What it gains grows with the length of
-    the text and the number of rows, as keys and values come to weigh more than the weights that drafts read as well.
-
-    Source: MagicDec (Sadhukhan et al. 2024, arXiv:2408.11049); see `SparseView` for the selections.
-
-    Args:
-      view: which columns.
-      layer_set: sublayers that are left out of drafts besides.
-      quantize_draft: whether drafts run over 4-bit copies of the weights.
-      group_size: inputs that share a scale in these.
-      options: see `SelfDrafter`.
-
-    Exactness, randomness: as of `SelfDrafter`.
-    """
-    left_out = layer_set or LayerSet()
-
-    def variant(target: CausalLM) -> CausalLM:
-        if quantize_draft:
-            return quantized(target, group_size, left_out)
-        if len(left_out):
-            return skipping(target, left_out)
-        return target.variant("a part of its cache", lambda *_: None)
-
-    return SelfDrafter(SparseKVOptions.method, variant, view=view, usual_acceptance=USUAL_ACCEPTANCE, **options)
-
-
 def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | DraftModelDrafter:
     """Refuses at once what the model cannot do: votes, layers that are left out, 4-bit weights."""
     target, model = context.target, context.draft_model
@@ -105,11 +73,12 @@ def build(options: SparseKVOptions, context: DrafterContext) -> SelfDrafter | Dr
         layer_set.check(target.num_layers, target.name)
     if options.quantize_draft:
         quantize.quantizable(target.execution.model, options.quantization_group_size)
-    return sparse_kv_drafter(
-        SparseView.of(options),
+    return SelfDrafter(
+        options.method,
         layer_set=layer_set,
-        quantize_draft=options.quantize_draft,
-        group_size=options.quantization_group_size,
+        group_size=options.quantization_group_size if options.quantize_draft else None,
+        view=SparseView.of(options),
+        usual_acceptance=USUAL_ACCEPTANCE,
         **options.growth(target.vocab_size),
     )
 
