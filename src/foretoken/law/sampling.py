@@ -9,7 +9,8 @@ log-probabilities are NaN. `failure` turns such a row into the error to report. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from foretoken.law.gumbel_topk import healthy_rows
 from foretoken.law.processors import Path, SamplingLaw, check_shapes, process, processed
 from foretoken.law.support import Warper
 from foretoken.native import sample_kernels
+
+Key = TypeVar("Key", bound=Hashable)
 
 __all__ = [
     "SamplingLaw",
@@ -50,16 +53,7 @@ def log_probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]
       is decoded is what `probs` returns.
     Exactness: transformers' own values up to the rounding of the normaliser, and exactly its support.
     """
-    scores = process(logits, laws, paths)
-    if scores is logits:
-        scores = scores.clone()
-    for warper, rows in _by_warper(laws, scores):
-        result = _log_law(scores if rows is None else scores[rows], warper)
-        if rows is None:
-            scores = result
-        else:
-            scores[rows] = result
-    return scores
+    return _warped(logits, laws, paths, _log_law)
 
 
 def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
@@ -68,14 +62,7 @@ def scores(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -
     Arguments as for `log_probs`. Returns: float32 (M, V), never the logits themselves.
     Exactness: transformers' own values.
     """
-    result = process(logits, laws, paths)
-    if result is logits:
-        result = result.clone()
-    for warper, rows in _by_warper(laws, result):
-        if rows is None:
-            return warper.truncated(warper.scaled(result))
-        result[rows] = warper.truncated(warper.scaled(result[rows]))
-    return result
+    return _warped(logits, laws, paths, lambda scores, warper: warper.truncated(warper.scaled(scores)))
 
 
 def probs(logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path]) -> Tensor:
@@ -152,7 +139,7 @@ def choose_siblings(
     Randomness: as for `choose`.
     """
     scores = processed(logits, laws, paths)
-    groups = _by_kind(laws)
+    groups = _grouped(laws, lambda law: law.kind)  # temperature and truncation, greedy ones apart
     if columns is not None:
         if scores is not logits:
             raise ShapeError("processors name tokens, and these logits are of some tokens only; spread them first")
@@ -162,7 +149,7 @@ def choose_siblings(
         return (found if columns is None else names[found]), values  # the last name is that of no column, -1
     tokens = torch.empty(len(laws), k, dtype=torch.int64, device=logits.device)
     values = torch.empty(len(laws), k, dtype=torch.float64, device=logits.device)
-    for rows in groups:
+    for rows in groups.values():
         group = _best(scores[rows], [laws[row] for row in rows], [positions[row] for row in rows], k, columns)
         tokens[rows], values[rows] = group
     return (tokens if columns is None else names[tokens]), values
@@ -184,20 +171,27 @@ def failure(logits: Tensor, law: SamplingLaw) -> Exception:
     )
 
 
-def _by_kind(laws: Sequence[SamplingLaw]) -> list[list[int]]:
-    """Rows with equal temperature and truncation, greedy ones apart."""
-    groups: dict[tuple[float, ...], list[int]] = {}
+def _grouped(laws: Sequence[SamplingLaw], key: Callable[[SamplingLaw], Key]) -> dict[Key, list[int]]:
+    """Numbers of the laws with the same key."""
+    groups: dict[Key, list[int]] = {}
     for row, law in enumerate(laws):
-        groups.setdefault(law.kind, []).append(row)
-    return list(groups.values())
+        groups.setdefault(key(law), []).append(row)
+    return groups
 
 
-def _by_warper(laws: Sequence[SamplingLaw], scores: Tensor) -> list[tuple[Warper, list[int] | None]]:
-    """Rows with equal temperature and truncation; None stands for all of them."""
-    groups: dict[Warper, list[int]] = {}
-    for row, law in enumerate(laws):
-        groups.setdefault(law.warper, []).append(row)
-    return [(warper, rows if len(groups) > 1 else None) for warper, rows in groups.items()]
+def _warped(
+    logits: Tensor, laws: Sequence[SamplingLaw], paths: Sequence[Path], warp: Callable[[Tensor, Warper], Tensor]
+) -> Tensor:
+    """Processed logits, and of these what a function makes of rows with equal temperature and truncation."""
+    scores = process(logits, laws, paths)
+    groups = _grouped(laws, lambda law: law.warper)
+    if len(groups) == 1:
+        result = warp(scores, next(iter(groups)))
+        return result.clone() if result is logits else result
+    result = torch.empty_like(scores)
+    for warper, rows in groups.items():
+        result[rows] = warp(scores[rows], warper)
+    return result
 
 
 def _best(
