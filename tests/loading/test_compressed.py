@@ -81,6 +81,19 @@ def test_what_is_saved_is_the_same_model(quantization: str, tmp_path: Path) -> N
 
 
 @needs_kernels
+def test_a_tied_embedding_is_kept_once_when_it_is_read_back(tmp_path: Path) -> None:
+    """The file holds it twice, for other readers."""
+    model = toy_model(512, dtype=torch.float32, hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    given = LLM(model, quantization="int8")
+    given.save_quantized(tmp_path / "m")
+    found = LLM(str(tmp_path / "m"), dtype="float32")
+    assert not any(found.target.shadow.get_input_embeddings().weight.stride())
+    prompts = [[5, 6, 7] * 9, [3]]
+    want, got = (llm.generate(prompts, SAMPLED) for llm in (given, found))
+    assert [each.outputs[0].token_ids for each in got] == [each.outputs[0].token_ids for each in want]
+
+
+@needs_kernels
 def test_the_command_line_writes_them(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["quantize", "zoo:tiny", str(tmp_path / "q"), "--quantization", "int4"])
     assert result.exit_code == 0, result.stderr

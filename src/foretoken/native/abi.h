@@ -102,6 +102,8 @@ struct Form {  // layers that run attention alike
 struct Table {  // of an input: a row for every token, or for every position; of one that is computed its bytes alone
   const char* rows;
   int64_t bytes, count, by_position;
+  const Matrix* matrix;  // that rows are unpacked from; null where they lie in a table
+  int64_t kind;          // of numbers of those rows
 };
 
 struct Model {
@@ -182,6 +184,7 @@ struct Growing {
 };
 
 extern "C" {
+void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out);
 void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads);
 void foretoken_product(const Matrix* matrix, const void* x, int64_t num_rows, void* out, int threads);
 void foretoken_decode_attention(const Attention* call, const void* query, const void* keys, const void* values,

@@ -130,7 +130,7 @@ class Form(ctypes.Structure):
 class Table(ctypes.Structure):
     """An input that is looked up by token or position."""
 
-    _fields_ = (("rows", Address), *_of(Integer, "bytes count by_position"))
+    _fields_ = (("rows", Address), *_of(Integer, "bytes count by_position"), ("matrix", Address), ("kind", Integer))
 
 
 class Model(ctypes.Structure):
@@ -212,6 +212,7 @@ _SCORES = (Address, Integer, Integer, Integer, Integer)
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "pack": (None, Address, *(Integer,) * 4, Address, Threads),
+    "rows": (None, Address, Address, Integer, Integer, Address),
     "product": (None, Address, Address, Integer, Address, Threads),
     "decode_attention": (None, *(Address,) * 7, Threads),
     "decode_attention_scratch": (Integer, Address, Threads),

@@ -239,6 +239,37 @@ static void multiply(const Matrix& matrix, const Rounded& x, int64_t rows, float
   });
 }
 
+// One row of the matrix: the very numbers that its codes stand for.
+template <typename T>
+static void unpack_row(const Matrix& matrix, int64_t output, T* to) {
+  const bool is_bytes = matrix.kind == BYTES;
+  const int64_t inputs = rounded_up(matrix.inputs, matrix.group ? matrix.group : CODES_SPAN);
+  const int64_t groups = matrix.group ? inputs / matrix.group : 1, block = output / CODES_BLOCK, lane = output % CODES_BLOCK;
+  const uint8_t* codes = (const uint8_t*)matrix.weight + block * CODES_BLOCK * inputs / (is_bytes ? 1 : 2);
+  for (int64_t i = 0; i < matrix.inputs; ++i) {
+    const int64_t place = (block * groups + (matrix.group ? i / matrix.group : 0)) * CODES_BLOCK + lane;
+    const uint8_t byte = codes[(i / (is_bytes ? 4 : 8) * CODES_BLOCK + lane) * 4 + i % 4];
+    const int code = is_bytes ? byte : i / 4 % 2 ? byte >> 4 : byte & 15;
+    const int low = matrix.zeros ? matrix.zero_kind == BYTES ? ((const uint8_t*)matrix.zeros)[place] : 0 : is_bytes ? 128 : 8;
+    const float scale = matrix.scale_kind == FLOAT16 ? value_of(((const Float16*)matrix.scales)[place])
+                                                     : ((const float*)matrix.scales)[place];
+    volatile float value = (float)(code - low) * scale;  // is rounded before anything is added
+    if (matrix.zeros && matrix.zero_kind != BYTES)
+      value = value + (matrix.zero_kind == FLOAT16 ? value_of(((const Float16*)matrix.zeros)[place])
+                                                   : ((const float*)matrix.zeros)[place]);
+    store(to + i, value);
+  }
+}
+
+// Rows of the matrix, in float32 or halves of it.
+extern "C" void foretoken_rows(const Matrix* matrix, const int64_t* outputs, int64_t count, int64_t kind, void* out) {
+  for (int64_t i = 0, at = 0; i < count; ++i, at += matrix->inputs) switch (kind) {
+      case BFLOAT16: unpack_row(*matrix, outputs[i], (Bfloat16*)out + at); break;
+      case FLOAT16: unpack_row(*matrix, outputs[i], (Float16*)out + at); break;
+      default: unpack_row(*matrix, outputs[i], (float*)out + at);
+    }
+}
+
 // (rows, K) in float32 -> (rows, N) in float32.
 extern "C" void multiply_codes(const Matrix* matrix, const float* x, int64_t rows, float* out, int threads) {
   static thread_local Rounded rounded;

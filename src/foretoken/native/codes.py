@@ -40,15 +40,26 @@ class Codes:
         """
         outputs, inputs = weight.shape
         size, half = group or inputs, 2 ** (bits - 1)
-        groups = F.pad(weight.detach().float(), (0, -inputs % size)).view(outputs, -1, size)
-        zeros = None
+
+        def grouped(rows: torch.Tensor) -> torch.Tensor:
+            return F.pad(rows.float(), (0, -inputs % size)).view(len(rows), -1, size)
+
         if has_zeros:
-            whole, free = (_error(groups[:SAMPLE], *_between(groups[:SAMPLE], bits, each)) for each in (True, False))
-            numbers, scales, zeros = _between(groups, bits, not free < whole / 4)
-        else:
-            scales = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
-            numbers = (groups / scales[..., None]).round_().clamp_(1 - half, half - 1).add_(half).to(torch.uint8)
-        return cls(numbers.view(outputs, -1)[:, :inputs].contiguous(), bits, scales, zeros, group)
+            sample = grouped(weight.detach()[:SAMPLE])
+            whole, free = (_error(sample, *_between(sample, bits, each)) for each in (True, False))
+        numbers = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
+        scales, zeros = [], []
+        for rows, to in zip(torch.split(weight.detach(), AT_A_TIME), torch.split(numbers, AT_A_TIME), strict=True):
+            groups = grouped(rows)
+            if has_zeros:
+                found, steps, begins = _between(groups, bits, not free < whole / 4)
+                zeros.append(begins)
+            else:
+                steps = groups.abs().amax(-1).clamp(min=1e-30) / (half - 1)
+                found = (groups / steps[..., None]).round_().clamp_(1 - half, half - 1).add_(half)
+            scales.append(steps)
+            to.copy_(found.view(len(rows), -1)[:, :inputs])
+        return cls(numbers, bits, torch.cat(scales), torch.cat(zeros) if zeros else None, group)
 
     @classmethod
     def joined(cls, parts: Sequence[Codes]) -> Codes:
@@ -91,6 +102,8 @@ class Codes:
         return Codes(self.numbers[order], self.bits, self.scales[order], zeros, self.group)
 
 
+AT_A_TIME = 2048
+"""Outputs that are rounded together: what that takes in float32 is small beside a weight."""
 SAMPLE = 64
 """Outputs by which it is decided whether zeros are whole."""
 

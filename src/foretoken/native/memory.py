@@ -7,6 +7,7 @@ never to; elsewhere memory is as it always is.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import threading
@@ -20,6 +21,7 @@ HUGE = 2**21
 """Bytes of a huge page."""
 REGION = 8 * HUGE
 """Bytes that smaller tensors share, one after another; they are given back with the last of them."""
+_LIBC = ctypes.CDLL(None) if hasattr(mmap, "MADV_DONTNEED") else None
 LINE = 64
 """Bytes. Tensors begin at a multiple."""
 
@@ -79,6 +81,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     except OSError:  # torch says it in its own words
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
+
+
+def leave(tensor: torch.Tensor) -> None:
+    """Tell the system that nobody reads again what a tensor that is mapped from a file holds.
+
+    Its pages count as memory of the process for as long as anything of the file is mapped.
+    """
+    first, page = tensor.data_ptr(), mmap.PAGESIZE
+    begin, end = -(-first // page) * page, (first + tensor.nbytes) // page * page
+    if begin < end and tensor.is_contiguous() and _LIBC is not None:
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 class _Scratch(threading.local):

@@ -66,7 +66,7 @@ class PackedMatrix:
         self.address = ctypes.addressof(self.fields)
         self.compute_dtype = torch.bfloat16 if kind == abi.PAIRS else torch.float32
         self.instruction_set = kernels.instruction_set
-        self._run = kernels.product
+        self._run, self._unpack = kernels.product, kernels.rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) of `compute_dtype` -> (..., out)."""
@@ -147,6 +147,18 @@ class CodesMatrix(PackedMatrix):
         blocks = F.pad(numbers, (0, 0, 0, -len(numbers) % CODES_BLOCK)).view(-1, CODES_BLOCK, numbers.shape[1])
         blocks = blocks.transpose(1, 2)
         return memory.empty(blocks.shape, numbers.dtype).copy_(blocks)
+
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(...) of int64 -> (..., in): rows of `dense`, without the others.
+
+        Raises: IndexError for rows that there are not.
+        """
+        outputs = outputs.long().contiguous()
+        if outputs.numel() and not 0 <= int(outputs.min()) <= int(outputs.max()) < self._size[0]:
+            raise IndexError(f"rows {int(outputs.min())} to {int(outputs.max())} of {self._size[0]}")
+        out = torch.empty((*outputs.shape, self._size[1]), dtype=dtype)
+        self._unpack(self.address, outputs.data_ptr(), outputs.numel(), KINDS[dtype], out.data_ptr())
+        return out
 
     @property
     def codes(self) -> Codes:

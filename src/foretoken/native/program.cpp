@@ -188,7 +188,10 @@ bool look_up(const Nodes& fed, const Table& table, char* out) {
       const int64_t place = position_of(fed, row, fed.earlier + node) + (fed.offsets ? fed.offsets[row] : 0);
       const int64_t index = table.by_position ? place : fed.tokens[row * fed.width + node];
       if (index < 0 || index >= table.count) return false;
-      memcpy(out, table.rows + index * table.bytes, table.bytes);
+      if (table.matrix)
+        foretoken_rows(table.matrix, &index, 1, table.kind, out);
+      else
+        memcpy(out, table.rows + index * table.bytes, table.bytes);
     }
   return true;
 }

@@ -17,7 +17,7 @@ from foretoken.heads.layers import LayerShape
 from foretoken.heads.medusa_hydra import HeadsShape, HydraHeads, MedusaHeads
 from foretoken.heads.vocabulary import DraftVocabulary
 from foretoken.model.execution.forwards import replacement
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, embedding_weight
 from foretoken.model.lm import CausalLM
 from foretoken.train.draft_model import DraftModelRecipe
 from foretoken.train.eagle import Eagle3Recipe, EagleRecipe
@@ -67,7 +67,7 @@ def parts_of(target: CausalLM, eos_token_ids: Seq[int]) -> TargetParts:
     norm = getattr(getattr(shadow.base_model, "norm", None), "weight", None)
     return TargetParts(
         name=target.name,
-        embedding=embedding.weight.detach(),
+        embedding=embedding_weight(embedding),
         output=_weight(output),
         norm=None if norm is None else norm.detach(),
         num_layers=target.num_layers,

@@ -154,6 +154,47 @@ def test_a_step_runs_in_one_call(quantization: str) -> None:
     assert bits < 32
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", CODES, ids=str)
+def test_rows_are_those_of_the_weight(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """To the bit, in any order, and none that there is not."""
+    library = native.library()
+    assert library is not None
+    given, _ = codes(*shape)
+    matrix = CodesMatrix(given, None, library)
+    ids = torch.arange(shape[2]).flip(0).repeat(2, 1)
+    assert torch.equal(matrix.rows(ids, dtype), given.dense()[ids].to(dtype))
+    for wrong in (-1, shape[2]):
+        with pytest.raises(IndexError, match=f"of {shape[2]}"):
+            matrix.rows(torch.tensor([0, wrong]), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", NAMES)
+def test_a_tied_embedding_is_kept_once(quantization: str) -> None:
+    """Rows come from the codes of the output embedding: in modules, in one call, and in transformers' reference."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
+    owned, reference = (toy_model(512, dtype=torch.float32, **sizes) for _ in range(2))
+    round_weights(reference, quantization)
+    assert reference.lm_head.weight is reference.model.embed_tokens.weight
+    quantize_weights(owned, quantization, dtype=torch.float32, release_originals=True)
+    assert not any(owned.model.embed_tokens.weight.stride())
+    ids = torch.arange(512)[None]
+    assert torch.equal(owned.model.embed_tokens(ids), reference.model.embed_tokens.weight.detach()[None])
+    lm = CausalLM(owned, quantization=quantization)
+    assert lm.execution.program is not None, lm.execution.why_no_program
+    study = Study(owned, prompts=PROMPTS, execution="auto", max_num_seqs=len(PROMPTS))
+    for params in (GREEDY, SAMPLED):
+        found = study.cell("token_recycling", params, len(PROMPTS))
+        assert found.promise == "native"
+        assert found.is_good, found.line()
+    tokens = torch.tensor([[3, 9, 4, 9, 7, 2, 9, 5]])
+    with torch.inference_mode():
+        got, want = lm.execution.model(tokens).logits, reference(tokens).logits
+    assert float((got - want).norm() / want.norm()) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_model_that_is_loaded_lets_go_of_what_it_was_rounded_from(dtype: str) -> None:
     """It computes as one that is rounded by its adapter, in any dtype, and weights are released."""

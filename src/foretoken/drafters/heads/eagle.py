@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import foretoken.heads.eagle as eagle
     import foretoken.heads.eagle_layouts as layouts
     import foretoken.heads.eagle_structure as structure
+    import foretoken.model.execution.packing as packing
     from foretoken.config.contents import Contents
     from foretoken.drafters.context import DrafterContext
     from foretoken.drafters.parts.draft import GrowingDraft
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 else:
     eagle = Lazy("foretoken.heads.eagle")
     layouts = Lazy("foretoken.heads.eagle_layouts")
+    packing = Lazy("foretoken.model.execution.packing")
     structure = Lazy("foretoken.heads.eagle_structure")
 
 USUAL_ACCURACIES = [[0.75, 0.11, 0.04, 0.025, 0.015, 0.01]] * 5
@@ -225,14 +227,13 @@ def _facts(context: DrafterContext) -> structure.TargetFacts:
     """What a head must fit."""
     target = context.target
     eos = getattr(context.tokenizer, "eos_token_id", None)
-    embedding = target.shadow.get_input_embeddings().weight
     return structure.TargetFacts(
         name=target.name,
         hidden_size=int(target.config.hidden_size),
         vocab_size=target.vocab_size,
         num_layers=target.num_layers,
         eos_token_ids=() if eos is None else (int(eos),),
-        embedding=embedding.detach(),
+        embedding=packing.embedding_weight(target.shadow.get_input_embeddings()),
     )
 
 

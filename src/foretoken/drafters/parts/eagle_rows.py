@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import foretoken.heads.int8 as int8
     import foretoken.heads.layers as layers
     import foretoken.law.noise as noise
+    import foretoken.model.execution.packing as packing
     import foretoken.model.masks as masks
     import foretoken.model.nodes as nodes_of
     import foretoken.native.library as kernels_of
@@ -34,6 +35,7 @@ else:
     masks = Lazy("foretoken.model.masks")
     nodes_of = Lazy("foretoken.model.nodes")
     noise = Lazy("foretoken.law.noise")
+    packing = Lazy("foretoken.model.execution.packing")
 
 MOST_OWED = 32
 """Committed tokens of a row whose entries are made later, with the next draft."""
@@ -329,8 +331,7 @@ class EagleRows(CachedStates):
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         own = self.head.embed_tokens
-        table = self._target.shadow.get_input_embeddings() if own is None else own
-        return torch.nn.functional.embedding(tokens, table.weight)
+        return packing.embedding_rows(self._target.shadow.get_input_embeddings() if own is None else own, tokens)
 
 
 def _drawing(draft: GrowingDraft) -> int8.Drawing | None:
@@ -351,7 +352,7 @@ def int8_head(head: EagleHead, target: CausalLM, output: torch.nn.Module) -> int
     if target.execution.kind == "eager" or not int8.is_frozen(head) or target.device.type != "cpu":
         return None
     own = head.embed_tokens
-    table = (target.shadow.get_input_embeddings() if own is None else own).weight.detach()
+    table = packing.embedding_weight(target.shadow.get_input_embeddings() if own is None else own)
     kernels = kernels_of.library()
     if kernels is None or int8.why_not(head, table, kernels) is not None or not int8.is_plain(output):
         return None

@@ -27,7 +27,7 @@ from foretoken.model.execution.lowering import (
     only_moves,
 )
 from foretoken.model.execution.operators import product
-from foretoken.model.execution.packing import PackedLinear
+from foretoken.model.execution.packing import PackedLinear, PackedRows
 from foretoken.model.execution.tracing import (
     LayerProgram,
     Place,
@@ -261,12 +261,13 @@ class _Tracer:
     def _run(self, nodes: Any, numbers: Any, tensors: Any, given: Any) -> Any:
         """The model over stand-ins."""
         tokens, positions, *states = given
-        forwards: dict[nn.Module, Callable[..., Any]] = {
+        forwards: dict[nn.Module, Callable[..., Any] | None] = {
             layer: self._passing(index, states) for index, layer in enumerate(self._modules)
         }
         output = self._model.get_output_embeddings()
         for leaf, number in zip(self._leaves, numbers, strict=True):
             forwards[leaf] = self._called(leaf, number, is_output=leaf is output)
+        forwards |= {each: None for each in self._outside if isinstance(replacement(each), PackedRows)}  # looked up
         arguments = {**self._arguments, "input_ids": tokens, "position_ids": positions, "logits_to_keep": 0}
         self._given, self._read = [], []
         with replaced(forwards), held(self.places, tensors):

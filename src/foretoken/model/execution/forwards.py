@@ -39,8 +39,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any] | None) -> No
 
 
 @contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let modules run these functions inside."""
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+    """Let modules run these functions inside; None for the forward of their class."""
     before = {module: replacement(module) for module in forwards}
     for module, forward in forwards.items():
         replace_forward(module, forward)

@@ -26,14 +26,15 @@ from foretoken.model.execution.attention import is_seen
 from foretoken.model.execution.builds import TOLERANCE, check, native_matrix, rounding_in
 from foretoken.model.execution.calls import Calls
 from foretoken.model.execution.ends import Ends, Table, modules_around
-from foretoken.model.execution.forwards import changed_forward, linears
+from foretoken.model.execution.forwards import changed_forward, linears, replacement
 from foretoken.model.execution.lowering import NotTraceableError, Program
-from foretoken.model.execution.packing import PackedProduct
+from foretoken.model.execution.packing import PackedProduct, PackedRows
 from foretoken.model.execution.tracing import LayerProgram
 from foretoken.model.nodes import FlatNodes, NodeLogits, Nodes
 from foretoken.model.state import version_of
 from foretoken.native import abi
 from foretoken.native.library import KINDS, Library
+from foretoken.native.packed_matmul import CodesMatrix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -169,9 +170,18 @@ class _Tables:
         self._kept: list[torch.Tensor] = []
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._read: list[tuple[nn.Module, str, Any]] = []
+        self._packed: list[tuple[PackedRows, CodesMatrix]] = []
         for place, table in zip(self._fields, ends.tables, strict=False):
             if table.embedding is not None:
                 embedding = ends.places[table.embedding]
+                forward = replacement(embedding[0])
+                codes = forward.codes if isinstance(forward, PackedRows) else None
+                if codes is not None:
+                    dtype = forward.dtype
+                    self._packed.append((forward, codes))
+                    place.matrix, place.kind, place.count = codes.address, KINDS[dtype], codes.fields.outputs
+                    place.bytes = codes.fields.inputs * dtype.itemsize
+                    continue
                 found = getattr(*embedding).detach()
                 self._watched.append((*embedding, found.data_ptr()))
             else:
@@ -191,8 +201,10 @@ class _Tables:
 
     def still_hold(self) -> bool:
         """Whether embeddings lie where they lay, and nobody has written into what positions are turned by."""
-        return all(getattr(module, name).data_ptr() == address for module, name, address in self._watched) and all(
-            version_of(getattr(module, name)) == version for module, name, version in self._read
+        return (
+            all(getattr(module, name).data_ptr() == address for module, name, address in self._watched)
+            and all(version_of(getattr(module, name)) == version for module, name, version in self._read)
+            and all(forward.codes is codes for forward, codes in self._packed)
         )
 
 

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from foretoken.model.execution.forwards import replace_forward, replacement
+from foretoken.model.execution.forwards import StandIn, replace_forward, replacement
 from foretoken.model.state import version_of
+from foretoken.native import memory
 from foretoken.native.codes import Codes
 from foretoken.native.library import KINDS, library
 from foretoken.native.packed_matmul import CodesMatrix, NativeMatrix
@@ -208,7 +209,7 @@ class PackedProduct:
         """
         for weight in self._weights():
             if weight.data_ptr() not in shared:
-                weight.data = torch.full((), torch.nan, dtype=self._dtype).expand(weight.shape)
+                release(weight, self._dtype)
                 self._is_released = True
 
     def settle(self) -> None:
@@ -243,6 +244,11 @@ class PackedProduct:
             and self._weight_dtype == tensors[0].dtype
             and all(map(torch.equal, map(row_sums, tensors), self._sums))
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it takes and gives."""
+        return self._dtype
 
     @property
     def num_bytes(self) -> int:
@@ -311,18 +317,81 @@ class PackedLinear:
         return self.product.sums(self.index)
 
 
+class PackedRows(StandIn):
+    """The forward of an input embedding whose rows are those of a packed output embedding: no table is kept of them.
+
+    Args:
+      output: of the output embedding, which shares its product with no other layer.
+
+    Exactness: rows are those of ``output.dense()`` in the dtype of the model, to the bit.
+    """
+
+    def __init__(self, output: PackedLinear) -> None:
+        self.output = output
+        self._table: tuple[Matrix, torch.Tensor] | None = None
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """(...) -> (..., H)."""
+        codes = self.codes
+        if codes is not None:
+            return codes.rows(ids, self.dtype)
+        matrix = self.output.product.matrix
+        if self._table is None or self._table[0] is not matrix:  # other kernels read no single rows
+            self._table = matrix, self.dense()
+        return F.embedding(ids, self._table[1])
+
+    @property
+    def codes(self) -> CodesMatrix | None:
+        """What rows are unpacked from; None where they lie in a table."""
+        matrix = self.output.product.matrix
+        return matrix if isinstance(matrix, CodesMatrix) else None
+
+    def dense(self) -> torch.Tensor:
+        """The weight (V, H), in the dtype of the model."""
+        return self.output.dense().to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.output.product.dtype
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """As of `PackedLinear`."""
+        return self.output.sums
+
+
+def embedding_weight(embedding: nn.Module) -> torch.Tensor:
+    """The weight (V, H) of an input embedding, also where its rows are read from the output embedding."""
+    forward, weight = replacement(embedding), embedding.weight
+    return forward.dense() if isinstance(forward, PackedRows) else weight.detach()  # type: ignore[operator]
+
+
+def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The same rows of it, whatever else the embedding does: (...) -> (..., H)."""
+    forward = replacement(embedding)
+    return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
+
+
+def release(weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """Free the memory of a weight: a NaN of its shape stays."""
+    given, weight.data = weight.data, torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
+    if not given.untyped_storage().resizable():
+        memory.leave(given)
+
+
 def packed_products(model: nn.Module) -> list[PackedProduct]:
     """Those that layers of a model run by already."""
     forwards = map(replacement, model.modules())
     return list(dict.fromkeys(forward.product for forward in forwards if isinstance(forward, PackedLinear)))
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | None]]:
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, PackedLinear | PackedRows | None]]:
     """Every parameter, tied ones by each of their names, and what multiplies in its place where it is packed."""
     for name, module in model.named_modules():
         forward = replacement(module)
         for key, weight in module.named_parameters(name, recurse=False):
-            is_packed = isinstance(forward, PackedLinear) and weight is getattr(module, "weight", None)
+            is_packed = isinstance(forward, (PackedLinear, PackedRows)) and weight is getattr(module, "weight", None)
             yield key, weight, forward if is_packed else None
 
 

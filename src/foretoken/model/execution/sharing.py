@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+from foretoken.model.execution.forwards import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,13 +62,20 @@ def _calls(model: PreTrainedModel, layers: Sequence[nn.Module]) -> dict[nn.Modul
 
     handles = [layer.register_forward_pre_hook(see) for layer in layers]
     try:
-        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+        with replaced({layer: _unmultiplied(layer) for layer in layers}):  # weights are not read
+            model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     except Exception:  # whatever a model's code raises: whether it can be decoded is for the probe to say
         return {}
     finally:
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _unmultiplied(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    size = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+    return lambda x: x.new_zeros((*x.shape[:-1], size))
 
 
 def shared_storages(model: nn.Module) -> set[int]:
