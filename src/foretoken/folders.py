@@ -78,6 +78,17 @@ def check_place(file: str | os.PathLike[str]) -> Path:
     return path
 
 
+def check_new_folder(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder that is to be made, or is empty.
+
+    Raises: ConfigError for one that holds something, and for a file.
+    """
+    path = Path(folder).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} is there already and holds something; name a new folder")
+    return path
+
+
 def keep_json(file: Path, content: object) -> None:
     """`keep_text` of JSON; the file's folder is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,15 @@ def test_version_and_help() -> None:
     for verb in ("generate", "demo", "info", "bench"):
         assert verb in text
         assert run(verb, "--help").exit_code == 0
+
+
+def test_help_flows_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of docstrings, which are longer than a terminal, were broken once more after a word or two."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in ("generate", "verify", "bench", "tune", "tune tree", "datastore build"):
+        shown = [line.strip() for line in run(*verb.split(), "--help").stdout.partition("╭")[0].splitlines()]
+        short = [line for line, after in pairwise(shown) if line and after and len(line) + len(after.split()[0]) < 70]
+        assert short == [], verb
 
 
 # -- info and demo ---------------------------------------------------------------------------------------------------

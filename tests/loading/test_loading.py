@@ -60,6 +60,20 @@ def test_a_missing_directory_is_named(name: str) -> None:
         LLM(name)
 
 
+def test_a_name_like_one_that_is_there_is_answered_with_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A path with a spelling mistake was only ever said to be missing at the hub, after half a minute of silence."""
+    with pytest.raises(CheckpointError, match=rf"does not exist; did you mean {checkpoint}\? give a directory"):
+        resolve(f"{checkpoint}l")
+    monkeypatch.chdir(checkpoint.parent.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = checkpoint.parent.name
+    with caplog.at_level("INFO", logger="foretoken"), pytest.raises(CheckpointError, match=rf"mean {folder}/model\?"):
+        LLM(f"{folder}/modell")
+    assert f"{folder}/modell is not a directory here, so it is looked for at the hub" in caplog.text
+
+
 def test_a_file_is_no_model(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors is a file; give the directory"):
         LLM(checkpoint / "model.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -143,6 +144,29 @@ def test_known_defects_are_found_and_a_decoder_without_is_not_blamed(defect: str
 
 
 @pytest.mark.parametrize(
+    ("defect", "status", "feature"),
+    [
+        ("", "lossless", ""),
+        ("seed ignored", "not lossless", "sampled"),
+        ("seed ignored with n > 1", "not lossless", "samples of a prompt"),
+    ],
+)
+def test_a_keyed_decoder_has_to_heed_its_seed(defect: str, status: str, feature: str, llm: LLM) -> None:
+    plain = llm.with_speculative_config(None)
+
+    def decoder(prompt: list[int], params: SamplingParams) -> Any:
+        if defect == "seed ignored" or (defect and params.n > 1):
+            params = replace(params, seed=12345)
+        outputs = plain.generate({"prompt_token_ids": prompt}, params)[0].outputs
+        samples = [list(output.token_ids) for output in outputs]
+        return samples if params.n > 1 else samples[0]
+
+    found = verify(llm, PROMPTS, FunctionSubject(decoder, is_keyed=True), max_tokens=12, budget_seconds=8.0)
+    assert found.status == status, found.sentence()
+    assert not feature or (found.broken[0].check, found.broken[0].feature) == ("tokens", feature)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         "ngram",
@@ -170,6 +194,14 @@ def test_the_lossy_rule_is_found_out(llm: LLM) -> None:
     )
     assert found.status == "not lossless", found.sentence()
     assert found.exit_status == 3
+
+
+def test_what_drafting_pays_is_not_its_business(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its forced drafts, verify once said that they hardly pay, and to try another method."""
+    subject = llm.with_speculative_config({"method": "suffix", "num_speculative_tokens": 16})
+    with caplog.at_level("INFO", logger="foretoken"):
+        verify(subject, ["Lily said", "One day"], max_tokens=24, budget_seconds=6.0)
+    assert "pays" not in caplog.text
 
 
 def test_nothing_is_decided_where_nothing_was_drafted(llm: LLM) -> None:

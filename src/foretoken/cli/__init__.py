@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 
 import typer
@@ -44,6 +46,18 @@ app.add_typer(cli_tune.app)
 app.command("train")(cli_train.train)
 app.command("quantize")(cli_quantize.quantize)
 app.command("trajectory")(cli_trajectory.trajectory)
+
+
+def _unwrap(verbs: typer.Typer) -> None:
+    """Let the help of every verb flow at the width of the terminal: its docstring is wrapped for the source."""
+    for verb in (*verbs.registered_commands, *filter(None, [verbs.registered_callback])):
+        verb.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb.callback) or "") or None
+    for group in verbs.registered_groups:
+        if group.typer_instance is not None:
+            _unwrap(group.typer_instance)
+
+
+_unwrap(app)
 
 
 def _version(shown: bool) -> None:

@@ -71,10 +71,10 @@ def run(options: BenchOptions) -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except UnequalOutputsError as error:
-        typer.echo(f"Error: {error}", err=True)
+        say(f"{type(error).__name__}: {error}")
         raise typer.Exit(EXIT_DIFFERS) from None
     except ForetokenError as error:
-        typer.echo(f"Error: {error}", err=True)
+        say(f"{type(error).__name__}: {error}")
         raise typer.Exit(EXIT_REFUSED) from None
     if options.as_json and results:
         put_json(results)

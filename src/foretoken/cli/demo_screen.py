@@ -193,16 +193,22 @@ def _figures(report: Report, speeds: Sequence[float], steps: float, same: str) -
     return [*shown, f"{steps:.2f}", same]
 
 
+def _seconds(number: float) -> str:
+    """``12.3``, and ``0.042`` where tenths would tell nothing."""
+    return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
+
+
 def notes(report: Report) -> Iterator[str]:
     """The notes needed to read the table correctly."""
     if report.is_identical:
         plain, drafting = (sum(lane.seconds for lane in lanes) for lanes in (report.plain, report.drafting))
         speedups = report.speedups
+        singly = f"; single answers {min(speedups):.2f}x to {max(speedups):.2f}x" if len(speedups) > 1 else ""
         yield (
             f"Same text: {report.num_identical} of {len(report.answers)} identical, token for token "
             f"({report.llm.promise.describe()}). "
-            f"Speed: {report.speedup:.2f}x plain decoding, {drafting:.1f} s for all answers instead of {plain:.1f}; "
-            f"single answers {min(speedups):.2f}x to {max(speedups):.2f}x."
+            f"Speed: {report.speedup:.2f}x plain decoding, {_seconds(drafting)} s for all answers instead of "
+            f"{_seconds(plain)}{singly}."
         )
     else:
         differing = len(report.answers) - report.num_identical

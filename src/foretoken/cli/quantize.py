@@ -8,6 +8,7 @@ import typer
 
 from foretoken.cli.options import TargetOptions, takes_groups
 from foretoken.cli.running import exit_codes, load_llm, say
+from foretoken.folders import check_new_folder
 
 
 @takes_groups
@@ -20,6 +21,7 @@ def quantize(
 ) -> None:
     """Write a model with its linear layers rounded to 8 or 4 bits, in the layout of compressed-tensors."""
     with exit_codes():
+        check_new_folder(folder)
         llm = load_llm(model, "none", dtype=loading.dtype, quantization=quantization, device="cpu")
         llm.save_quantized(folder)
         say(f"{folder} holds {model} in {quantization}; load it by this name")

@@ -22,7 +22,7 @@ from foretoken.gguf.stored import multiply_as_stored
 from foretoken.gguf.tokenizer import read_tokenizer
 from foretoken.loading.info import Loaded, model_name
 from foretoken.loading.layouts import LAYOUTS, method_of, settings_of
-from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, resolve
+from foretoken.loading.sources import TOKENIZER_FILES, ZOO, Source, has_tokenizer, nearby, resolve
 from foretoken.loading.stored import load_codes
 from foretoken.loading.threads import keep_to_quota
 from foretoken.model.dtypes import choose_dtype, stored_dtype
@@ -281,8 +281,8 @@ def _remedy(source: Source, error: Exception) -> str:
         )
     if not source.is_local:
         return (
-            "it is not a directory here and could not be fetched as a hub id: check the spelling and the network, or "
-            "give a directory or zoo:tiny"
+            f"{nearby(source.name)}it is not a directory here and could not be fetched as a hub id: check the spelling "
+            "and the network, or give a directory or zoo:tiny"
         )
     if isinstance(error, SafetensorError):
         return "a weight file is truncated or damaged: download or copy it again"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from foretoken import zoo
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.gguf.header import is_gguf
+
+logger = logging.getLogger("foretoken")
 
 ZOO = zoo.PREFIX
 TOKENIZER_FILES = (
@@ -95,6 +101,8 @@ def resolve(
         file = None if is_enough else _gguf_in(location, name, gguf_file)
         return Source(location, name, revision, trust_remote_code) if file is None else Source(file, name)
     check_exists(name)
+    if not _is_cached(name, revision):
+        logger.info("%s is not a directory here, so it is looked for at the hub", name)
     return Source(location, name, revision, trust_remote_code, gguf_file)
 
 
@@ -105,7 +113,9 @@ def check_exists(model: object) -> None:
     name = os.fspath(model)
     is_path = isinstance(name, str) and (_looks_like_path(name) or name.endswith(".gguf"))
     if is_path and not os.path.exists(os.path.expanduser(name)):
-        raise CheckpointError(f"{name} does not exist; give a directory, a hub id (owner/name) or zoo:NAME")
+        raise CheckpointError(
+            f"{name} does not exist; {nearby(name)}give a directory, a hub id (owner/name) or zoo:NAME"
+        )
 
 
 def _gguf_in(directory: str, name: str, wanted: str | None) -> str | None:
@@ -130,6 +140,24 @@ def _gguf_files(directory: str) -> list[str]:
 def _listed(directory: str) -> str:
     files = _gguf_files(directory)
     return f" ({', '.join(files[:6])}{', ...' if len(files) > 6 else ''})" if files else ""
+
+
+def nearby(name: str) -> str:
+    """A directory beside the place that a name would have here, as a question; empty where none is like it."""
+    parent, wanted = os.path.split(name)
+    try:
+        found = [each.name for each in os.scandir(parent or ".") if each.is_dir()]
+    except OSError:
+        return ""
+    near = get_close_matches(wanted, found, n=1)
+    return f"did you mean {os.path.join(parent, near[0])}? " if near else ""
+
+
+def _is_cached(name: str, revision: str | None) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+    except ValueError:  # not the form of a hub id
+        return False
 
 
 def _looks_like_path(name: str) -> bool:

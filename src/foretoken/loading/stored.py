@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.folders import check_new_folder
 from foretoken.heads.checkpoint import read_checkpoint, write_checkpoint
 from foretoken.loading.compressed import METHOD, parts_of
 from foretoken.loading.layouts import LAYOUTS, codes_of, settings_of
@@ -120,9 +120,7 @@ def save_compressed(
 
     Raises: ConfigError for a folder that holds something, and for weights that have no place in the layout.
     """
-    path = Path(folder).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is there already and holds something; name a new folder")
+    path = check_new_folder(folder)
     codes = dict(_codes_by_name(model))
     if not codes:
         raise ConfigError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from foretoken.engine.budget import NOTHING_FOUND, Cuts, counted
@@ -28,6 +30,20 @@ REMEDIES = {
     "memory": "A larger max_kv_bytes leaves more room.",
     "budget": "A larger max_tokens leaves more room.",
 }
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Say nothing meanwhile of what drafting pays: no news where drafts are forced and only their tokens matter."""
+    logger.addFilter(_is_no_payoff)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_payoff)
+
+
+def _is_no_payoff(record: logging.LogRecord) -> bool:
+    return record.pathname != __file__
 
 
 @dataclass

@@ -68,7 +68,8 @@ def read_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, place: i
         return Prompt(_ids(prompt, place))
     if tokenizer is None:
         raise PromptError(
-            f"prompt {place} is text, but this model has no tokenizer; pass tokenizer=... to LLM, or give token ids"
+            f"prompt {place} is text, but this model has no tokenizer; put its files beside the weights, pass "
+            "tokenizer=... to LLM, or give prompt_token_ids (on the command line in --prompts-file)"
         )
     check_unicode(prompt, f"prompt {place}")
     ids = tokenizer(prompt)["input_ids"]
@@ -83,7 +84,11 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase | None, messages: Any, **temp
     Raises: ConfigError when there is no template.
     """
     if tokenizer is None or not tokenizer.chat_template:
-        raise ConfigError("this model has no chat template; give plain prompts, or a tokenizer with a template")
+        lacks = "tokenizer, and so no chat template" if tokenizer is None else "chat template"
+        raise ConfigError(
+            f"this model has no {lacks}; give plain prompts (foretoken generate), or put a tokenizer with a "
+            "chat_template.jinja beside the weights"
+        )
     options = {"add_generation_prompt": True, **template_options}
     text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}

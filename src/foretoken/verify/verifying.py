@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
@@ -70,7 +71,7 @@ def verify(
         subject = FunctionSubject(subject)
     asked = [list(one.token_ids) for one in read_prompts(prompts, llm.tokenizer)]
     is_governed_anyway = any(part.method == "auto" for part in llm.speculative_config.parts)
-    with nullcontext() if is_governed_anyway else ungoverned():
+    with nullcontext() if is_governed_anyway else ungoverned(), unsaid():
         work = _Work(
             llm, asked, subject, max_tokens, budget_seconds, false_alarm_rate, seed, progress or (lambda _: None)
         )
