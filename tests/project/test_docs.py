@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import re
 import runpy
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -87,6 +89,21 @@ def test_links_lead_somewhere() -> None:
 def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.name)
+def test_notebooks_run(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their cells in order, in one namespace, as a kernel runs them."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        assert not cell.get("outputs"), "shipped without what a run printed"
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), notebook.name, "exec"), namespace)
+    shown = capsys.readouterr().out
+    assert "[" in shown
+    assert "False" not in shown
 
 
 def test_keys_are_listed_as_the_options_have_them(monkeypatch: pytest.MonkeyPatch) -> None:

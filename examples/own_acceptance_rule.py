@@ -1,0 +1,55 @@
+"""Try a rule of your own for keeping drafted tokens, and let `verify` say whether it keeps the model's law.
+
+The draft is one token, the likeliest by the model itself at half its temperature; a real drafter stands in its place.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from foretoken import LLM, SamplingParams
+from foretoken.verify import FunctionSubject, verify
+
+llm = LLM("zoo:tiny", "ngram", dtype="float32")
+Rule = Callable[[Tensor, int, torch.Generator], int]
+
+
+def rejection(probs: Tensor, draft: int, generator: torch.Generator) -> int:
+    """Keep the draft with its probability, else draw from what is left (2211.17192): lossless."""
+    if torch.rand((), generator=generator) < probs[draft]:
+        return draft
+    rest = probs.clone()
+    rest[draft] = 0.0
+    return int(torch.multinomial(rest, 1, generator=generator))
+
+
+def threshold(probs: Tensor, draft: int, generator: torch.Generator) -> int:
+    """Keep whatever the model would say with a probability of a twentieth or more: lossy."""
+    return draft if probs[draft] > 0.05 else int(torch.multinomial(probs, 1, generator=generator))
+
+
+def decoder(rule: Rule) -> FunctionSubject:
+    """A decoder that takes greedy settings, and sampling at any temperature."""
+
+    @torch.inference_mode()
+    def generate(prompt: list[int], params: SamplingParams) -> list[int]:
+        generator = torch.Generator().manual_seed(params.seed or 0)
+        ids = list(prompt)
+        for _ in range(params.max_tokens or 0):
+            logits = llm.target.shadow(torch.tensor([ids])).logits[0, -1].double()
+            best = int(logits.argmax())
+            token = best if params.is_greedy else rule((logits / params.temperature).softmax(0), best, generator)
+            ids.append(token)
+            if token in llm.eos_token_ids:
+                break
+        return ids[len(prompt) :]
+
+    return FunctionSubject(generate, rule.__name__, takes=frozenset({"temperature"}))
+
+
+prompts = ["Once upon a time there was a boy. Once upon a time there was a girl. Once upon a"]
+for rule in (rejection, threshold):
+    found = verify(llm, prompts, decoder(rule), max_tokens=8, budget_seconds=10.0)
+    print(found.sentence())
+    assert (found.status == "not lossless") == (rule is threshold)
