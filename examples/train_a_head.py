@@ -1,4 +1,4 @@
-"""Train a head for a target, draft with it, and see that the text stays. So short a training shows only that it works."""
+"""Train a head for a target, draft with it, and see that the text stays; so short a training shows that it works."""
 
 import subprocess
 import sys

@@ -137,7 +137,8 @@ class FunctionSubject(Subject):
 
     Args:
       function: takes a list of token ids and `SamplingParams`, and returns the tokens that follow; for ``n`` samples a
-        list of such lists. It may return `Sample` objects instead, which hold text and log-probabilities, too.
+        list of such lists; without "n" in ``takes`` it is called for each, by seeds of their own. It may return
+        `Sample` objects instead, which hold text and log-probabilities, too.
       takes, is_keyed: as of `Subject`. Functions are not keyed unless they say so: only who draws by this library's
         noise can return the tokens of plain decoding.
     """
@@ -159,6 +160,9 @@ class FunctionSubject(Subject):
         return [self._answer(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
 
     def _answer(self, prompt: Seq[int], params: SamplingParams) -> Answer:
+        if params.n > 1 and "n" not in self.takes:
+            alone = [replace(params, n=1, seed=mix(params.seed or 0, index) % 2**63) for index in range(params.n)]
+            return Answer(tuple(sample for one in alone for sample in self._answer(prompt, one).samples))
         given = self._function(list(prompt), params)
         several = given if params.n > 1 else [given]
         try:

@@ -244,6 +244,9 @@ class _Work:
                 samples, drafts = self._draw(self._subject, prompt, params, until=time.monotonic() + share)
             except ForetokenError as error:
                 self._findings.append(Finding(name, "law", "left out", str(error)))
+                if place == 0:
+                    why = "it has to fail the first law test, which was left out"
+                    self._findings.append(Finding("broken acceptance", "control", "left out", why))
                 continue
             level = self._rate / len(tests)
             test = judge_samples(law, samples, level, self._seed)
