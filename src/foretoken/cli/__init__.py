@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from typing import Any
 
 import typer
 
@@ -50,7 +51,10 @@ app.command("trajectory")(cli_trajectory.trajectory)
 
 def _unwrap(verbs: typer.Typer) -> None:
     """Let the help of every verb flow at the width of the terminal: its docstring is wrapped for the source."""
-    for verb in (*verbs.registered_commands, *filter(None, [verbs.registered_callback])):
+    told: list[Any] = [*verbs.registered_commands]
+    if verbs.registered_callback is not None:
+        told.append(verbs.registered_callback)
+    for verb in told:
         verb.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(verb.callback) or "") or None
     for group in verbs.registered_groups:
         if group.typer_instance is not None:
