@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,21 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CheckpointError, match="truncated"):
         LLM(path, weights="stored")
+
+
+def test_damaged_descriptions_of_tensors_are_read_or_refused_by_name(tmp_path: Path) -> None:
+    """Sizes, types and offsets are overwritten, by a seed: files are read or refused, and nothing crashes."""
+    path = write_llama(tmp_path / "m.gguf", Kind.Q4_1, num_hidden_layers=1, vocab_size=512).path
+    whole, rng = path.read_bytes(), np.random.default_rng(7)
+    marks = [found.end() for found in re.finditer(rb"(blk\.0\.[a-z_]+|token_embd|output)\.weight", whole)]
+    refused = 0
+    for _ in range(24):
+        damaged = bytearray(whole)
+        for _ in range(rng.integers(1, 3)):
+            damaged[marks[rng.integers(len(marks))] + rng.integers(32)] = rng.choice([0, 1, 2, 8, 255])
+        path.write_bytes(damaged)
+        try:
+            load_model(path, dtype="float32", weights="stored", with_tokenizer=False)
+        except ForetokenError:
+            refused += 1
+    assert refused > 8
