@@ -384,6 +384,24 @@ def test_holm_rejects_as_published() -> None:
     assert holm([], 0.05) == []
 
 
+def test_a_single_law_test_is_held_to_the_level_that_its_power_is_told_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 15 s had time for one of three, and p = 0.0092 of a lossless decoder was "not lossless" at 1 %."""
+    told: list[float] = []
+
+    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+        told.append(level)
+        return replace(judge_samples(law, samples, level, seed), p_value=0.0092)
+
+    monkeypatch.setattr(verifying, "judge_samples", judge)
+    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
+    found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=4.0)
+    assert [one.status for one in found.findings if one.check == "law"] == ["holds", "left out", "left out"]
+    assert max(told) == pytest.approx(0.01 / 3)
+    assert found.status != "not lossless"
+
+
 def test_verdicts_are_plain_data(llm: LLM) -> None:
     found: Verdict = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1.0)
     data = found.as_dict()

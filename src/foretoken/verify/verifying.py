@@ -105,6 +105,7 @@ class _Work:
         self._near_tie = NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
         self._laws: list[tuple[int, LawTest]] = []
+        self._num_laws = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
 
@@ -229,6 +230,7 @@ class _Work:
         """
         until = min(ends, time.monotonic() + SHARE_OF_LAWS * self._budget)
         tests = [(name, keys) for name, keys in LAWS if not keys.keys() - self._subject.takes]
+        self._num_laws = len(tests)
         prompt = self._telling_prompt(plain)
         for place, (name, keys) in enumerate(tests):
             params = SamplingParams(**{"temperature": 1.0, "max_tokens": DEPTH, **keys})
@@ -286,8 +288,9 @@ class _Work:
         return telling(self._subject, self._llm.target, candidates, self._seed)
 
     def _judge_laws(self) -> None:
-        """Which law tests reject, all of them together."""
-        rejected = holm([test.p_value for _, test in self._laws], self._rate)
-        for (place, _), is_rejected in zip(self._laws, rejected, strict=True):
+        """Which law tests reject, all of them together: those that there was no time for count as tests that hold."""
+        found = [test.p_value for _, test in self._laws]
+        rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
+        for (place, _), is_rejected in zip(self._laws, rejected, strict=False):
             if is_rejected:
                 self._findings[place] = replace(self._findings[place], status="broken")
