@@ -86,6 +86,22 @@ def test_every_kind_of_result_has_its_section() -> None:
     assert re.findall(r"https?://|//cdn|@import|<link|src=", found) == []
 
 
+def test_a_choice_of_tune_is_told_from_a_curve_of_info(tmp_path: Path) -> None:
+    """Its profile holds the cost of a step as well, by which it was taken for what info measures, and refused."""
+    arm = {"name": "suffix, governed", "speedup": 1.25, "low": 1.1, "high": 1.4}
+    record = {
+        "method": "suffix", "model": "m", "sentence": "it gains 25 %", "compared": [arm], "step_cost": {"1": 1.0},
+        "costs": [{"num_rows": 1, "context": 256, "seconds": {"1": 0.01, "4": 0.02}}], "acceptance": [0.8],
+        "settings": [{"num_rows": 1, "context": 256, "num_speculative_tokens": 8, **arm}],
+    }  # fmt: skip
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps(record))
+    assert [kind for kind, _ in read(file)] == ["profile"]
+    found = report(read(file), "a")
+    assert "it gains 25 %" in found
+    assert "suffix, governed 1.25 (1.10-1.40)" in found
+
+
 def test_an_interval_holds_the_share_and_stays_a_share() -> None:
     assert wilson(0, 5)[0] == 0.0
     assert wilson(5, 5)[1] == 1.0

@@ -20,7 +20,7 @@ from foretoken.cli.options import (
     takes_groups,
 )
 from foretoken.cli.prompts import Chat, Raw, ask, check_template, read_prompts
-from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm
+from foretoken.cli.running import EXIT_INTERRUPTED, exit_codes, load_llm, say
 from foretoken.cli.writers import JsonWriter, TextWriter
 from foretoken.folders import check_place
 from foretoken.views.traceplot import check_picture, plot_traces
@@ -92,6 +92,8 @@ def generate(
             raise typer.BadParameter("--replicas and --ray-address are for jobs; give --out")
         llm = load_llm(name, drafting.config(name, loading.profile_file), **options)
         asked = ask(llm.tokenizer, name, read, chat=chat, raw=raw)
+        if llm.tokenizer is None and not as_json:
+            say(f"{name} has no tokenizer, so there is no text to show; --json shows token ids")
         writer = JsonWriter(asked) if as_json else TextWriter(params)
         traced = None
         if trace_place is not None:

@@ -15,8 +15,8 @@ from foretoken.views.page import page
 
 REMEDY = "give a file of bench --output, generate --trace, or verify, info or tune with --json"
 
-MARKS = {"steps": "trace", "findings": "verdict", "step_cost": "info", "costs": "profile"}
-"""Keys that only one kind of record has."""
+MARKS = {"steps": "trace", "findings": "verdict", "costs": "profile", "step_cost": "info"}
+"""Keys that tell the kind of a record, by the first of them: a choice of tune has both of the last ones."""
 
 PARTS = frozenset({"methods", "speed", "accepted", "batch", "profile", "efficiency", "drafting", "race"})
 """Of a benchmark's results."""

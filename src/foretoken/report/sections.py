@@ -142,7 +142,11 @@ def info(record: Record) -> str:
 
 
 def profile(record: Record) -> str:
-    """Costs, acceptance and best lengths of tune profile."""
+    """Costs, acceptance and best lengths of tune and tune profile; of tune, why it chose, and what it compared."""
+    compared = [
+        Bar(one["name"], one["speedup"], one["low"], one["high"], _with_interval(one))
+        for one in record.get("compared", ())
+    ]
     curves = {
         f"{one['num_rows']} rows, {one['context']}": [(float(at), taken * 1e3) for at, taken in one["seconds"].items()]
         for one in record["costs"]
@@ -154,12 +158,14 @@ def profile(record: Record) -> str:
             one["speedup"],
             one["low"],
             one["high"],
-            f"{one['speedup']:.2f} ({one['low']:.2f}-{one['high']:.2f})",
+            _with_interval(one),
         )
         for one in record["settings"]
     ]
     return section(
         f"Profile of {record['method']}",
+        paragraph(record["sentence"]) if "sentence" in record else "",
+        bars("Expected speed by plain decoding's, of what was compared", compared, 1.0),
         bars("Expected speed by plain decoding's, at the best length", found, 1.0),
         lines("Cost curve: milliseconds of a step", curves, "tokens of a step and row"),
         bars("Acceptance by position", rates),
@@ -229,6 +235,10 @@ def _speed(label: str, one: Record) -> Bar:
     if one["num_prompts"] < 2:
         return Bar(label, one["ratio"], said=f"{one['ratio']:.2f}, one prompt")
     return Bar(label, one["ratio"], one["low"], one["high"], f"{one['ratio']:.2f} ({one['low']:.2f}-{one['high']:.2f})")
+
+
+def _with_interval(one: Mapping[str, Any]) -> str:
+    return f"{one['speedup']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
 
 
 def _median(label: str, ratios: Seq[float]) -> Bar:
