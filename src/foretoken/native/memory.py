@@ -92,6 +92,9 @@ def leave(tensor: torch.Tensor) -> None:
     begin, end = -(-first // page) * page, (first + tensor.nbytes) // page * page
     if begin < end and tensor.is_contiguous() and _LIBC is not None:
         _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        trim = getattr(_LIBC, "malloc_trim", None)  # of glibc: what packing has freed goes back, too
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
 
 
 class _Scratch(threading.local):
