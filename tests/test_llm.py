@@ -72,7 +72,6 @@ def test_greedy_plain_equals_transformers(plain: LLM) -> None:
 def test_results_have_vllms_shape(llm: LLM) -> None:
     (output,) = llm.generate(STORY, SamplingParams(temperature=1, max_tokens=9, seed=3, logprobs=2))
     (sample,) = output.outputs
-    assert llm.tokenizer is not None
     assert output.prompt == STORY
     assert list(output.prompt_token_ids) == llm.tokenizer(STORY)["input_ids"]
     assert output.finished
@@ -80,7 +79,6 @@ def test_results_have_vllms_shape(llm: LLM) -> None:
     assert len(sample.token_ids) == 9
     assert (sample.finish_reason, sample.stop_reason, sample.seed) == ("length", None, 3)
     assert sample.text == llm.tokenizer.decode(sample.token_ids)
-    assert sample.logprobs is not None
     assert len(sample.logprobs) == 9
     for token, table in zip(sample.token_ids, sample.logprobs, strict=True):
         assert 2 <= len(table) <= 3
@@ -136,7 +134,6 @@ def test_token_ids_end_with_the_eos_and_the_text_does_not_show_it(llm: LLM) -> N
     assert sample.token_ids[-1] == 3
     assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
     assert "<|end|>" not in sample.text
-    assert output.prompt is not None
     assert output.prompt.startswith("<|user|>What is")
 
 
@@ -168,7 +165,6 @@ def test_the_seed_of_an_llm_repeats_its_requests(plain: LLM) -> None:
 
 
 def test_prompts_come_in_every_form(plain: LLM) -> None:
-    assert plain.tokenizer is not None
     token_ids = plain.tokenizer(STORY)["input_ids"]
     forms: list[Any] = [
         STORY,
@@ -250,7 +246,7 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(plain: LLM, config: str) 
         sample = llm.generate(STORY, params)[0].outputs[0]
         assert (sample.text, sample.finish_reason, sample.stop_reason) == (expected, "stop", stop)
         assert sample.token_ids == full.token_ids[: len(sample.token_ids)]
-        assert stop in llm.tokenizer.decode(sample.token_ids)  # type: ignore[union-attr]
+        assert stop in llm.tokenizer.decode(sample.token_ids)
 
 
 def test_overlapping_stop_strings_end_at_the_earliest(llm: LLM) -> None:
@@ -332,13 +328,12 @@ def test_a_stream_tells_who_proposed_what(llm: LLM) -> None:
 
 def test_characters_of_several_tokens_arrive_whole(llm: LLM) -> None:
     """A byte-level tokenizer splits an emoji: no delta may hold a replacement character."""
-    assert llm.tokenizer is not None
     bias: dict[int, float] = {}
     forced = llm.tokenizer("😀😀")["input_ids"]
     assert len(forced) > 2
 
     def follow(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = input_ids.shape[1] - len(llm.tokenizer(STORY)["input_ids"])  # type: ignore[misc]
+        place = input_ids.shape[1] - len(llm.tokenizer(STORY)["input_ids"])
         out = torch.full_like(scores, float("-inf"))
         out[:, forced[place % len(forced)]] = 0
         return out
@@ -532,8 +527,8 @@ def test_arguments_that_cannot_apply_say_why(given: dict[str, Any], message: str
 
 def test_arguments_that_change_nothing_are_taken() -> None:
     model = toy_model()
-    LLM(model, tensor_parallel_size=1, quantization=None, enforce_eager=False, swap_space=0)  # type: ignore[call-arg]
-    LLM(model, torch_dtype=model.dtype)  # type: ignore[call-arg]
+    LLM(model, tensor_parallel_size=1, quantization=None, enforce_eager=False, swap_space=0)
+    LLM(model, torch_dtype=model.dtype)
 
 
 def test_names_of_arguments_elsewhere_are_not_names_here() -> None:
@@ -548,7 +543,6 @@ def test_model_info_tells_what_runs(llm: LLM) -> None:
     info = llm.model_info
     assert (info.name, info.architecture, info.dtype) == ("zoo:tiny", "LlamaForCausalLM", "float32")
     assert info.num_parameters == 5_475_584
-    assert llm.drafting.info is not None
     assert llm.drafting.info.num_parameters < info.num_parameters / 5
 
 

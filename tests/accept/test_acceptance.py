@@ -59,8 +59,7 @@ def test_rules_that_take_chains_get_chains() -> None:
         lm = CausalLM(toy_model(16), execution="eager", probe=False)
         engine = Engine(lm, Watched([], 2, vocab_size=16), EngineConfig(acceptance=rule))
         engine.add_request([1, 2, 3], SamplingParams(max_tokens=3, temperature=0))
-        for _ in engine.run():
-            pass
+        list(engine.run())
         assert {budget.chains_only for budget in budgets} == {not RULES[rule].takes_trees}
 
 

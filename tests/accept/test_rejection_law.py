@@ -116,8 +116,7 @@ def p_value_of(drafter: Drafter, acceptance: str, num_samples: int = NUM_SAMPLES
     engine = Engine(target(), drafter, config)
     params = SamplingParams(n=num_samples, max_tokens=LENGTH, temperature=TEMPERATURE, seed=99)
     rows = engine.add_request(PROMPT, params)
-    for _ in engine.run():
-        pass
+    list(engine.run())
     counts = Counter(tuple(row.output_ids) for row in rows)
     expected = {output: probability * num_samples for output, probability in exact_law().items()}
     frequent = [output for output in expected if expected[output] >= 5]
@@ -223,7 +222,6 @@ def test_samples_and_drafts_do_not_depend_on_each_other(kind: str) -> None:
     for drafter in (make_drafter("none", "match"), make_drafter(kind, "match")):
         engine = Engine(target(), drafter, EngineConfig(max_num_seqs=64))
         rows = engine.add_request(PROMPT, SamplingParams(n=64, max_tokens=LENGTH, temperature=TEMPERATURE, seed=5))
-        for _ in engine.run():
-            pass
+        list(engine.run())
         outputs.append([row.output_ids for row in rows])
     assert outputs[0] == outputs[1]

@@ -65,7 +65,7 @@ class Forking:
 
     def _ask(self, *question: str | int) -> None:
         assert question not in self.asked, f"the same noise was asked for twice: {question}"
-        self.asked.add(question)  # type: ignore[arg-type]
+        self.asked.add(question)
 
 
 class Uniform:

@@ -23,7 +23,7 @@ VOCAB_SIZE = 512
 NUM_STEPS = 12
 
 
-class Watched(list):  # type: ignore[type-arg]
+class Watched(list):
     """A text that counts the tokens that are read of it."""
 
     num_reads = 0
@@ -132,7 +132,6 @@ def test_the_row_copies_and_the_datastore_knows_it(tmp_path: Path) -> None:
     with opened(tmp_path, text, 20_000, None) as store:
         assert Manifest.read(tmp_path).num_tokens == 20_000
         match = Datastore.query(store, text.tokens(1000)[-8:])
-        assert match is not None
         assert match.length >= 3
-        made_ = lambda: drafter_factory(SpeculativeConfig.parse({"method": "ngram"}), DrafterContext(None))()  # type: ignore[arg-type]  # noqa: E731
+        made_ = lambda: drafter_factory(SpeculativeConfig.parse({"method": "ngram"}), DrafterContext(None))()  # noqa: E731
         assert draft_cost("ngram", made_, text, 1000, 20).nodes > 3

@@ -42,7 +42,7 @@ def test_a_way_is_the_files_whose_functions_are_called(tmp_path: Path, monkeypat
     (package / "idle.py").write_text("class Idle:\n    size = 1\n\n\ndef rest(): ...\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with house.Footprints(package) as found:
-        from walked import called  # type: ignore[import-not-found]
+        from walked import called
 
         called.go()
         called.go()

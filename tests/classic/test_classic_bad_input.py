@@ -215,7 +215,7 @@ def test_models() -> None:
     with pytest.raises(UnsupportedModelError, match="a Linear, which holds no model of transformers"):
         autoregressive_generate(PROMPT, torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="a str"):
-        autoregressive_generate(PROMPT, "gpt2")  # type: ignore[arg-type]
+        autoregressive_generate(PROMPT, "gpt2")
     with pytest.raises(TokenizerMismatchError, match="64 token ids and the drafter LlamaForCausalLM 91"):
         speculative_generate(PROMPT, toy_model(91), target())
 
@@ -247,7 +247,7 @@ def test_a_storage_of_another_vocabulary() -> None:
     with pytest.raises(PromptError, match=r"storage's vocabulary, 0\.\.4"):
         ngram_assisted_speculative_generate(PROMPT, NGramStorage(3, 5), target())
     with pytest.raises(ConfigError, match="ngramstorage is a dict"):
-        ngram_assisted_speculative_generate(PROMPT, {}, target())  # type: ignore[arg-type]
+        ngram_assisted_speculative_generate(PROMPT, {}, target())
 
 
 def test_caches() -> None:
@@ -256,4 +256,4 @@ def test_caches() -> None:
         with pytest.raises(ShapeError, match=f"cannot discard {number} tokens of a cache that holds 5"):
             prune_cache((layer, layer), number)
     with pytest.raises(UnsupportedStateError, match="list"):
-        prune_cache([layer], 1)  # type: ignore[type-var]
+        prune_cache([layer], 1)

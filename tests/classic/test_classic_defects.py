@@ -200,7 +200,6 @@ def test_11_an_end_token_inside_an_accepted_draft_ends_the_output() -> None:
     assert tokens == wanted[:3]
     assert rate == 3 / 6
     trace = last_trace()
-    assert trace is not None
     assert trace.steps[-1].final_token is None
 
 
@@ -258,7 +257,6 @@ def test_16_random_tokens_are_drafted_only_where_that_is_asked_for() -> None:
             [7], NGramStorage(3, 64), target(), max_gen_len=6, gamma=4, stop_if_unknown=stop_if_unknown
         )
         trace = last_trace()
-        assert trace is not None
         drafted.append(trace.steps[1].gamma)
         assert tokens == hf_greedy(target(), [7], 6)
     assert drafted == [4, 0]
@@ -342,7 +340,6 @@ def test_19_the_trace_counts_tokens_and_times_every_step_anew() -> None:
     """Throughput was characters per second, and timers were stale."""
     tokens, rate = speculative_generate(PROMPT, drafter(), target(), gamma=3, max_gen_len=20, eos_tokens_id=[])
     trace = last_trace()
-    assert trace is not None
     assert sum(step.accepted + (step.final_token is not None) for step in trace.steps) == len(tokens)
     assert rate == trace.num_accepted / trace.num_drafted
     for name in ("draft_seconds", "verify_seconds", "accept_seconds"):

@@ -378,7 +378,6 @@ def test_the_debug_display(capsys: pytest.CaptureFixture[str]) -> None:
     )
     shown = capsys.readouterr().out
     trace = last_trace()
-    assert trace is not None
     assert shown.count("========== Speculative Step ==========\n") == len(trace.steps)
     blocks = shown.split("========== Speculative Step ==========\n")[1:]
     seen = set()

@@ -155,7 +155,6 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_target_goes_on(
     tokens, _ = speculative_generate(prompt, small, target(), max_gen_len=12, gamma=3, eos_tokens_id=[])
     assert tokens == wanted
     trace = last_trace()
-    assert trace is not None
     assert [step.gamma for step in trace.steps if step.position > 65] == [0] * (len(prompt) + 12 - 66)
     assert max(step.position + step.gamma for step in trace.steps[:3]) > 62
 
@@ -185,7 +184,6 @@ def test_the_end_token_ends_the_output_wherever_it_stands_in_a_draft(index: int)
         )
         assert tokens == cut
         trace = last_trace()
-        assert trace is not None
         assert rate == trace.acceptance_rate
         assert trace.num_accepted <= len(cut)
     kind = FUNCTIONS[index % 3]
@@ -232,12 +230,10 @@ def test_egag_changes_lengths_and_no_token(bounds: tuple[int, int], beta: float)
     )
     assert tokens == hf_greedy(target(), PROMPT, 30)
     trace = last_trace()
-    assert trace is not None
     drafted = [step for step in trace.steps if step.normalised_entropy is not None]
     assert drafted
     ema = None
     for step in drafted:
-        assert step.normalised_entropy is not None
         wanted = min(max(int((1.0 - step.normalised_entropy) * bounds[1]), bounds[0]), bounds[1])
         ema = float(wanted) if ema is None else beta * ema + (1.0 - beta) * wanted
         left = len(PROMPT) + 30 - step.position - 1
@@ -248,7 +244,6 @@ def test_egag_changes_lengths_and_no_token(bounds: tuple[int, int], beta: float)
 def test_egag_is_bounded_by_gamma_where_gamma_max_is_not_given() -> None:
     generate("speculative", use_egag=True, gamma=3)
     trace = last_trace()
-    assert trace is not None
     assert max(step.gamma for step in trace.steps) <= 3
 
 

@@ -102,7 +102,7 @@ def test_listings_run_unchanged_after_one_line() -> None:
 def test_names_are_those_of_the_package_whoever_imports_them() -> None:
     install()
     install()
-    import ngram_assisted  # type: ignore[import-not-found]
+    import ngram_assisted
 
     from foretoken.classic import ngram_assisted as ours
 
@@ -116,7 +116,7 @@ def test_modules_of_the_users_own_are_not_hidden(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"utils is .*utils\.py here"):
         install()
     assert not installed()
-    import utils  # type: ignore[import-not-found]
+    import utils
 
     with pytest.raises(ConfigError, match=r"utils is .*utils\.py here"):
         install()

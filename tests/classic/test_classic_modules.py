@@ -159,7 +159,7 @@ def test_a_module_in_training_is_read_without_dropout_and_left_in_training() -> 
 
 def test_a_context_that_the_module_names_ends_the_output() -> None:
     model = Recurrent(seed=7).eval()
-    model.max_context_length = 6  # type: ignore[assignment]
+    model.max_context_length = 6
     assert len(autoregressive_generate([1, 2], model, 40, eos_tokens_id=[])) == 4
     with pytest.raises(ContextLengthError):
         autoregressive_generate([1, 2] * 3, model, 1)
@@ -216,6 +216,5 @@ def test_a_model_whose_cache_the_engine_refuses_is_read_from_the_beginning() -> 
 def test_a_trace_is_kept_and_greedy_is_the_default() -> None:
     ngram_assisted_speculative_generate([1, 2, 1, 2], NGramStorage(3, 16), recurrent(), max_gen_len=6, eos_tokens_id=[])
     trace = last_trace()
-    assert trace is not None
     assert trace.num_drafted > 0
     assert GreedyProcessor().sample(torch.tensor([[0.1, 0.9]])).tolist() == [[1]]

@@ -106,12 +106,10 @@ def test_the_last_trace_is_that_of_the_last_call() -> None:
     assert contextvars.Context().run(last_trace) is None
     autoregressive_generate(PROMPT, target(), 5, eos_tokens_id=[])
     trace = last_trace()
-    assert trace is not None
     assert (trace.function, trace.prompt_length, len(trace.steps)) == ("autoregressive_generate", len(PROMPT), 5)
     assert [step.position for step in trace.steps] == list(range(len(PROMPT), len(PROMPT) + 5))
     _, rate = speculative_generate(PROMPT, drafter(), target(), gamma=2, max_gen_len=9, eos_tokens_id=[])
     trace = last_trace()
-    assert trace is not None
     assert trace.function == "speculative_generate"
     assert trace.acceptance_rate == rate
     assert trace.steps[0].gamma == 0
@@ -133,7 +131,6 @@ def test_a_call_that_raises_leaves_its_steps() -> None:
     with pytest.raises(RuntimeError, match="enough"):
         autoregressive_generate(PROMPT, target(), 9, Failing(1.0), eos_tokens_id=[])
     trace = last_trace()
-    assert trace is not None
     assert len(trace.steps) == 3
     with pytest.raises(PromptError):
         autoregressive_generate([], target())
@@ -147,7 +144,6 @@ def test_threads_have_traces_of_their_own_and_share_models() -> None:
     def call(prompt: list[int]) -> tuple[list[int], int]:
         tokens, _ = speculative_generate(prompt, drafter(), target(), max_gen_len=10, eos_tokens_id=[], use_cache=True)
         trace = last_trace()
-        assert trace is not None
         return tokens, trace.prompt_length
 
     with ThreadPoolExecutor(4) as pool:

@@ -110,7 +110,6 @@ def test_tree_decoding_gives_the_logits_of_every_path() -> None:
     )
     assert outputs.shape == (1, 6, 64)
     assert logits.shape == (3, 4, 64)
-    assert medusa_logits is not None
     assert medusa_logits.shape == (2, 3, 4, 64)
     compared = 0
     for row, path in enumerate(rows):
@@ -200,7 +199,7 @@ def test_a_search_keeps_the_most_frequent_and_pads_short_paths(tmp_path: Path) -
     assert (paths, mask.tolist(), places.tolist(), depths.tolist(), nodes.tolist()) == ([], [[1.0]], [0], [0], [[0]])
     for bad in ({"token_list": []}, {"token_list": [1], "choices": 0}):
         with pytest.raises(ConfigError):
-            datastore.search(**bad)  # type: ignore[arg-type]
+            datastore.search(**bad)
 
 
 # -- prompt lookup -----------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_json_is_one_object_per_prompt_in_order(plain: LLM) -> None:
         assert line["text"] == output.outputs[0].text
         assert line["num_prompt_tokens"] == len(output.prompt_token_ids)
         assert line["num_generated_tokens"] == len(line["token_ids"])
-        assert (line["seed"], line["lossless"]) == (5, True)
+        assert (line["seed"], line["lossless"], line["chat_template"]) == (5, True, False)
         assert line["metrics"]["speculative_decoding"]["num_spec_tokens"] == 5
         assert set(line["timings"]) == {"prefill_seconds", "decode_seconds", "tokens_per_second"}
 
@@ -151,13 +151,6 @@ def test_chat_uses_the_template(plain: LLM) -> None:
     assert line["token_ids"] == list(output.outputs[0].token_ids)
 
 
-def test_a_base_model_gets_text_as_it_is(plain: LLM) -> None:
-    (line,) = records(run("generate", "Who are you?", *SHORT, "--json"))
-    (output,) = plain.generate("Who are you?", SamplingParams(temperature=0, max_tokens=12))
-    assert line["chat_template"] is False
-    assert line["token_ids"] == list(output.outputs[0].token_ids)
-
-
 def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run("generate", STORY, *SHORT).stdout
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -172,7 +165,6 @@ def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> 
     ("arguments", "message"),
     [
         (["generate"], "there is no prompt"),
-        (["generate", "", *TINY], "prompt 0 is empty"),
         (["generate", "x", "--model", "/no/such"], "/no/such does not exist"),
         (["generate", "x", "--model", "zoo:tinny"], "tiny"),
         (["generate", "x", "--method", "ngrm"], "did you mean 'ngram'"),
@@ -184,7 +176,6 @@ def test_a_terminal_shows_who_proposed_what(monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "x", *TINY, "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
         (["generate", "x", *TINY, "--dtype", "int3"], "dtype is 'int3'"),
         (["generate", "x", "--no-such-option"], "--no-such-option"),
-        (["generate", "x", "--prompts-file", "/no/file.jsonl"], "/no/file.jsonl"),
         (["generate", "x", "--method", "ngram", "--speculative-config", "nasd"], "leave out --method"),
         (["nonsense"], "nonsense"),
     ],
@@ -195,18 +186,6 @@ def test_refusals_exit_with_2_and_leave_standard_output_empty(arguments: list[st
     assert result.exit_code == 2
     assert result.stdout == ""
     assert message in " ".join(result.stderr.replace("│", " ").split())
-
-
-def test_a_bad_line_of_a_prompts_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    for text, message in [
-        ('{"prompt": "a"}\n{', "line 2 is not JSON"),
-        ('{"question": "a"}', "line 1 holds no prompt"),
-    ]:
-        file.write_text(text)
-        result = run("generate", "--prompts-file", str(file))
-        assert result.exit_code == 2
-        assert message in result.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -236,7 +215,6 @@ def test_ctrl_c_on_the_real_program_exits_with_130() -> None:
     command = [sys.executable, "-m", "foretoken", "generate", STORY, *TINY, "--max-new-tokens", "1900", "--ignore-eos"]
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=heeds) as process:
-        assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 64)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)

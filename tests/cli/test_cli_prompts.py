@@ -37,22 +37,6 @@ def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
-    jsonl = tmp_path / "prompts.jsonl"
-    jsonl.write_text(json.dumps({"prompt": ODD}, ensure_ascii=False) + '\r\n{"prompt": "next"}\n', encoding="utf-8")
-    assert read_prompts([], str(jsonl)) == [ODD, "next"]
-    text = tmp_path / "prompts.txt"
-    text.write_bytes(f"{ODD}\r\n\nnext".encode())
-    assert read_prompts([], str(text)) == [ODD, "next"]
-
-
-@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
-def test_a_byte_order_mark_belongs_to_no_prompt(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.write_text('"A cat"\n' if name.endswith("jsonl") else "A cat\n", encoding="utf-8-sig")
-    assert read_prompts([], str(file)) == ["A cat"]
-
-
 def test_a_file_in_another_encoding_is_refused_by_its_byte(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("Grüße".encode("cp1252"))

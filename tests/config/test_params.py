@@ -32,7 +32,7 @@ class TestSamplingParams:
 
     def test_frozen(self) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
-            SamplingParams().n = 2  # type: ignore[misc]
+            SamplingParams().n = 2
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -115,7 +115,7 @@ class TestSamplingParams:
             SamplingParams.from_dict({wrong: 1})
 
     def test_alias_of_max_tokens(self) -> None:
-        assert SamplingParams(max_new_tokens=7).max_tokens == 7  # type: ignore[call-arg]
+        assert SamplingParams(max_new_tokens=7).max_tokens == 7
         assert SamplingParams.from_dict({"max_new_tokens": 7}).max_new_tokens == 7
         assert SamplingParams.from_dict({"max_new_tokens": 7, "max_tokens": 7}).max_tokens == 7
         with pytest.raises(ConfigError, match="two names of one key"):
@@ -140,10 +140,10 @@ class TestSamplingParams:
 
     def test_what_happens_anyway_may_be_asked_for(self) -> None:
         given = {"best_of": 1, "use_beam_search": False, "guided_decoding": None, "do_sample": True, "temperature": 0.5}
-        assert SamplingParams(**given) == SamplingParams(temperature=0.5)  # type: ignore[arg-type]
+        assert SamplingParams(**given) == SamplingParams(temperature=0.5)
 
     def test_the_length_has_its_name_in_the_plain_functions(self) -> None:
-        assert SamplingParams(max_gen_len=40) == SamplingParams(max_tokens=40)  # type: ignore[call-arg]
+        assert SamplingParams(max_gen_len=40) == SamplingParams(max_tokens=40)
 
     def test_names_elsewhere_are_not_names_here(self) -> None:
         for cls, foreign in ((SamplingParams, SAMPLING_PARAMETERS), (SpeculativeConfig, SPECULATIVE_KEYS)):
@@ -203,7 +203,7 @@ class TestSpeculativeConfig:
         assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
         assert len({config, SpeculativeConfig.parse(config)}) == 1
         with pytest.raises(dataclasses.FrozenInstanceError):
-            config.method = "ngram"  # type: ignore[misc]
+            config.method = "ngram"
 
     def test_keys_are_attributes_and_nothing_else_of_the_options_is(self) -> None:
         config = SpeculativeConfig(method="ngram", prompt_lookup_max=3)
@@ -218,7 +218,6 @@ class TestSpeculativeConfig:
         model = object()
         for method in ("draft_model", "ngram+draft_model", "ngram>suffix+draft_model"):
             config = SpeculativeConfig(method, model=model, num_speculative_tokens=4)
-            assert config.model_part is not None
             assert config.model_part.model is model
             left = config.without_model()
             assert left == SpeculativeConfig(method, num_speculative_tokens=4)

@@ -218,7 +218,7 @@ def test_drafter_conforms_at_every_depth(name: str) -> None:
 
 def steps(make_drafter: Callable[[int], object], depth: int, budget: int) -> int:
     request = (PROMPTS[0], replace(GREEDY, max_tokens=budget))
-    return decode(target(), make_drafter(depth), [request]).num_steps  # type: ignore[arg-type]
+    return decode(target(), make_drafter(depth), [request]).num_steps
 
 
 @pytest.mark.parametrize("name", ["perfect", "perfect-tree", "draft-model-is-target", "draft-model-is-target-tree"])

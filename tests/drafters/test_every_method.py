@@ -68,7 +68,7 @@ def is_covering(method: str, exactness: str, mode: str, batch_size: int) -> bool
 
 
 def marked(*cell: object) -> object:
-    slow = pytest.mark.slow if is_covering(*cell) else pytest.mark.full  # type: ignore[arg-type]
+    slow = pytest.mark.slow if is_covering(*cell) else pytest.mark.full
     return pytest.param(*cell, marks=[] if cell in QUICK else slow)
 
 

@@ -210,12 +210,6 @@ def test_egag_as_published_is_the_formula_of_the_first_law(nats: float, longest:
     assert plan.entropy == pytest.approx(normalised_entropy(law.exp()))
 
 
-def test_egag_as_published_hardly_moves() -> None:
-    """gamma_max - 1 for all entropies that real drafters have, here at V = 1000."""
-    lengths = {drafted(Egag(6, "paper"), row(), [law_of_entropy(nats)] * 6)[0] for nats in (1e-3, 0.2, 0.6, 1.1)}
-    assert lengths == {5}
-
-
 def test_egag_smooths_over_steps() -> None:
     policy, watched = Egag(8, "paper", beta=0.5), row()
     long, short = law_of_entropy(0.01), law_of_entropy(6.8)  # 7 and 1
@@ -450,14 +444,6 @@ class StopsAt(Fixed):
         return depth < self.stop
 
 
-def test_fixed_never_changes() -> None:
-    policy = Fixed(4)
-    for accepted in (0, 4, 2):
-        assert policy.begin(row(1)) == 4
-        assert policy.keep_drafting(row(1), 3, None)
-        policy.end(row(1), 4, accepted)
-
-
 def test_heuristic_schedule() -> None:
     """3 -> all of 3 accepted -> 5 -> 2 of 5 -> 4 -> none of 4 -> 3 -> 2 -> 1 -> 1."""
     policy, lengths = Heuristic(3), []
@@ -513,4 +499,4 @@ def test_length_asks_before_every_token_and_shows_no_law() -> None:
 
 def test_a_policy_has_to_say_where_it_begins() -> None:
     with pytest.raises(TypeError):
-        LengthPolicy()  # type: ignore[abstract]
+        LengthPolicy()

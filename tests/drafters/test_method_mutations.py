@@ -323,9 +323,7 @@ def _variants(
 
     def spoiled(variant: CausalLM, _: Call) -> CausalLM:
         forward = variant.forward
-        variant.forward = lambda given, cache, **others: logits(  # type: ignore[method-assign]
-            forward(nodes(given), cache, **{**others, **options})
-        )
+        variant.forward = lambda given, cache, **others: logits(forward(nodes(given), cache, **{**others, **options}))
         return variant
 
     return with_result(CausalLM, "variant", spoiled)

@@ -129,8 +129,7 @@ class Silent(ContextDrafter):
 def decoded(drafter: Drafter, config: EngineConfig, governor: Governor | None = None, num_tokens: int = 12) -> Sequence:
     engine = Engine(CausalLM(toy_model(), execution="eager"), drafter, config, governor=governor)
     (row,) = engine.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert engine.profile.ended.cuts == Cuts(row.stats.cuts.tokens, row.stats.cuts.steps)
     return row
 

@@ -99,7 +99,7 @@ def test_aborts_in_every_phase_harm_nobody(config: Any, tmp_path: Path) -> None:
                     assert tuple(row.output_ids) == text, (phase, victim)
 
 
-@pytest.mark.parametrize("config", METHODS)
+@pytest.mark.parametrize("config", [NAMED["ngram"], SMALL_VIEW], ids=["ngram", "sparse_kv"])
 def test_a_stream_that_is_closed_within_a_step_ends_after_it(config: Any, tmp_path: Path) -> None:
     """A processor closes the stream of another call between its draft and the verdict on it."""
     llm = base().with_speculative_config(completed(config, tmp_path))
@@ -136,8 +136,22 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("config", METHODS)
+CLOSED = [
+    pytest.param(
+        *method.values,
+        place,
+        id=f"{method.id}-{place}",
+        marks=method.marks
+        if "slow" not in {mark.name for mark in method.marks} or (i + j) % 5 == 0
+        else pytest.mark.full,
+    )
+    for i, method in enumerate(METHODS)
+    for j, place in enumerate(PLACES)
+]
+"""Every place for a method without a model and for one with a cache of its own; one place for each other method."""
+
+
+@pytest.mark.parametrize(("config", "place"), CLOSED)
 def test_a_stream_that_is_closed_anywhere_in_a_step_harms_nobody(
     config: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +199,7 @@ def test_an_engine_does_not_abort_inside_of_its_own_step() -> None:
 
     engine = Engine(base().target, made("ngram", 3, cls=Aborting), EngineConfig(contains_faults=True))
     rows = [engine.add_request(prompt, params(), str(i))[0] for i, prompt in enumerate(PROMPTS)]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert [tuple(row.output_ids) for row in rows] == plain()
     assert all("EngineBusyError" in row.stats.drafter_error for row in rows)
 

@@ -112,8 +112,7 @@ def test_an_engine_whose_step_broke_off_goes_on_like_a_new_one(
         rows = [row for prompt, params in REQUESTS for row in engine.add_request(prompt, params)]
         with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
             patch.setattr(owner, name, breaking(getattr(owner, name), 2, after=is_after))
-            for _ in engine.run():
-                pass
+            list(engine.run())
         assert engine.num_running == engine.cache.num_rows == 0, setting
         waiting = [row for row in rows if not row.is_finished]
         assert bool(waiting) == engine.has_unfinished, setting

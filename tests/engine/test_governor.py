@@ -200,7 +200,6 @@ def test_it_says_what_it_does_and_why() -> None:
     assert one.describe() is None
     World(Guesser(lambda place: 0.1), STEEP, 8.0).run(one)
     said = one.describe()
-    assert said is not None
     assert said.startswith("not drafting: verify(5)/verify(1) = ")
     assert "at depth 1" in said
     assert one.totals.speedup == pytest.approx(1.0, abs=0.06)

@@ -238,7 +238,7 @@ def work_per_step(
 ) -> Work:
     """The median over some steps, behind a prompt of this length."""
     counter = Counter()
-    engine = Engine(target(), drafter, tokenizer=Words(), governor=governor)  # type: ignore[arg-type]
+    engine = Engine(target(), drafter, tokenizer=Words(), governor=governor)
     (row,) = engine.add_request(longest_text()[-length:], replace(params, max_tokens=2000, ignore_eos=True))
     text = TextStream(row)
     while not engine.decoding_rows:
@@ -316,7 +316,7 @@ def test_work_that_grows_with_the_text_is_seen(waste: Callable[[Any], Any], monk
     """The control: a drafter that looks at the whole text in every step, in each of several ways."""
     propose = Drafter.propose
 
-    class Wasteful(type(made("none")())):  # type: ignore[misc]
+    class Wasteful(type(made("none")())):
         def propose(self, rows: Any, budgets: Any) -> Any:
             for row in rows:
                 waste(row)

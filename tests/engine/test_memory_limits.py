@@ -175,8 +175,7 @@ def run_out_of_memory() -> None:
         return engine, engine.add_request(prompt, SamplingParams(n=num_rows, max_tokens=4, seed=1, ignore_eos=True))
 
     plain, few = samples(3)
-    for _ in plain.run():
-        pass
+    list(plain.run())
     with address_space(140_000_000):
         engine, rows = samples(128)
         with pytest.raises((MemoryError, RuntimeError), match="allocate"):
@@ -184,15 +183,13 @@ def run_out_of_memory() -> None:
         assert {row.finish_reason for row in rows} == {"abort"}
         assert not engine.has_unfinished
         (again,) = engine.add_request(prompt[:50], SamplingParams(max_tokens=4, temperature=0))
-        for _ in engine.run():
-            pass
+        list(engine.run())
         assert again.finish_reason == "length"
     del engine
     gc.collect()
     with address_space(140_000_000):
         planned, rows = samples(128, max_kv_bytes=20_000_000)
-        for _ in planned.run():
-            pass
+        list(planned.run())
         assert planned.cache.num_bytes <= 20_000_000
     assert {row.finish_reason for row in rows} == {"length"}
     assert [row.output_ids for row in rows[:3]] == [row.output_ids for row in few]

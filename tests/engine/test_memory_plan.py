@@ -219,8 +219,7 @@ def test_an_aborted_row_that_waits_to_be_read_again_is_gone() -> None:
         engine.step()
     assert rows[2].num_output_tokens > 100
     assert engine.abort("2") == [rows[2]]
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     assert [row.finish_reason for row in rows] == ["length", "length", "abort"]
 
 
@@ -232,8 +231,7 @@ def test_a_request_that_fits_not_even_alone_is_refused() -> None:
     with pytest.raises(ContextLengthError, match=r"150 tokens that may grow to 250 needs \d+ bytes.*lower max_tokens"):
         engine.add_request(text(1, 150), params(1, 100))
     (row,) = engine.add_request(text(1, 150), params(1, 40))
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     assert row.finish_reason == "length"
 
 

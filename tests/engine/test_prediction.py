@@ -59,8 +59,6 @@ def check_equal(outputs: list[RequestOutput], wanted: list[RequestOutput]) -> No
         for text, other in zip(output.outputs, want.outputs, strict=True):
             assert text.token_ids == other.token_ids
             assert text.finish_reason == other.finish_reason
-            assert text.logprobs is not None
-            assert other.logprobs is not None
             for entry, known in zip(text.logprobs, other.logprobs, strict=True):
                 assert list(entry) == list(known)
                 assert all(entry[token].logprob == pytest.approx(known[token].logprob, abs=1e-6) for token in entry)
@@ -203,7 +201,6 @@ def test_joined_drafts() -> None:
     tree = DraftTree((1, 7, 5, 8, 9), (-1, 0, 0, 2, 3), source="d")
     joined = chain.joined(tree, 100)
     assert (joined.tokens, joined.parents) == ((1, 5, 6, 7, 8, 9), (-1, 0, 1, 0, 1, 4))
-    assert joined.sources is not None
     assert joined.sources[1:] == ("p", "p", "d", "d", "d")
     assert joined.main_chain().tokens == (1, 5, 6)
     small = chain.joined(tree, 4)

@@ -39,8 +39,7 @@ def alone(number: int, prompt: list[int], max_tokens: int) -> list[int]:
     """What plain decoding says after one prompt that is read at once."""
     engine = Engine(target(), EmptyDrafter(), EngineConfig(prefill_chunk_size=512))
     (row,) = engine.add_request(prompt, params(number, max_tokens))
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     return row.output_ids
 
 

@@ -107,8 +107,7 @@ class Request:
         """The request alone, plain, gives the same; an aborted row the beginning of it."""
         engine = Engine(lm, EmptyDrafter(), config, eos_token_ids=EOS)
         want = engine.add_request(self.prompt, self.params)
-        for _ in engine.run():
-            pass
+        list(engine.run())
         for row, plain in zip(self.rows, want, strict=True):
             if self.is_aborted and row.finish_reason == "abort":
                 assert row.output_ids == plain.output_ids[: row.num_output_tokens]

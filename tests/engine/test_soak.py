@@ -60,10 +60,9 @@ def test_what_drafters_keep_of_rows_is_found(tmp_path: Path) -> None:
     """The check itself: a drafter that forgets nothing is told, by where its state lies."""
     soak = soaked(1, tmp_path, ("draft_model",), 0.0, 0)
     engine = soak.engines["draft_model"]
-    engine.drafter.forget = lambda _: None  # type: ignore[method-assign]
+    engine.drafter.forget = lambda _: None
     engine.add_request(*soak.world.request(random.Random(1)))
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     left = leftovers(engine.drafter, beside=(soak.world.target, engine.cache))
     assert any("KVCache of lengths" in each for each in left)
     assert any("Sequence" in each for each in left)

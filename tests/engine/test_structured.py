@@ -108,7 +108,6 @@ def masking(wanted: StructuredOutputs, prompt_length: int) -> Callable[..., Any]
 def masked(kind: str, name: str) -> list[RequestOutput]:
     """Plain decoding under masks that the user applies."""
     made = base()
-    assert made.tokenizer is not None
     lengths = [len(made.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     return made.generate(
         PROMPTS, [replace(PARAMS[kind], logits_processors=[masking(WANTED[name], length)]) for length in lengths]
@@ -269,7 +268,7 @@ def test_forced_tokens_end_with_eos() -> None:
     wanted = StructuredOutputs(choice=["nothing else"])
     matching = Grammars(base().tokenizer, base().target.vocab_size, [3]).matching(wanted)
     forced = matching.forced()
-    assert base().tokenizer.decode(forced[:-1]) == "nothing else"  # type: ignore[union-attr]
+    assert base().tokenizer.decode(forced[:-1]) == "nothing else"
     assert forced[-1:] == (3,)
     assert grammars().matching(wanted).forced() == forced[:-1]
     matching.extend(forced)

@@ -166,7 +166,7 @@ def test_the_tokenizer_and_the_chat_template_come_from_the_file(plain: Path) -> 
 def split_by(pre: str, tmp_path: Path, text: str) -> list[str]:
     """The pieces of a text, in which tokens are single bytes, so that they show the splits and nothing else."""
     path = write_llama(tmp_path / f"{pre}.gguf", metadata={"tokenizer.ggml.pre": pre}, num_hidden_layers=1).path
-    backend = read_tokenizer(read_header(path)).backend_tokenizer  # type: ignore[union-attr]
+    backend = read_tokenizer(read_header(path)).backend_tokenizer
     return [text[slice(*span)] for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 

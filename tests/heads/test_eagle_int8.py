@@ -89,8 +89,7 @@ def decoded(
 ) -> list[list[int]]:
     engine = Engine(target(dtype), made)
     rows = [engine.add_request(prompt, replace(params, max_tokens=12, n=1))[0] for prompt in prompts]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     return [row.output_ids for row in rows]
 
 
@@ -177,8 +176,7 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
     grown, grow = [], watched.states.grow
     monkeypatch.setattr(watched.states, "grow", lambda draft, *given: grown.append(draft) or grow(draft, *given))
     row = engine.add_request(PROMPTS[0], params)[0]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert len(grown) >= 10
     drafts = iter(list(grown))
     engine = Engine(target(), other := drafter(made, 4, **growth))
@@ -186,8 +184,7 @@ def test_a_draft_in_one_call_is_the_draft_level_by_level(
     propose, seen = other.propose, []
     monkeypatch.setattr(other, "propose", lambda *given: seen.extend(propose(*given)) or seen[-1:])
     again = engine.add_request(PROMPTS[0], params)[0]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert again.output_ids == row.output_ids
     for found in (tree for tree in seen if len(tree) > 1):
         wanted = next(drafts)

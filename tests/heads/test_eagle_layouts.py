@@ -67,7 +67,6 @@ def renamed(tensors: dict[str, Tensor], *pairs: tuple[str, str]) -> dict[str, Te
 
 
 def mapped(head: EagleHead) -> dict[str, Tensor]:
-    assert head.vocabulary is not None
     return {"d2t": head.vocabulary.d2t, "t2d": head.vocabulary.t2d}
 
 
@@ -452,7 +451,7 @@ def turned(name: str) -> Change:
 
 
 def without(name: str) -> Change:
-    return lambda config, tensors: tensors.pop(name)  # type: ignore[return-value]
+    return lambda config, tensors: tensors.pop(name)
 
 
 def shaped(name: str, *shape: int) -> Change:
@@ -520,7 +519,6 @@ def test_heads_of_other_targets_are_refused() -> None:
 
 def test_a_vocabulary_without_an_end_is_refused() -> None:
     head, config, tensors = eagle3()
-    assert head.vocabulary is not None
     missing = next(token for token in range(VOCAB_SIZE) if token not in head.vocabulary.target_ids)
     with pytest.raises(CheckpointError, match=rf"none of the target's EOS tokens \[{missing}\]"):
         read_eagle(Checkpoint("a head", config, tensors), facts(eos_token_ids=(missing,)))

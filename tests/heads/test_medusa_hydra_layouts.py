@@ -163,7 +163,6 @@ def test_medusa_as_servers_pack_it(has_bias: bool) -> None:
             served[f"blocks.{head}.layers.{layer}.{rest[1]}"] = tensor
     heads, _ = read_medusa(Checkpoint("x", {"model_type": "medusa", "num_heads": K}, served), H, V)
     assert heads.shape.has_bias == has_bias
-    assert heads.vocabulary is not None
     hidden = random(4, H)
     if not has_bias:
         plain = {name: tensor if "bias" not in name else torch.zeros(H).double() for name, tensor in plain.items()}
@@ -293,7 +292,6 @@ def test_the_number_of_heads_is_that_of_the_tensors() -> None:
 
 def test_another_base_of_positions_is_heard() -> None:
     heads, _ = read_hydra(hydra_checkpoint(True, rope_theta=7.0), H, V, LAYER)
-    assert heads.shape.prefix is not None
     assert heads.shape.prefix.rope["rope_theta"] == 7.0
 
 

@@ -507,7 +507,6 @@ class TestProcessors:
         params = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, no_repeat_ngram_size=3)
         law = law_of(params, 50, [i % 50 for i in range(20_000)])
         law._tokens = NoWalk(law._tokens)
-        assert law._ngrams is not None
         law._ngrams._tokens = law._tokens
         assert choose(torch.randn(1, 50), [law], [(1, 2)], [20_002]).item() >= 0
         assert len(law.repetitions((1, 2))[0]) == 50
@@ -648,7 +647,7 @@ class TestCost:
     def test_greedy_rows_are_chosen_in_one_operation(self) -> None:
         law = law_of(SamplingParams(temperature=0.0), 3000)
         logits = torch.randn(64, 3000).bfloat16()
-        few, many = (num_calls(lambda n=n: choice.argmax(logits[:n])) for n in (2, 64))  # type: ignore[misc]
+        few, many = (num_calls(lambda n=n: choice.argmax(logits[:n])) for n in (2, 64))
         assert few == many < 10
         assert num_calls(lambda: choose(logits, [law] * 64, [()] * 64, [0] * 64)) < 64 * 5
 

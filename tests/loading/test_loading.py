@@ -153,7 +153,7 @@ def test_a_tokenizer_that_is_not_there(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         LLM(checkpoint, tokenizer=checkpoint)
     with pytest.raises(ConfigError, match="tokenizer is int"):
-        load_tokenizer(7)  # type: ignore[arg-type]
+        load_tokenizer(7)
 
 
 # -- dtype and device ------------------------------------------------------------------------------------------------
@@ -231,7 +231,6 @@ def test_a_drafter_has_its_own_dtype_and_is_never_wider_than_its_target(
     LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).save_pretrained(single)
 
     def dtypes(llm: LLM) -> tuple[str, str]:
-        assert llm.drafting.info is not None
         return llm.model_info.dtype, llm.drafting.info.dtype
 
     assert dtypes(LLM("zoo:tiny", config)) == ("bfloat16", "bfloat16")
@@ -357,7 +356,6 @@ def test_padded_vocabularies_give_the_plain_tokens(target_size: int, drafter_siz
 
 def test_the_drafter_of_the_zoo_is_the_default_and_another_may_be_named() -> None:
     own = LLM("zoo:tiny", "draft_model")
-    assert own.drafting.info is not None
     assert own.drafting.info.name == "zoo:tiny (draft)"
     named = LLM("zoo:tiny", {"model": str(zoo.path("tiny", "draft")), "num_speculative_tokens": 2})
     loaded = LLM("zoo:tiny", {"model": LlamaForCausalLM.from_pretrained(zoo.path("tiny", "draft"))})

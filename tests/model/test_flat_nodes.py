@@ -92,13 +92,9 @@ def test_logits_features_and_cache_are_those_of_the_rectangle(lm: CausalLM, keep
             (got.last_hidden, want.last_hidden),
             (got.layer_inputs[1], want.layer_inputs[1]),
         ):
-            assert own is not None
-            assert others is not None
             assert torch.allclose(own[row, : len(tree)], others[row, : len(tree)], atol=1e-12)
         length = len(PREFIXES[row]) + len(tree)
         for pair, other in zip(caches[0].export(row, length), caches[1].export(row, length), strict=True):
-            assert pair is not None
-            assert other is not None
             assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(pair, other, strict=True))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -21,10 +23,15 @@ def test_node_logits_equal_those_of_plain_text(name: str, attention: str, is_tre
     assert adapter(name, attention).supports_trees, "the probe at load time"
 
 
+@lru_cache(1)  # a chain, then a tree
+def packed(name: str, attention: str) -> CausalLM:
+    return CausalLM(target_model(name, attention, torch.float32), execution="packed")
+
+
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_packed_execution_gives_the_same_node_logits(name: str, attention: str, is_tree: bool) -> None:
     """Every linear layer packed, however small, grouped attention included: the rounding of float32 remains."""
-    lm = CausalLM(target_model(name, attention, torch.float32), execution="packed")
+    lm = packed(name, attention)
     assert lm.execution.num_packed_layers > 0
     assert node_logit_error(name, attention, is_tree, lm) < 1e-3

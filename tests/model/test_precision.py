@@ -161,8 +161,7 @@ def test_a_gap_tells_a_fault_from_rounding(mode: str) -> None:
     lm, params = adapter("llama", torch.float32), MODES[mode]
     engine = Engine(lm, EmptyDrafter())
     (row,) = engine.add_request(PROMPTS[0], params)
-    for _ in engine.run():
-        pass
+    list(engine.run())
     first = row.output_ids[0]
     whole = replace(params, top_p=1.0)
     gaps = [token_gap(lm, PROMPTS[0], (), whole, 0, (token, first)) for token in range(VOCAB_SIZE)]

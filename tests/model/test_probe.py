@@ -63,7 +63,6 @@ def load(model: PreTrainedModel, kind: str = "eager") -> CausalLM:
 
 def assert_right(lm: CausalLM) -> None:
     assert lm.supports_trees
-    assert lm.probe is not None
     assert {check.verdict for check in lm.probe.checks} == {"right"}, lm.probe
     assert lm.probe.num_forwards <= MAX_FORWARDS
     assert not lm.probe.invisible
@@ -120,7 +119,6 @@ def test_a_trained_model_is_found_sound(name: str, dtype: str, seeds: range, mon
         for kind in KINDS:
             lm = CausalLM(model, execution=kind)
             assert lm.supports_trees
-            assert lm.probe is not None
             *others, execution = lm.probe.checks
             assert {check.verdict for check in others} == {"right"}, lm.probe
             assert execution.verdict == "right" or (dtype == "bfloat16" and seed > 0), lm.probe
@@ -140,7 +138,6 @@ def test_deep_models_are_not_mistaken_for_wrong_ones(name: str, dtype: str, dept
     """Rounding grows from layer to layer, up to where a fault cannot be told from it; the verdict then says so."""
     architecture = deep(ARCHITECTURES[name], depth)
     lm = load(architecture.build(architecture.attention[0], DTYPES[dtype]), "packed")
-    assert lm.probe is not None
     *others, execution = lm.probe.checks
     assert {check.verdict for check in others} == {"right"}
     assert execution.verdict == "right" or (dtype != "float32" and execution.verdict == "unclear")
@@ -388,7 +385,6 @@ def test_activations_that_are_quantized_row_by_row_pass(dtype: str) -> None:
     """They round coarsely, but alike in every batch; the verdict may say that a fault could hide in it."""
     lm = load(quantized(DTYPES[dtype], (-1,)))
     assert lm.supports_trees
-    assert lm.probe is not None
     assert all(check.verdict == "right" for check in lm.probe.checks[:3])
 
 
@@ -411,7 +407,6 @@ def test_a_model_that_no_fault_moves_is_said_to_prove_nothing(caplog: pytest.Log
             layer.self_attn.o_proj.weight.zero_()
     with caplog.at_level(logging.WARNING, "foretoken"):
         lm = load(model)
-    assert lm.probe is not None
     assert {check.verdict for check in lm.probe.checks} == {"unclear"}
     assert lm.probe.invisible == ("positions", "masks")
     assert "LlamaForCausalLM hardly reacts to a wrong mask" in caplog.text
@@ -421,7 +416,6 @@ def test_a_model_without_positions_needs_none() -> None:
     model = ARCHITECTURES["smollm3"]
     model = dataclasses.replace(model, options={**model.options, "no_rope_layers": [0, 0]})
     lm = load(model.build("sdpa", torch.bfloat16), "packed")
-    assert lm.probe is not None
     assert lm.probe.invisible == ("positions",)
     assert {check.verdict for check in lm.probe.checks} == {"right"}
 
@@ -443,10 +437,9 @@ def test_the_probe_costs_a_dozen_short_forwards(name: str, kind: str, monkeypatc
         return forward(self, input_ids, *args, **options)
 
     monkeypatch.setattr(Execution, "record", lambda *_: None)  # which looks at the model, too
-    counting.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
+    counting.__signature__ = __import__("inspect").signature(forward)
     monkeypatch.setattr(type(model), "forward", counting)
     lm = load(model, kind)
-    assert lm.probe is not None
     if not lm.execution.why_not_native():
         shapes.remove((2, 2))  # which looks at the kernels of attention
     assert len(shapes) + (kind == "packed") == lm.probe.num_forwards <= MAX_FORWARDS
@@ -476,7 +469,6 @@ def test_one_layer_at_a_time_is_held_in_single_precision() -> None:
     assert (small.window, lm.window) == (4, 8)
     assert model.config.sliding_window == lm.config.sliding_window == 8
     probed = load(model).probe
-    assert probed is not None
     assert probed.extra_bytes == 2 * max(
         sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers
     )
@@ -497,7 +489,6 @@ def test_a_model_that_does_not_run_reduced_is_probed_as_it_is() -> None:
     config = LlamaConfig(**ARCHITECTURES["llama"].config().to_dict())
     model = strengthen(Direct(config)).to(torch.bfloat16).eval()
     lm = load(model)
-    assert lm.probe is not None
     assert lm.supports_trees
     assert (lm.probe.dtype, lm.probe.layers, lm.probe.extra_bytes) == ("bfloat16", (0, 1), 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -546,7 +537,6 @@ def test_a_check_is_held_between_rounding_and_a_fault() -> None:
 
 def test_the_verdict_is_data() -> None:
     lm = load(build("llama", torch.bfloat16), "packed")
-    assert lm.probe is not None
     data = json.loads(json.dumps(lm.probe.as_dict(), allow_nan=False))
     assert [check["name"] for check in data["checks"]] == ["chains", "trees", "branches", "linears", "execution"]
     assert data["dtype"] == "float32"
@@ -555,4 +545,4 @@ def test_the_verdict_is_data() -> None:
     assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["checks"][0]["error"] is None
     assert not broken.supports_trees
     with pytest.raises(dataclasses.FrozenInstanceError):
-        lm.probe.dtype = "float64"  # type: ignore[misc]
+        lm.probe.dtype = "float64"

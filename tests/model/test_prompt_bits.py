@@ -38,7 +38,7 @@ def _hostile() -> Iterator[None]:
 
 
 def llm(dtype: torch.dtype, **options: object) -> LLM:
-    made = LLM(toy_model(VOCAB_SIZE, dtype=dtype, max_position_embeddings=512), **options)  # type: ignore[arg-type]
+    made = LLM(toy_model(VOCAB_SIZE, dtype=dtype, max_position_embeddings=512), **options)
     assert made.promise.kind == "native"
     return made
 
@@ -54,8 +54,9 @@ def check(rows: list[Said], wanted: list[Said]) -> None:
         assert not row.difference(want), f"row {number}: {row.difference(want)}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk_size", [512, 80, 33])
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"), [(torch.float32, 512), (torch.bfloat16, 80), (torch.float16, 33), (torch.bfloat16, 512)]
+)
 def test_prompts_are_read_together_and_in_pieces(dtype: torch.dtype, chunk_size: int) -> None:
     made = llm(dtype, max_num_seqs=len(PROMPTS), prefill_chunk_size=chunk_size)
     check(said(made, PROMPTS, PARAMS, len(PROMPTS)), alone(dtype, chunk_size))
@@ -64,8 +65,9 @@ def test_prompts_are_read_together_and_in_pieces(dtype: torch.dtype, chunk_size:
     assert sum(row.counts["num_accepted_draft_tokens"] for row in rows) > 0
 
 
-@pytest.mark.parametrize("chunk_size", [33, 64, 80, 512])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"), [(torch.float32, 33), (torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 512)]
+)
 def test_what_was_kept_of_an_earlier_request_is_what_would_be_read(dtype: torch.dtype, chunk_size: int) -> None:
     """Three turns: each prompt is the text so far, and some more. Chunks of up to 64 are read as steps are, and all of
     them is kept; of longer ones those of the prompt that are whole."""

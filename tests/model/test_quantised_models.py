@@ -141,7 +141,7 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, dtype: torch.dtype) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
 
     def __init__(self, codes: torch.Tensor, dtype: torch.dtype) -> None:
         self.codes = codes
@@ -333,7 +333,7 @@ def bitsandbytes_model(kind: str, dtype: torch.dtype, **options: Any) -> PreTrai
     def new(linear: nn.Linear) -> nn.Module:
         layer = getattr(modules, kind)(linear.in_features, linear.out_features, bias=False, **options)
         layer.load_state_dict(linear.state_dict())
-        return layer.to("cpu")  # type: ignore[no-any-return]
+        return layer.to("cpu")
 
     return replaced(dense_model(dtype), new)
 
@@ -367,7 +367,7 @@ def test_hqq(dtype: torch.dtype) -> None:
     config = quantize.BaseQuantizeConfig(nbits=4, group_size=64)
 
     def new(linear: nn.Linear) -> nn.Module:
-        return quantize.HQQLinear(linear, config, compute_dtype=dtype, device="cpu")  # type: ignore[no-any-return]
+        return quantize.HQQLinear(linear, config, compute_dtype=dtype, device="cpu")
 
     model = replaced(dense_model(dtype), new)
     assert_decoded_as_it_is(model)

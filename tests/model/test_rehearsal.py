@@ -22,7 +22,6 @@ def rows(mask: torch.Tensor) -> list[str]:
 
 def test_faults_are_made_in_one_row() -> None:
     nodes = Nodes.from_trees([TREE, OTHER])
-    assert nodes.ancestors is not None
     assert rows(nodes.ancestors[0]) == ["x...", "xx..", "x.x.", "xx.x"]
     want = {
         hide_parents: ["x...", ".x..", "..x.", "x..x"],
@@ -31,7 +30,6 @@ def test_faults_are_made_in_one_row() -> None:
     }
     for fault, masks in want.items():
         wrong = fault(nodes, 0)
-        assert wrong.ancestors is not None
         assert rows(wrong.ancestors[0]) == masks
         assert torch.equal(wrong.ancestors[1], nodes.ancestors[1])
         assert torch.equal(wrong.depths, nodes.depths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -223,7 +222,6 @@ class TestDecodeAttention:
                 for threads in (1, 2, 3):
                     torch.set_num_threads(threads)
                     alone = DecodeAttention(kernels, [1], [len(columns)])(query, keys, values, None, None)
-                    assert alone is not None
                     assert torch.equal(alone[0], result[number]), (row, node, threads)
             finally:
                 torch.set_num_threads(before)
@@ -254,7 +252,6 @@ class TestDecodeAttention:
                 plain = DecodeAttention(kernels, [1], [length])(
                     rows.query[:, :, node : node + 1], keys, values, mask, None
                 )
-                assert plain is not None
                 assert torch.equal(plain[0], result[node]), (head, node)
 
     def test_leaves_to_torch_what_it_is_not_for(self, kernels: native.Library) -> None:
@@ -302,13 +299,11 @@ class TestDecodeAttention:
         rows = Step([64], [40_000], (32, 2), 16, torch.float32)
         few = DecodeAttention(kernels, [64], [40_000])
         known = few.call(rows.query, rows.keys, rows.values, rows.mask, None, 2)
-        assert known is not None
         assert known[1] * 4 <= 2**27
         result = rows.run(kernels)
         for node in (0, 40, 63):
             query, mask = rows.query[:, :, node : node + 1], rows.mask[:, :, node : node + 1].contiguous()
             alone = DecodeAttention(kernels, [1], [40_000])(query, rows.keys, rows.values, mask, None)
-            assert alone is not None
             assert torch.equal(alone[0], result[node])
 
 
@@ -343,43 +338,13 @@ class TestLibrary:
         monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
         monkeypatch.setattr(native, "_libraries", {})
 
-    def test_without_a_compiler_there_is_none(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
-        assert native.library("AVX2") is None
-        assert not list(tmp_path.rglob("*.so"))
-
-    def test_a_compiler_that_fails_leaves_nothing_behind(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("CXX", "false")
-        assert native.library("AVX2") is None
-        assert not list(tmp_path.rglob("*.so"))
-
-    def test_a_file_that_was_cut_off_is_built_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Loading it would kill the process."""
-        if native.library("AVX2") is None:
-            pytest.skip("no C++ compiler builds the kernels here")
-        (file,) = tmp_path.rglob("*.so")
-        other = tmp_path / "other"
-        shutil.copytree(tmp_path / "native", other / "native")
-        cut = other / "native" / file.name
-        cut.write_bytes(file.read_bytes()[:1000])
-        monkeypatch.setenv("FORETOKEN_CACHE", str(other))
-        native._libraries.clear()
-        assert native.library("AVX2") is not None
-        assert cut.stat().st_size > 1000
-        monkeypatch.setenv("CXX", "false")
-        cut.write_bytes(b"no library")
-        native._libraries.clear()
-        assert native.library("AVX2") is None
-
-    def test_is_built_in_a_folder_of_its_own_where_the_cache_cannot_be_written(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+    def test_without_a_compiler_that_works_there_is_none(
+        self, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        blocked = tmp_path / "file"
-        blocked.write_text("")
-        monkeypatch.setenv("FORETOKEN_CACHE", str(blocked))
-        if native.instruction_set() is None:
-            pytest.skip("no kernel is written for this machine")
-        assert native.library("AVX2") is not None
+        monkeypatch.setenv("CXX", compiler)
+        assert native.library("AVX2") is None
+        assert not list(tmp_path.rglob("*.so"))
 
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
@@ -418,7 +383,7 @@ def test_a_product_of_several_layers_runs_and_splits() -> None:
 
 
 @pytest.mark.parametrize("most", ["AVX2", "AVX512_CORE"])
-def test_a_lesser_cpu_decodes_the_same_text(most: str, tmp_path: Path) -> None:
+def test_a_lesser_cpu_decodes_the_same_text(most: str) -> None:
     """In a process that is held to fewer instructions, with the kernels of these."""
     code = (
         "import torch\n"
@@ -436,11 +401,6 @@ def test_a_lesser_cpu_decodes_the_same_text(most: str, tmp_path: Path) -> None:
     if native.instruction_set() in (None, "AVX2" if most != "AVX2" else None):
         pytest.skip(f"this machine has {native.instruction_set()}")
     capability = "avx2" if most == "AVX2" else "avx512"
-    environment = {
-        **os.environ,
-        "ONEDNN_MAX_CPU_ISA": most,
-        "ATEN_CPU_CAPABILITY": capability,
-        "FORETOKEN_CACHE": str(tmp_path),
-    }
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": most, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -134,7 +134,7 @@ def test_a_lookup_equals_brute_force(
 
 def test_limits_of_shape_hold(tmp_path: Path) -> None:
     from_tokens([[1, 2, 3], [1, 2, 4], [1, 2, 4], [1, 5, 6], [1, 7, 8]], tmp_path, vocab_size=9)
-    trie = Datastore.open(tmp_path).query([1], Lookup(match_min=1)).trie  # type: ignore[union-attr]
+    trie = Datastore.open(tmp_path).query([1], Lookup(match_min=1)).trie
     paths = lambda shape: [tree.path_tokens(n) for tree in [trie.tree(1, shape)] for n in range(1, len(tree))]  # noqa: E731
     assert paths(Shape(9, 2)) == [(2,), (2, 4), (7,), (7, 8), (5,), (5, 6), (2, 3)]
     assert paths(Shape(9, 2, 1)) == [(2,), (2, 4)]
@@ -162,7 +162,6 @@ def test_ids_take_the_narrowest_width_that_leaves_a_separator(vocab_size: int, w
     assert decode(np.frombuffer(encode(ids, width), np.uint8), width).tolist() == ids
     from_tokens([ids, [*ids, 0]], tmp_path, vocab_size=vocab_size)
     match = Datastore.open(tmp_path).query(ids, Lookup(few_hits=0))
-    assert match is not None
     assert (match.length, match.trie.tree(1, Shape(9, 3)).tokens[1:]) == (3, (0,))
 
 
@@ -172,7 +171,6 @@ def test_ids_beyond_the_vocabulary_match_nothing(tmp_path: Path) -> None:
     assert store.query([255, 70000]) is None
     assert store.query([]) is None
     match = store.query([300, 1, 2])
-    assert match is not None
     assert match.length == 2
     assert list(known_end([1, 9, 2, 3], 5)) == [2, 3]
 
@@ -224,7 +222,6 @@ def test_append_adds_recent_shards_and_keeps_the_old(corpus: Path, tmp_path: Pat
     assert after.shards[:-1] == before.shards
     assert [name for name, _ in after.sources] == [str(corpus), str(more)]
     match = Datastore.open(out).query(tokenizer()(" zebra walked over")["input_ids"])
-    assert match is not None
     assert match.length >= 4
 
 
@@ -463,6 +460,5 @@ def test_the_datastore_of_the_zoo_is_whole_and_names_its_sources() -> None:
     assert store.manifest.num_bytes < 6_000_000
     assert all("/" not in name for name, _ in store.manifest.sources)
     match = store.query(tokenizer()("<|user|>How many apples does she have")["input_ids"])
-    assert match is not None
     assert match.length >= 3
     assert isinstance(store.manifest, Manifest)

@@ -39,7 +39,6 @@ def test_completions_say_what_the_llm_says(running_server: Running, name: str, s
         assert choice["text"] == text.text
         assert choice["token_ids"] == list(text.token_ids)
         assert (choice["finish_reason"], choice["stop_reason"]) == (text.finish_reason, text.stop_reason)
-        assert text.logprobs is not None
         kept = [table[token].logprob for token, table in zip(text.token_ids, text.logprobs, strict=True)]
         assert choice["token_logprobs"] == pytest.approx(kept, abs=1e-5)
 
@@ -77,12 +76,10 @@ def test_chat_through_the_client(running_server: Running) -> None:
     (expected,) = running_server.llm.chat(MESSAGES, SamplingParams(max_tokens=10, temperature=0, seed=1))
     for choice in whole.choices:
         assert choice.message.content == expected.outputs[0].text
-        assert choice.logprobs is not None
         assert choice.logprobs.content is not None
         assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(
             expected.outputs[0].token_ids
         )
-    assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert whole.usage.completion_tokens == 2 * len(expected.outputs[0].token_ids)
 
@@ -103,10 +100,9 @@ def test_a_chat_stream_has_one_token_per_chunk_and_its_usage_last(running_server
     assert first.choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == expected.outputs[0].text
     assert len(middle) == len(expected.outputs[0].token_ids)
-    assert all(chunk.choices[0].logprobs.content for chunk in middle)  # type: ignore[union-attr]
+    assert all(chunk.choices[0].logprobs.content for chunk in middle)
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert last.choices == []
-    assert last.usage is not None
     assert last.usage.completion_tokens == len(middle)
     assert middle[-1].choices[0].finish_reason == expected.outputs[0].finish_reason
 

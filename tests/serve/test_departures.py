@@ -23,7 +23,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def rows(server: Running) -> int:
-    return sum(llm.num_unfinished for llm in server.server.application.served.llms)  # type: ignore[union-attr]
+    return sum(llm.num_unfinished for llm in server.server.application.served.llms)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -104,8 +104,8 @@ def test_lm_eval_says_what_it_says_of_its_own_model(smollm2: Running) -> None:
     reason = "lm-eval is no dependency: uv pip install 'lm-eval[api]'"
     pytest.importorskip("lm_eval", reason=reason)
     completions = pytest.importorskip("lm_eval.models.openai_completions", reason=reason)
-    from lm_eval.api.instance import Instance  # type: ignore[import-not-found,unused-ignore]
-    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found,unused-ignore]
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
 
     llm = smollm2.llm
     api = completions.LocalCompletionsAPI(

@@ -79,14 +79,13 @@ def test_tools_reach_the_template_and_calls_the_client(with_template: Served) ->
     assert "assistant: 41" in prompt
     assert isinstance(form, ChatForm)
     texts = tuple(CALL[i : i + 5] for i in range(0, len(CALL), 5))
-    delta = StreamOutput("0", 0, 0, CALL, (), tuple(range(len(texts))), 0, "stop", None, texts)  # type: ignore[arg-type]
+    delta = StreamOutput("0", 0, 0, CALL, (), tuple(range(len(texts))), 0, "stop", None, texts)
     chunks = [
         ChatCompletionChunk.model_validate_json(told.removeprefix(b"data: "), strict=True)
         for told in form.events([delta], dict)
     ]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
     (read,) = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
-    assert read.function is not None
     assert (read.function.name, read.index) == ("add", 0)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 

@@ -48,8 +48,7 @@ def drafter(num_branches: int = 3) -> Drafter:
 
 
 def finish(engine: Engine) -> None:
-    for _ in engine.run():
-        pass
+    list(engine.run())
 
 
 @cache

@@ -78,7 +78,7 @@ def decoded(
         pieces.append("".join(text for text, _ in stream.release()))
         if finish is not None:
             assert "".join(pieces) == stream.released
-            return len(output), finish.cause if finish.reason == "stop" else None, pieces  # type: ignore[return-value]
+            return len(output), finish.cause if finish.reason == "stop" else None, pieces
 
 
 @pytest.mark.parametrize("keep_stop", [False, True])

@@ -130,7 +130,7 @@ def shape_of(generation: int, **others: object) -> EagleShape:
     num_layers = target().num_layers
     streams = default_streams(num_layers) if generation == 3 else (num_layers,)
     given = {"layer": LAYER, "target_size": HIDDEN, "streams": streams, "num_layers_of_target": num_layers, **others}
-    return EagleShape(generation=generation, **given)  # type: ignore[arg-type]
+    return EagleShape(generation=generation, **given)
 
 
 def kept_vocabulary() -> DraftVocabulary:

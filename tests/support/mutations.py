@@ -161,7 +161,6 @@ def _patch_window(patch: pytest.MonkeyPatch, extra: int) -> None:
     in_window = Masks.in_window
 
     def wrong(self: Masks, *args: Any) -> torch.Tensor:
-        assert self.window is not None
         return in_window(dataclasses.replace(self, window=self.window + extra), *args)
 
     patch.setattr(Masks, "in_window", wrong)

@@ -105,7 +105,6 @@ def test_a_row_of_a_later_step_sees_its_prefix_and_its_own_draft() -> None:
 def test_laws_and_tokens_of_places_are_those_of_the_depth() -> None:
     """Prompt of 4 tokens, text of 8: entry 2 holds token 3, and drafts tokens 4, 5, .. of the text."""
     place = Place.of(Example((10, 11, 12, 13, 14, 15, 16, 17), 4, ""), torch.device("cpu"))
-    assert place is not None
     assert place.first == 2
     assert place.counts(3) == [4, 3, 2]
     rows = place.rows(place.counts(3))
@@ -124,7 +123,6 @@ def test_distillation_of_three_tokens_by_hand() -> None:
     (part,) = distilled(states, torch.eye(3, dtype=torch.float64), law, rows, weights, [2])
     assert part.loss.item() == pytest.approx(1.5 * math.log(2))
     part.loss.backward()
-    assert states.grad is not None
     torch.testing.assert_close(states.grad[0], torch.tensor([-0.25, 0.0, 0.25], dtype=torch.float64))
     assert not states.grad[1].any()
 
@@ -268,7 +266,6 @@ def test_what_was_trained_is_read_back_and_drafts(tmp_path: Path) -> None:
     facts = TargetFacts(lm.name, 32, 64, lm.num_layers, (0,), lm.shadow.get_input_embeddings().weight)
     head, _ = read_eagle(read_checkpoint(tmp_path), facts)
     assert head.lm_head is None
-    assert head.vocabulary is not None
     assert len(head.vocabulary) == 52
     assert head.expectation is not None
 

@@ -109,7 +109,7 @@ def test_an_interrupted_search_keeps_its_best_and_goes_on(tmp_path: Path) -> Non
 
 def test_a_search_that_goes_on_computes_with_the_costs_it_began_with(tmp_path: Path) -> None:
     journal = tmp_path / "search.trials"
-    objectives = [ExpectedTime(None, costs) for costs in (COSTS, Costs(0.3, 0.3, (1.0, 2.0)))]  # type: ignore[arg-type]
+    objectives = [ExpectedTime(None, costs) for costs in (COSTS, Costs(0.3, 0.3, (1.0, 2.0)))]
     for objective in objectives:
         LayerSearch(Space.of(6), objective, journal=journal, resume=True)
     assert replace(objectives[1].costs, seconds=0.0) == replace(COSTS, seconds=0.0)

@@ -85,7 +85,7 @@ def test_what_is_counted_is_what_steps_accept(kind: str, temperature: float) -> 
     place_of = dict(enumerate(hits.ranks))
     seen = []
 
-    class Watched(type(drafter(kind))):  # type: ignore[misc]
+    class Watched(type(drafter(kind))):
         def observe(self, rows: Any, results: Any) -> None:
             for row, result in zip(rows, results, strict=True):
                 start = len(row.token_ids) - len(result.emitted) - row.num_prompt_tokens

@@ -73,7 +73,6 @@ class Decoder:
         output: list[int] = []
         logprobs: list[dict[int, float]] = []
         plain = SamplingParams(temperature=params.temperature)
-        assert params.max_tokens is not None
         while len(output) < params.max_tokens:
             start = len(output)
             for _ in range(LENGTH + 1):
@@ -95,7 +94,7 @@ class Decoder:
             if self._ends(output, start, params):
                 break
         output = output[: params.max_tokens]
-        text = self._llm.tokenizer.decode(output, skip_special_tokens=True)  # type: ignore[union-attr]
+        text = self._llm.tokenizer.decode(output, skip_special_tokens=True)
         if (place := self._stop(text, params)) >= 0:
             text = text[:place]
         wants = params.logprobs is not None and params.is_greedy and self._defect.startswith("log-prob")
@@ -123,7 +122,7 @@ class Decoder:
         ends = set(params.stop_token_ids or ()) | set(() if params.ignore_eos else self._llm.eos_token_ids)
         misses = self._defect == "stop string missed inside a block"
         for length in range(len(output) if misses else start + 1, len(output) + 1):
-            text = self._llm.tokenizer.decode(output[:length], skip_special_tokens=True)  # type: ignore[union-attr]
+            text = self._llm.tokenizer.decode(output[:length], skip_special_tokens=True)
             if output[length - 1] in ends or self._stop(text if not misses else text[-4:], params) >= 0:
                 del output[length:]
                 return True

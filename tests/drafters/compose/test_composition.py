@@ -99,7 +99,6 @@ def test_a_merged_tree_holds_the_best_paths_of_all(parts: list[list[list[int]]],
     kept = {result.path_tokens(node) for node in range(1, len(result))}
     assert kept <= best.keys()
     assert len(kept) == min(max_nodes - 1, len(best))
-    assert result.scores is not None
     assert all(result.scores[node] == best[result.path_tokens(node)] for node in range(1, len(result)))
     left_out = [score for path, score in best.items() if path not in kept]
     assert max(left_out, default=0.0) <= min((best[path] for path in kept), default=1.0)
@@ -192,8 +191,7 @@ def test_parts_read_prompts_if_they_want_to_and_are_asked_what_to_keep() -> None
     ((start, best),) = curious.has_read
     assert (start, best.shape) == (0, (2, 2))
     assert plain.has_read == []
-    for _ in engine.run():
-        pass
+    list(engine.run())
     curious.reach = 3
     engine.add_request([*row.token_ids, 5, 6], replace(GREEDY, max_tokens=2))
     engine.step()
@@ -281,9 +279,8 @@ def test_keys_are_handed_on_to_the_drafters_that_know_them() -> None:
     assert config.method == "union"
     assert [part.method for part in config.drafters] == ["ngram", "draft_model"]
     assert [part.num_speculative_tokens for part in config.drafters] == [3, 3]
-    assert config.model_part is not None
     assert config.model_part.model == "zoo:tiny"
-    assert config.without_model().model_part.model is None  # type: ignore[union-attr]
+    assert config.without_model().model_part.model is None
     given = SpeculativeConfig(method="first", drafters=[{"method": "ngram", "num_speculative_tokens": 7}, "nasd"])
     assert (given.drafters[0].num_speculative_tokens, given.num_speculative_tokens) == (7, 7)
 

@@ -75,8 +75,7 @@ def test_drafts_of_a_head_that_knows_the_text_are_accepted_to_their_end(
 def check_accepted_to_the_end(own: EagleDrafter, params: SamplingParams) -> None:
     engine = Engine(target(), own)
     rows = [engine.add_request(prompt, replace(params, max_tokens=24))[0] for prompt in (PROMPTS[0], PROMPTS[4])]
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     for row in rows:
         assert row.stats.num_steps <= 6
         assert row.stats.num_accepted_draft_tokens >= 18
@@ -208,8 +207,7 @@ def run_watched(
                 prompt, replace((GREEDY, SAMPLED)[i % 2], max_tokens=max_tokens, n=3 if i == 3 else 1)
             )
         ]
-        while engine.has_unfinished:
-            engine.step()
+        list(engine.run())
     return watched, rows
 
 
@@ -305,8 +303,7 @@ def trees_of(engine: Engine, prompt: Seq[int], seen: list[DraftTree]) -> list[Dr
     """The drafts of one request."""
     seen.clear()
     engine.add_request(prompt, replace(GREEDY, max_tokens=9))
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     return list(seen)
 
 
@@ -387,12 +384,10 @@ def test_features_that_are_not_numbers_spoil_no_other_row(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(EagleRows, "_streams", lambda self, *args: original(self, *args) * torch.nan)
         engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=8))
-        while engine.has_unfinished:
-            engine.step()
+        list(engine.run())
     assert all(bool(layer.keys.isfinite().all()) for layer in own.states.cache.layers)
     (row,) = engine.add_request(PROMPTS[0], replace(GREEDY, max_tokens=24))
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     assert row.stats.num_steps <= 6
 
 

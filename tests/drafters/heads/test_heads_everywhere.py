@@ -72,7 +72,7 @@ def test_files_of_torch_are_told_and_read(tmp_path: Path) -> None:
         ("medusa", medusa_heads(), write_medusa, {"medusa_num_heads": 2, "medusa_num_layers": 2}),
         ("hydra++", hydra_heads(True), write_hydra, {}),
     ):
-        write_checkpoint(tmp_path / "written", *write(heads))  # type: ignore[operator]
+        write_checkpoint(tmp_path / "written", *write(heads))
         found = read_checkpoint(tmp_path / "written")
         folder = tmp_path / name
         folder.mkdir()
@@ -253,13 +253,13 @@ def test_the_default_tree_is_as_large_as_it_is_cheap() -> None:
         llm = LLM(toy_model(VOCAB_SIZE, dtype=dtype))
         heads = copy.deepcopy(medusa_heads()).to(dtype)
         drafter = llm.with_speculative_config({"method": "medusa", "model": heads}).drafting
-        assert len(drafter.new_drafter().growth.tree) == nodes  # type: ignore[attr-defined]
+        assert len(drafter.new_drafter().growth.tree) == nodes
     config = {"method": "medusa", "model": medusa_heads(), "max_draft_nodes": 21}
     made = LLM(toy_model(VOCAB_SIZE), config).drafting.new_drafter()
-    assert len(made.growth.tree) == 21  # type: ignore[attr-defined]
+    assert len(made.growth.tree) == 21
     config["speculative_token_tree"] = "mc_sim_7b_63"
     made = LLM(toy_model(VOCAB_SIZE), config).drafting.new_drafter()
-    assert len(made.growth.begin(_row(), 4).shape.children) == 21  # type: ignore[attr-defined]
+    assert len(made.growth.begin(_row(), 4).shape.children) == 21
 
 
 def _row() -> Any:

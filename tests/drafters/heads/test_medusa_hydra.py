@@ -67,9 +67,9 @@ def run(
 # -- what is accepted ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [PARAMS, replace(SAMPLED, max_tokens=20)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_accepted_at_every_depth(kind: str, params: SamplingParams) -> None:
+def test_drafts_of_sampled_rows_are_accepted_at_every_depth(kind: str) -> None:
+    params = replace(SAMPLED, max_tokens=20)
     plain = [row.output_ids for row in run(EmptyDrafter(), params)]
     rows = run(make(kind), params)
     assert [row.output_ids for row in rows] == plain
@@ -129,7 +129,7 @@ def test_every_tree_makes_the_forwards_that_its_ranks_explain(kind: str, tree: s
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_budgets_are_obeyed_to_the_node(kind: str) -> None:
     drafter = make(kind, TREES["published"])
     engine = Engine(target(), drafter, EngineConfig())
@@ -167,7 +167,7 @@ def test_strict_mode_verifies_the_best_path(kind: str) -> None:
     assert trace.num_steps < 0.7 * plain.num_steps
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
     drafter = make(kind, TREES["cartesian"], acceptance="standard")
     seen = 0
@@ -179,24 +179,22 @@ def test_sampled_trees_carry_the_laws_they_were_drawn_from(kind: str) -> None:
         for tree in trees:
             for node, children in enumerate(tree.children):
                 if children:
-                    assert tree.probs is not None
                     law = tree.probs[node]
                     assert float(law.sum()) == pytest.approx(1, abs=1e-5)
                     assert all(float(law[tree.tokens[child]]) > 0 for child in children)
                     seen += 1
         return trees
 
-    drafter.propose = propose  # type: ignore[method-assign]
+    drafter.propose = propose
     engine = Engine(target(), drafter, EngineConfig(acceptance="standard"))
     for prompt in PROMPTS:
         engine.add_request(prompt, replace(SAMPLED, n=2))
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert seen > 20
 
 
 @pytest.mark.parametrize("acceptance", ["match", "standard", "typical"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: str) -> None:
     """Two possible tokens per node, and trees that ask for three: 2 + 4 + 4 + 4 nodes are left of 3 + 6 + 6 + 6."""
     params = replace(SAMPLED, top_p=1.0, top_k=2, max_tokens=12)
@@ -208,11 +206,10 @@ def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: s
         sizes.update(len(tree) for tree, budget in zip(trees, budgets, strict=True) if budget >= NUM_HEADS)
         return trees
 
-    drafter.propose = noted  # type: ignore[method-assign]
+    drafter.propose = noted
     engine = Engine(target(), drafter, EngineConfig(acceptance=acceptance))
     rows = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert sizes == {1, 1 + 2 + 4 + 4 + 4}
     if acceptance == "match":
         plain = decode(target(), EmptyDrafter(), [(prompt, params) for prompt in PROMPTS]).outputs
@@ -225,7 +222,7 @@ def test_siblings_that_a_law_does_not_have_are_left_out(kind: str, acceptance: s
 def check_contexts(engine: Engine) -> None:
     """Every decoding row has the context vector, and the keys and values, that a fresh pass over its text gives."""
     drafter = engine.drafter
-    contexts = drafter.states  # type: ignore[attr-defined]
+    contexts = drafter.states
     for row in engine.decoding_rows:
         text = tuple(row.token_ids[:-1])
         if not text:
@@ -244,8 +241,6 @@ def check_contexts(engine: Engine) -> None:
             for got, expected in zip(
                 contexts.cache.export(place.slot, len(text)), fresh.cache.export(0, len(text)), strict=True
             ):
-                assert got is not None
-                assert expected is not None
                 for one, other in zip(got, expected, strict=True):
                     torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
         torch.testing.assert_close(contexts.of([row])[0], want[-1], rtol=0, atol=1e-9)
@@ -259,7 +254,7 @@ def test_what_is_kept_of_a_row_equals_a_fresh_pass(kind: str) -> None:
 
 def test_a_row_whose_states_are_no_numbers_leaves_nothing_behind() -> None:
     """What it wrote lies behind the columns of the next row in its place, masked: 0 * NaN must not be."""
-    contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))  # type: ignore[arg-type]
+    contexts = PrefixStates(hydra_heads(True).prefix, last_hidden, torch.device("cpu"))
     long, bad, good = (cast(Sequence, SimpleNamespace(id=i, token_ids=[1] * 9)) for i in range(3))
     states = states_along(target(), (3, 1, 4, 1, 5, 9, 2))
     with torch.inference_mode():
@@ -289,8 +284,7 @@ def test_prefixes_of_earlier_rows_are_used(kind: str) -> None:
     second = turn(prompt)
     engine = Engine(target(), EmptyDrafter(), EngineConfig())
     (plain,) = engine.add_request(prompt, PARAMS)
-    for _ in engine.run():
-        pass
+    list(engine.run())
     assert second.output_ids == plain.output_ids
     known = len(first.token_ids) - 1
     lag = 0 if kind == "medusa" else 2 * NUM_HEADS  # a row that ends is not shown its last step
@@ -375,7 +369,7 @@ def test_faults_of_features_and_positions_are_found(fault: str, monkeypatch: pyt
     def contexts_of(engine: Engine) -> None:
         """What a fresh pass gives was computed with the right code."""
         drafter = engine.drafter
-        contexts = drafter.states  # type: ignore[attr-defined]
+        contexts = drafter.states
         for row in engine.decoding_rows:
             text = tuple(row.token_ids[:-1])
             if row in contexts:

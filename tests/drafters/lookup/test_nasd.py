@@ -143,7 +143,6 @@ def test_a_tree_keeps_to_its_limits_and_contains_the_chain(tokens: list[int], br
     assert tree.depth <= budget
     assert tree.num_draft_tokens <= branches * budget
     assert max(map(len, tree.children)) <= branches
-    assert tree.scores is not None
     assert all(tree.scores[node] <= tree.scores[parent] for node, parent in enumerate(tree.parents) if node)
     first = proposal(tokens, budget=1).tokens[1:]
     assert tree.tokens[1 : 1 + len(first)] == first

@@ -134,18 +134,17 @@ def test_what_is_shared_lives_until_it_is_reset() -> None:
 
 
 def num_observations(drafter: NasdDrafter, *context: int) -> float:
-    assert drafter.learned is not None
     return drafter.learned._successors_of[context].total
 
 
 def test_a_prompt_counts_once_for_all_its_samples() -> None:
     drafter = made("nasd", 2, shared=True, filler_top_k=1)
     row, copy = started(drafter, 1, 2, 3), Row(2, [1, 2, 3])
-    drafter.fork(row, [copy])  # type: ignore[list-item]
+    drafter.fork(row, [copy])
     assert num_observations(drafter, 1) == 1
     assert proposed(drafter, copy) == ()
     copy.token_ids.append(1)
-    drafter.observe([copy], [StepResult(DraftTree.root(3), (0,), (1,))])  # type: ignore[list-item]
+    drafter.observe([copy], [StepResult(DraftTree.root(3), (0,), (1,))])
     assert proposed(drafter, copy) == (2, 3)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,22 +55,6 @@ def test_a_small_shape_is_the_one_computed_by_hand() -> None:
     shape = TreeShape.of(tree.paths)
     assert list(map(list, shape.children)) == [[1, 2], [3, 4], [5], [6], [], [], []]
     assert list(map(list, shape.levels)) == [[0], [1, 2], [3, 4, 5], [6]]
-
-
-@given(
-    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3).map(lambda shares: sorted(shares, reverse=True)),
-    st.integers(2, 12),
-    st.integers(1, 3),
-)
-def test_the_shape_is_worth_as_much_as_the_best_of_all(shares: list[float], num_nodes: int, depth: int) -> None:
-    """No tree accepts more: the worth of all paths, and the largest of them, which always form a tree."""
-    tree = best_tree(num_nodes, depth, len(shares), shares)
-    worth = [math.prod(shares[rank] for rank in path) for path in tree.paths]
-    paths = itertools.chain.from_iterable(itertools.product(shares, repeat=length) for length in range(1, depth + 1))
-    best = sorted((math.prod(path) for path in paths), reverse=True)[: num_nodes - 1]
-    assert sum(worth) == pytest.approx(sum(best))
-    assert len(tree.paths) == len(best)
-    assert tree.depth <= depth
 
 
 @st.composite

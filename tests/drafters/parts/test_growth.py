@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from foretoken.config.sampling import SamplingParams
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.drafters.lengths import Fixed
-from foretoken.drafters.lm.draft_model import DraftModelDrafter
 from foretoken.drafters.parts.candidates import SHARPNESS
 from foretoken.drafters.parts.draft import GrowingDraft
 from foretoken.drafters.parts.growth import Growth
@@ -25,8 +24,6 @@ from foretoken.engine.stopping import StopChecker
 from foretoken.errors import ConfigError
 from foretoken.law.noise import mix
 from foretoken.law.sampling import SamplingLaw
-from foretoken.model.lm import CausalLM
-from foretoken.testing import check_drafter, perturbed, toy_model
 from foretoken.tree import DraftTree
 
 VOCAB_SIZE = 7
@@ -182,24 +179,6 @@ def test_a_budget_is_kept_to_the_node(budget: Budget, reranks: bool, temperature
     assert len(tree) <= budget.nodes
     assert tree.is_chain or not budget.chains_only
     assert tree.depth == budget.depth or reranks or len(tree) == budget.nodes
-
-
-def test_a_draft_model_reranks_and_loses_nothing() -> None:
-    target = CausalLM(toy_model(64), execution="eager")
-    drafter = CausalLM(perturbed(toy_model(64), 0.1, seed=2), execution="eager")
-    check_drafter(
-        lambda depth: DraftModelDrafter(
-            drafter,
-            target_vocab_size=64,
-            num_speculative_tokens=depth,
-            num_branches=3,
-            beam_width=2,
-            reranks=True,
-            max_nodes=6,
-        ),
-        target,
-        depths=(3,),
-    )
 
 
 @pytest.mark.parametrize(

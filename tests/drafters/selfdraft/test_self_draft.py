@@ -88,8 +88,7 @@ def test_self_drafters_sample_under_the_rejection_rules(acceptance: str) -> None
     drafter = layer_skip(acceptance=acceptance)
     engine = Engine(adapter("llama"), drafter, EngineConfig(acceptance=acceptance))
     rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     assert all(len(row.output_ids) == 40 for row in rows)
     accepted = sum(row.stats.num_accepted_draft_tokens for row in rows)
     assert 0 < accepted < sum(row.stats.num_draft_tokens for row in rows)
@@ -158,7 +157,7 @@ def test_the_users_model_and_its_other_users_see_nothing() -> None:
     def fail(**_: Any) -> None:
         raise RuntimeError("in the middle of a draft")
 
-    drafter.model.execution.run = fail  # type: ignore[method-assign, assignment]
+    drafter.model.execution.run = fail
     with pytest.raises(RuntimeError, match="middle of a draft"):
         engine.step()
     assert torch.equal(model(ids).logits, before)

@@ -48,8 +48,7 @@ def test_a_variant_that_leaves_nothing_out_is_always_right(name: str, num_branch
         )[0]
         for i, size in enumerate(sizes)
     ]
-    while engine.has_unfinished:
-        engine.step()
+    list(engine.run())
     assert [row.stats.num_steps for row in rows] == [-(-size // (DEPTH + 1)) for size in sizes]
 
 
@@ -138,7 +137,6 @@ def test_the_search_scores_the_target_itself_as_faultless() -> None:
 def test_drafting_goes_on_with_the_best_set_after_a_trial() -> None:
     engine, drafter, rows = searching()
     search = drafter.search
-    assert search is not None
     for _ in range(6):
         drafter._try_one(search, rows)
         assert drafter.layer_set == search.best

@@ -156,7 +156,7 @@ def test_streaming_is_the_model_over_the_kept_keys_at_their_positions(name: str,
     drafter = sparse()
     source = filled(lm, texts)
     drafter.bind(lm, source)
-    drafter._view.follow([draft_of(i, text) for i, text in enumerate(texts)])  # type: ignore[union-attr]
+    drafter._view.follow([draft_of(i, text) for i, text in enumerate(texts)])
     assert drafter._cache.lengths == [8, 5, 8]
     for trees in (
         [DraftTree.root(3)] * 3,
@@ -177,7 +177,7 @@ def test_sliding_layers_keep_the_last_columns() -> None:
     text = random_ids(30, 1)
     drafter = sparse()
     drafter.bind(lm, filled(lm, [text]))
-    drafter._view.follow([draft_of(0, text)])  # type: ignore[union-attr]
+    drafter._view.follow([draft_of(0, text)])
     logits = drafter.model.forward(Nodes.from_trees([DraftTree.root(3)]), drafter._cache)
     window = model.config.sliding_window
     whole, kept = DynamicCache(), DynamicCache()
@@ -243,7 +243,7 @@ def test_snapkv_keeps_what_a_naive_reference_keeps(execution: str) -> None:
     drafter = sparse("snapkv")
     drafter.bind(lm, source)
     forwards = lm.num_forwards
-    drafter._view.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])  # type: ignore[union-attr]
+    drafter._view.follow([draft_of(0, random_ids(6, 6)), draft_of(1, text)])
     assert all(torch.equal(old, new) for old, new in zip(before, source._buffers(), strict=True))
     assert source.lengths == [6, 40]
     assert lm.num_forwards == forwards
@@ -272,7 +272,7 @@ def test_the_view_stays_small_and_is_chosen_anew() -> None:
             assert drafter._cache.end(0) <= engine.cache.lengths[0]
     assert max(held) <= 8 + 3
     assert min(held) == 8
-    assert drafter._view.num_choices >= 60 // (3 + 3)  # type: ignore[union-attr]
+    assert drafter._view.num_choices >= 60 // (3 + 3)
     assert len(drafter._cache.lengths) == len(drafter._cache.offsets) == 0
 
 
@@ -289,7 +289,7 @@ def test_a_step_makes_one_target_forward_and_at_most_k_over_the_view(selector: s
         engine.step()
         assert target.num_forwards - before[0] == 1
         assert drafter.model.num_forwards - before[1] <= 3
-    voter, choices = drafter._view._voter, drafter._view.num_choices  # type: ignore[union-attr]
+    voter, choices = drafter._view._voter, drafter._view.num_choices
     assert choices > 0
     assert (0 if voter is None else voter.model.num_forwards) == (choices if selector == "snapkv" else 0)
 
@@ -308,8 +308,7 @@ def test_a_budget_that_holds_the_whole_text_accepts_everything() -> None:
         engine = Engine(lm, drafter)
         params = SamplingParams(max_tokens=16, temperature=temperature, seed=4, ignore_eos=True)
         rows = [engine.add_request(prompt, params)[0] for prompt in PROMPTS]
-        while engine.has_unfinished:
-            engine.step()
+        list(engine.run())
         assert all(row.stats.num_accepted_draft_tokens == row.stats.num_draft_tokens == 12 for row in rows)
 
 

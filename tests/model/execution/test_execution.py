@@ -402,7 +402,7 @@ class TestGroupedAttention:
         seen: list[torch.Tensor] = []
         own = F.scaled_dot_product_attention
 
-        def spy(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def spy(query, key, value, *args, **kwargs):
             seen.extend((key, value))
             return own(query, key, value, *args, **kwargs)
 

@@ -109,7 +109,7 @@ def test_packed_products_are_perturbed(num_rows: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(native.library() is None, reason="no kernels here")
 def test_own_products_are_not() -> None:
-    matrix, x = NativeMatrix(layer().weight.detach(), None, native.library()), drawn(3, INPUTS)  # type: ignore[arg-type]
+    matrix, x = NativeMatrix(layer().weight.detach(), None, native.library()), drawn(3, INPUTS)
     want = matrix(x)
     with hostile_kernels():
         assert torch.equal(matrix(x), want)

@@ -150,7 +150,6 @@ def test_a_step_runs_in_one_call(quantization: str) -> None:
     assert lm.execution.program is not None, lm.execution.why_no_program
     assert lm.execution.why_not_native() == ""
     bits = lm.execution.bits_per_weight
-    assert bits is not None
     assert bits < 32
 
 

@@ -37,7 +37,6 @@ def library(instruction: str | None = None) -> native.Library | None:
 
 def _built(instruction: str) -> Path:
     compiler = cpp_compiler()
-    assert compiler is not None
     digest = hashlib.sha256((HERE / "immintrin.h").read_bytes() + native.source_digest().encode()).hexdigest()[:16]
     file = cache_folder("emulated", f"{instruction.lower()}-{digest}.so")
     if file.exists():
