@@ -401,6 +401,30 @@ def test_a_single_law_test_is_held_to_the_level_that_its_power_is_told_for(
     assert found.status != "not lossless"
 
 
+@pytest.mark.parametrize(("again", "status"), [(0.4, "lossless"), (0.001, "not lossless")])
+def test_a_law_test_that_fails_is_drawn_once_more(
+    again: float, status: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chance fails once in a hundred runs; what fails twice is a fault."""
+    drawn: list[list[Any]] = []
+
+    def judge(law: Any, samples: Any, level: float, seed: int) -> Any:
+        drawn.append(list(samples))
+        forged = {1: 1e-4, 2: 1e-5}.get(len(drawn), again)  # the test and the control, then the test again
+        return replace(judge_samples(law, drawn[-1], level, seed), p_value=forged)
+
+    monkeypatch.setattr(verifying, "judge_samples", judge)
+    monkeypatch.setattr(verifying, "SHARE_OF_LAWS", 0.0)
+    found = verify(llm, PROMPTS, max_tokens=8, budget_seconds=6.0)
+    (law,) = (one for one in found.findings if one.check == "law" and "p_value" in one.numbers)
+    assert len(drawn) == 3
+    assert len(drawn[2]) == len(drawn[0])
+    assert drawn[2] != drawn[0]
+    assert law.numbers["p_value_again"] == again
+    assert f"drawn once more, p = {again:.2g}" in law.found
+    assert found.status == status
+
+
 def test_verdicts_are_plain_data(llm: LLM) -> None:
     found: Verdict = verify(llm, PROMPTS, max_tokens=4, budget_seconds=1.0)
     data = found.as_dict()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.config.sampling import SamplingParams
 from foretoken.errors import ConfigError, ForetokenError
+from foretoken.law.noise import mix
 from foretoken.sessions.payoff import unsaid
 from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
@@ -55,7 +56,7 @@ def verify(
         taken as `FunctionSubject` takes it.
       max_tokens: of every answer that is compared.
       budget_seconds: after which no new check begins; checks that there was no time for are named.
-      false_alarm_rate: chance that a lossless decoder fails any law test.
+      false_alarm_rate: chance that a lossless decoder fails any law test, at most; one that fails is drawn once more.
       progress: called with one line before each check.
 
     Raises: ConfigError for values out of range, PromptError for prompts.
@@ -104,7 +105,7 @@ class _Work:
         self._differences = Differences(llm.target, llm.tokenizer, prompts)
         self._near_tie = NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
-        self._laws: list[tuple[int, LawTest]] = []
+        self._laws: list[tuple[int, LawTest, Callable[[], LawTest]]] = []
         self._num_laws = 0
         self._num_drafted = self._num_accepted = 0
         self._said: list[tuple[list[SamplingParams], list[Answer]]] = []
@@ -253,7 +254,8 @@ class _Work:
             level = self._rate / len(tests)
             test = judge_samples(law, samples, level, self._seed)
             numbers = {**vars(test), **drafts}
-            self._laws.append((len(self._findings), test))
+            again = partial(self._tested_again, law, prompt, params, test.num_samples)
+            self._laws.append((len(self._findings), test, again))
             said = (
                 f"p = {test.p_value:.2g} over {test.num_samples} continuations, {test.num_cells} cells; a shift of "
                 f"{test.detectable:g} would have been found, one of {SHIFT:g} with probability {test.power:.2f}"
@@ -287,10 +289,27 @@ class _Work:
         ]
         return telling(self._subject, self._llm.target, candidates, self._seed)
 
+    def _tested_again(self, law: Law, prompt: list[int], params: SamplingParams, num_samples: int) -> LawTest:
+        """The test of as many samples by other seeds."""
+        samples, _ = self._draw(self._subject, prompt, params, seed=mix(self._seed, 1), num_samples=num_samples)
+        return judge_samples(law, samples, self._rate, self._seed)
+
     def _judge_laws(self) -> None:
-        """Which law tests reject, all of them together: those that there was no time for count as tests that hold."""
-        found = [test.p_value for _, test in self._laws]
+        """Which law tests reject, all of them together: those that there was no time for count as tests that hold.
+
+        What rejects is drawn once more, by other seeds: chance does not fail twice, and a fault does.
+        """
+        found = [test.p_value for _, test, _ in self._laws]
         rejected = holm([*found, *[1.0] * (self._num_laws - len(found))], self._rate)
-        for (place, _), is_rejected in zip(self._laws, rejected, strict=False):
-            if is_rejected:
-                self._findings[place] = replace(self._findings[place], status="broken")
+        for (place, _, again), is_rejected in zip(self._laws, rejected, strict=False):
+            if not is_rejected:
+                continue
+            finding = self._findings[place]
+            self._progress(f"{finding.feature}: law, drawn once more")
+            p_value = again().p_value
+            self._findings[place] = replace(
+                finding,
+                status="broken" if p_value <= self._rate else "holds",
+                found=f"{finding.found}; drawn once more, p = {p_value:.2g}",
+                numbers={**finding.numbers, "p_value_again": p_value},
+            )
