@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from foretoken.beginnings import shared_length
@@ -11,6 +11,7 @@ from foretoken.config.sampling import SamplingParams
 from foretoken.model.lm import CausalLM
 from foretoken.testing.divergence import token_gap
 from foretoken.verify.subjects import Sample
+from foretoken.verify.verdict import Finding
 
 NEVER = float("inf")
 """The gap where one text has ended and the other goes on: no rounding does that."""
@@ -81,3 +82,24 @@ class Differences:
             kept += 1
         rest = text[len(self._tokenizer.decode(expected[:kept])) if kept else 0 :]
         return [*expected[:kept], *self._tokenizer(rest, add_special_tokens=False)["input_ids"]]
+
+
+def token_finding(
+    name: str, num_samples: int, num_tokens: int, differences: Seq[Difference], near_tie: float
+) -> Finding:
+    """What comparing texts has shown.
+
+    Args:
+      differences: those of the texts that are not equal.
+      near_tie: gap up to which rounding explains one; 0 where the same bits are promised.
+    """
+    numbers = {"num_samples": num_samples, "num_tokens": num_tokens, "differences": list(map(asdict, differences))}
+    if not differences:
+        return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} texts equal", numbers)
+    worst = max(differences, key=lambda one: one.gap)
+    said = (
+        f"{len(differences)} of {num_samples} texts differ, by a gap of {worst.gap:.3g} at most (rounding explains "
+        f"{near_tie:g}): in prompt {worst.prompt} token {worst.position} is {worst.found!r} instead of "
+        f"{worst.expected!r}"
+    )
+    return Finding(name, "tokens", "undecided" if 0.0 < near_tie >= worst.gap else "broken", said, numbers)

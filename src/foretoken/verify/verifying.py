@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from foretoken.sessions.prompts import read_prompts
 from foretoken.testing import ungoverned
 from foretoken.testing.divergence import NEAR_TIES
 from foretoken.verify.continuations import DEPTH, FEWEST, draw, telling
-from foretoken.verify.differences import Difference, Differences
+from foretoken.verify.differences import Differences, token_finding
 from foretoken.verify.features import LAWS, NUM_FIRST, Feature, features
 from foretoken.verify.laws import SHIFT, Law, LawTest, ReferenceLaw, enumerate_law, judge_samples
 from foretoken.verify.subjects import Answer, BrokenSubject, FunctionSubject, LLMSubject, Subject, asked_for
@@ -103,7 +103,8 @@ class _Work:
         self._is_own = subject is None
         self._prompts, self._max_tokens = prompts, max_tokens
         self._differences = Differences(llm.target, llm.tokenizer, prompts)
-        self._near_tie = NEAR_TIES[llm.target.dtype]
+        keeps_bits = self._is_own and self._llm.promise.keeps_bits
+        self._near_tie = 0.0 if keeps_bits else NEAR_TIES[llm.target.dtype]
         self._findings: list[Finding] = []
         self._laws: list[tuple[int, LawTest, Callable[[], LawTest]]] = []
         self._num_laws = 0
@@ -165,7 +166,7 @@ class _Work:
                 num_tokens += len(want.token_ids or ())
                 if found_here := self._differences.between(place, index, feature.params[place], got, want):
                     differences.append(found_here)
-        self._findings.append(self._token_finding(feature.name, num_samples, num_tokens, differences))
+        self._findings.append(token_finding(feature.name, num_samples, num_tokens, differences, self._near_tie))
         if any(sample.logprobs is not None for answer in found for sample in answer.samples) and not differences:
             self._compare_logprobs(feature.name, found, wanted)
 
@@ -193,20 +194,6 @@ class _Work:
             return f"no time was left of {self._budget:g} s"
         return ""
 
-    def _token_finding(self, name: str, num_samples: int, num_tokens: int, differences: list[Difference]) -> Finding:
-        numbers = {"num_samples": num_samples, "num_tokens": num_tokens, "differences": list(map(asdict, differences))}
-        if not differences:
-            return Finding(name, "tokens", "holds", f"{num_samples} of {num_samples} texts equal", numbers)
-        worst = max(differences, key=lambda one: one.gap)
-        said = (
-            f"{len(differences)} of {num_samples} texts differ, by a gap of {worst.gap:.3g} at most (rounding "
-            f"explains {self._near_tie:g}): in prompt {worst.prompt} token {worst.position} is "
-            f"{worst.found!r} instead of {worst.expected!r}"
-        )
-        is_near = worst.gap <= self._near_tie
-        keeps_bits = self._is_own and self._llm.promise.keeps_bits
-        return Finding(name, "tokens", "undecided" if is_near and not keeps_bits else "broken", said, numbers)
-
     def _compare_logprobs(self, name: str, found: Seq[Answer], wanted: Seq[Answer]) -> None:
         """Log-probabilities of equal texts, those behind rejected drafts included."""
         largest, num_tokens = 0.0, 0
@@ -215,10 +202,9 @@ class _Work:
                 for mine, its in zip(got.logprobs or (), want.logprobs or (), strict=True):
                     num_tokens += 1
                     largest = max(largest, *(abs(mine[token] - its[token]) for token in mine.keys() & its.keys()))
-        limit = 0.0 if self._is_own and self._llm.promise.keeps_bits else self._near_tie
         said = "equal to the bit" if largest == 0.0 else f"up to {largest:.2g} apart"
-        status: Any = "holds" if largest <= limit else "broken"
-        numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": limit}
+        status: Any = "holds" if largest <= self._near_tie else "broken"
+        numbers = {"num_tokens": num_tokens, "largest_difference": largest, "limit": self._near_tie}
         self._findings.append(Finding(name, "log-probabilities", status, f"of {num_tokens} tokens, {said}", numbers))
 
     # -- laws ------------------------------------------------------------------------------------------------------
@@ -307,9 +293,7 @@ class _Work:
             finding = self._findings[place]
             self._progress(f"{finding.feature}: law, drawn once more")
             p_value = again().p_value
-            self._findings[place] = replace(
-                finding,
-                status="broken" if p_value <= self._rate else "holds",
-                found=f"{finding.found}; drawn once more, p = {p_value:.2g}",
-                numbers={**finding.numbers, "p_value_again": p_value},
-            )
+            status: Any = "broken" if p_value <= self._rate else "holds"
+            found_again = f"{finding.found}; drawn once more, p = {p_value:.2g}"
+            numbers = {**finding.numbers, "p_value_again": p_value}
+            self._findings[place] = replace(finding, status=status, found=found_again, numbers=numbers)
