@@ -22,7 +22,8 @@ from foretoken.model.wrappers import unwrapped
 from foretoken.testing import PerfectDrafter, compare, decode, strengthen, toy_model
 from harness import first_attention
 
-RECURRENT = set(REFUSED) - {"bloom", "falcon-alibi", "mpt", "bart", "t5"}
+ENCODERS = {"electra-encoder", "bert-generation-encoder"}
+RECURRENT = set(REFUSED) - {"bloom", "falcon-alibi", "mpt", "bart", "t5"} - ENCODERS
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -35,6 +36,16 @@ def test_unsupported_models_are_refused_by_name(name: str) -> None:
         CausalLM(model)
     assert isinstance(refusal.value, ForetokenError)
     assert_unchanged(before, fingerprint(model))
+
+
+@pytest.mark.parametrize("name", sorted(ENCODERS))
+def test_attention_that_looks_ahead_is_refused(name: str) -> None:
+    """It counted as rounding, so its text was decoded under a causal mask, and another than that of `generate`."""
+    model = REFUSED[name].build(dtype=torch.float32)
+    with pytest.raises(ProbeError, match=r"looks ahead.*is_decoder=True"):
+        LLM(model)
+    with pytest.raises(ProbeError, match="looks ahead"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, custom_generate=speculate("ngram"))
 
 
 class Wrapped(torch.nn.Module):

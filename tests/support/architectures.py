@@ -273,6 +273,10 @@ REFUSED: dict[str, Architecture] = {
     "mpt": Architecture(
         "Mpt", _only(d_model=64, n_layers=2, n_heads=4, max_seq_len=CONTEXT, **_IDS), attention=("eager",)
     ),
+    "electra-encoder": Architecture("Electra", {"is_decoder": False}),
+    "bert-generation-encoder": Architecture(
+        "BertGeneration", {"is_decoder": False}, model_class="BertGenerationDecoder"
+    ),
     "bart": Architecture(
         "Bart",
         _only(

@@ -118,6 +118,7 @@ class Prober:
         small = representative(lm, self._layers, self._dtype, WINDOW)
         layers = [small.layers[index] for index in self._layers]
         reference = self._plain(small.shadow, layers, rehearsal, small.dtype, once_more=True)
+        self._refuse_looking_ahead(reference)
         noise = max(noise, *reference.rounding, *reference.shape, _epsilon(small.dtype) / 2)
         self._refuse_coarse(reference, small.dtype)
         if self._is_packed:
@@ -135,6 +136,15 @@ class Prober:
         chains = max(worst["chains"], worst["token"])
         measured = {"chains": chains, "trees": worst["trees"], "branches": worst["branches"]}
         return [Check.of(name, error, noise, control) for name, error in measured.items()]
+
+    def _refuse_looking_ahead(self, reference: Reference) -> None:
+        """Raises: ProbeError when the logits of a token depend on those that follow it."""
+        if reference.ahead > COARSEST:
+            raise ProbeError(
+                f"{self._lm.name} gives a token other logits where other tokens follow it (relative error "
+                f"{reference.ahead:.2g}): its attention looks ahead, as an encoder's does, so it is not a causal "
+                "language model and has no drafts to verify. A model of BERT's kind needs is_decoder=True in its config."
+            )
 
     def _refuse_coarse(self, reference: Reference, dtype: torch.dtype) -> None:
         """Raises: ProbeError when a text has other states alone than in a batch, by more than a rounding."""

@@ -32,12 +32,14 @@ class Reference:
       logits: after the last token of every text.
       rounding: errors of a few of the texts when every layer is given an input that is off by one rounding.
       shape: errors of one text alone, in a forward of another shape; empty when it was not asked for.
+      ahead: largest error of a text that another one goes on from, in whose row other tokens follow it.
       num_tokens: rows times width of these forwards.
     """
 
     logits: dict[Text, torch.Tensor]
     rounding: list[float]
     shape: list[float]
+    ahead: float
     num_tokens: int
 
     def errors(self, texts: Sequence[Sequence[Text]], logits: torch.Tensor) -> Errors:
@@ -77,9 +79,12 @@ def plain_forwards(
 
     with _rounded_inputs(layers, len(whole), epsilon):
         results = run(rows)
-    logits = {
-        text[:end]: results[row, end - start] for row, text in enumerate(whole) for end in range(start, len(text) + 1)
-    }
+    logits: dict[Text, torch.Tensor] = {}
+    ahead = 0.0
+    for row, text in enumerate(whole):
+        for end in range(start, len(text) + 1):
+            first = logits.setdefault(text[:end], results[row, end - start])
+            ahead = max(ahead, relative_error(results[row, end - start], first))
 
     def errors(texts: list[Text], results: torch.Tensor) -> list[float]:
         return [
@@ -89,7 +94,8 @@ def plain_forwards(
         ]
 
     shape = errors(whole[:1], run(rows[:1])) if once_more else []
-    return Reference(logits, errors(rounded, results[len(whole) :]), shape, (len(rows) + once_more) * width)
+    rounding = errors(rounded, results[len(whole) :])
+    return Reference(logits, rounding, shape, ahead, (len(rows) + once_more) * width)
 
 
 def _goes_on(text: Text, texts: set[Text]) -> bool:
