@@ -199,10 +199,9 @@ def run_out_of_memory() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold this limit")
 def test_where_memory_ends_the_step_breaks_off_and_a_plan_keeps_within_it() -> None:
     """In a process of its own: what other tests have given back to this one would be room that no limit counts."""
-    program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_memory_limits; test_memory_limits.run_out_of_memory()"
-    )
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    program = "import sys; sys.path[:0] = sys.argv[1:]; import test_memory_limits as m; m.run_out_of_memory()"
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", program, str(here), str(here.parent / "support")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from drafting import made
 from foretoken import LLM, SamplingParams
 from foretoken.bench.workload import Prompt
 from foretoken.cli import app
-from foretoken.drafters.lookup.ngram import NGramDrafter
 from foretoken.engine.cost_model import CostCurve
 from foretoken.engine.costs import Prices
 from foretoken.engine.governing import new_governor
@@ -39,7 +39,15 @@ def target() -> CausalLM:
 @pytest.fixture(scope="module")
 def found(target: CausalLM) -> Profile:
     profile, _ = measure(
-        target, "ngram", NGramDrafter, 6, PROMPTS, max_new_tokens=24, batch_sizes=[1, 2], contexts=[32], repeats=1
+        target,
+        "ngram",
+        partial(made, "ngram"),
+        6,
+        PROMPTS,
+        max_new_tokens=24,
+        batch_sizes=[1, 2],
+        contexts=[32],
+        repeats=1,
     )
     return profile
 
