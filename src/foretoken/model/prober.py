@@ -143,7 +143,7 @@ class Prober:
             raise ProbeError(
                 f"{self._lm.name} gives a token other logits where other tokens follow it (relative error "
                 f"{reference.ahead:.2g}): its attention looks ahead, as an encoder's does, so it is not a causal "
-                "language model and has no drafts to verify. A model of BERT's kind needs is_decoder=True in its config."
+                "language model and has no drafts to verify. BERT's kind needs is_decoder=True in its config."
             )
 
     def _refuse_coarse(self, reference: Reference, dtype: torch.dtype) -> None:
