@@ -24,6 +24,7 @@ from foretoken.native.codes import Codes
 from foretoken.native.library import library
 from foretoken.testing import toy_model
 from gguf_files import write_llama
+from quantised_files import write_quantised
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
@@ -118,36 +119,29 @@ def write(folder: Path, bits: int, group: int, style: str, *, has_zeros: bool = 
     """A checkpoint as llm-compressor writes it, with an output embedding in full; the model that it stands for."""
     model = toy_model(512, dtype=torch.float32, hidden_size=128, intermediate_size=192).eval()
     generator = torch.Generator().manual_seed(1)
-    tensors: dict[str, torch.Tensor] = {}
-    modules = dict(model.named_modules())
-    for key, weight in model.state_dict().items():
-        name = key.removesuffix(".weight")
-        if type(modules.get(name)) is not torch.nn.Linear or name == "lm_head":
-            tensors[key] = weight.clone()
-            continue
+
+    def stored(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs, inputs = weight.shape
         columns, half = inputs // group if group else 1, 2 ** (bits - 1)
         numbers = torch.randint(-half, half, (outputs, inputs), generator=generator)
         scales = (torch.rand(outputs, columns, generator=generator) / 2**bits / 8).bfloat16()
         zeros = torch.randint(-half, half, (outputs, columns), generator=generator) if has_zeros else None
-        if style == "pack-quantized":
-            tensors[f"{name}.weight_packed"] = packed((numbers + half).to(torch.uint8), bits, 1)
-            tensors[f"{name}.weight_shape"] = torch.tensor([outputs, inputs])
-        else:
-            tensors[f"{name}.weight"] = numbers.to(torch.int8)
-        tensors[f"{name}.weight_scale"] = scales
+        is_packed = style == "pack-quantized"
+        tensors = {"weight": numbers.to(torch.int8)}
+        if is_packed:
+            whole = packed((numbers + half).to(torch.uint8), bits, 1)
+            tensors = {"weight_packed": whole, "weight_shape": torch.tensor([outputs, inputs])}
+        tensors["weight_scale"] = scales
         if zeros is not None:
-            is_packed = style == "pack-quantized"
-            tensors[f"{name}.weight_zero_point"] = (
+            tensors["weight_zero_point"] = (
                 packed((zeros + half).to(torch.uint8), bits, 0) if is_packed else zeros.to(torch.int8)
             )
         wide = numbers if zeros is None else numbers - zeros.repeat_interleave(inputs // columns, 1)
-        model.state_dict()[key].copy_(wide * scales.float().repeat_interleave(inputs // columns, 1))
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": settings()}
-    config["quantization_config"].update(format=style, config_groups={"group_0": scheme(bits, group)})
-    (folder / "config.json").write_text(json.dumps(config))
+        weight.copy_(wide * scales.float().repeat_interleave(inputs // columns, 1))
+        return tensors
+
+    of_weights = {**settings(), "format": style, "config_groups": {"group_0": scheme(bits, group)}}
+    write_quantised(folder, model, of_weights, stored)
     return model
 
 

@@ -21,6 +21,7 @@ from foretoken.loading.layouts import codes_of
 from foretoken.loading.models import load_model
 from foretoken.native.library import library
 from foretoken.testing import strengthen, toy_model
+from quantised_files import write_quantised
 
 GREEDY = SamplingParams(temperature=0.0, seed=7, max_tokens=24)
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=24)
@@ -86,20 +87,13 @@ def write(
 
 def _written(folder: Path, model: PreTrainedModel, settings: dict[str, Any], act_order: str = "") -> PreTrainedModel:
     rng = np.random.default_rng(1)
-    tensors: dict[str, torch.Tensor] = {}
-    modules = dict(model.named_modules())
-    for key, weight in model.state_dict().items():
-        name = key.removesuffix(".weight")
-        if type(modules.get(name)) is not torch.nn.Linear or name == "lm_head":
-            tensors[key] = weight.clone()
-            continue
+
+    def stored(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         parts, dense = layer(*weight.shape, settings, rng, act_order)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         weight.copy_(dense)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(config))
+        return parts
+
+    write_quantised(folder, model, settings, stored)
     return model
 
 

@@ -1,0 +1,31 @@
+"""Checkpoints whose linear layers are stored in whole numbers, as tests write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+Stored = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""The tensors of a layer, whose weight (out, in) it changes to what they stand for."""
+
+
+def write_quantised(folder: Path, model: PreTrainedModel, settings: dict[str, Any], stored: Stored) -> None:
+    """Write a checkpoint with its output embedding in full, and all other linear layers as ``stored`` has them."""
+    tensors: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for key, weight in model.state_dict().items():
+        name = key.removesuffix(".weight")
+        if type(modules.get(name)) is not torch.nn.Linear or name == "lm_head":
+            tensors[key] = weight.clone()
+        else:
+            tensors |= {f"{name}.{part}": tensor for part, tensor in stored(weight).items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
