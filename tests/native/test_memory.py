@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from foretoken.model.execution.rounding import quantize_weights
+from foretoken.model.lm import CausalLM
 from foretoken.native import memory as pages
+from foretoken.testing import toy_model
 
 HAS_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 SHAPES = [(3,), (100, 70), (2, 5, 333), (1, 1), (700, 1024), (1024, 513), (0, 4), (90, 90)]
@@ -29,6 +36,14 @@ def check(tensors: list[torch.Tensor]) -> None:
         assert tensor.is_contiguous()
         assert (tensor == number).all()
         assert tensor.data_ptr() % pages.LINE == 0
+
+
+def rounded(model: PreTrainedModel) -> None:
+    quantize_weights(model, "int8", dtype=torch.float32, release_originals=True)
+
+
+def packed(model: PreTrainedModel) -> None:
+    CausalLM(model, execution="packed", release_originals=True)
 
 
 def test_tensors_do_not_overlap() -> None:
@@ -88,3 +103,44 @@ def test_there_is_memory_without_huge_pages(missing: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(mmap, "mmap", refuse if missing == "memory" else Plain)
     monkeypatch.setattr(pages, "_shared", pages._Shared())
     check(filled())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="this system does not tell what is in memory")
+def test_pages_of_a_file_are_left_and_those_of_arrays_are_kept(tmp_path: Path) -> None:
+    """Both lie in memory that torch did not allocate; zeros in an array would be a lost weight of its owner."""
+    size = 64 * mmap.PAGESIZE
+    (tmp_path / "weights").write_bytes(b"\x07" * size)
+    of_file = torch.from_file(str(tmp_path / "weights"), shared=False, size=size, dtype=torch.uint8)
+    anonymous = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    anonymous[:] = b"\x07" * size
+    array = np.full(size, 7, np.uint8)
+    given = [of_file, torch.frombuffer(anonymous, dtype=torch.uint8), torch.from_numpy(array)]
+    assert all((tensor == 7).all() for tensor in given)
+    before = resident(of_file)
+    pages.leave(given)
+    assert resident(of_file) <= before - size // 1024 + 2 * mmap.PAGESIZE // 1024
+    assert (array == 7).all()
+    assert anonymous[:] == b"\x07" * size
+    assert (of_file == 7).all()  # it is read from the file again
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """KiB in memory of the mapping that a tensor lies in."""
+    address, lines = tensor.data_ptr(), iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        span = line.split()[0].split("-")
+        if len(span) == 2 and int(span[0], 16) <= address < int(span[1], 16):
+            return next(int(each.split()[1]) for each in lines if each.startswith("Rss:"))
+    raise AssertionError(f"no mapping holds {address:x}")
+
+
+@pytest.mark.parametrize("take", [pytest.param(rounded, id="rounded"), pytest.param(packed, id="packed")])
+def test_arrays_that_weights_were_made_of_stay_as_they_are(take: Callable[[PreTrainedModel], object]) -> None:
+    model = toy_model(512, dtype=torch.float32, hidden_size=64, intermediate_size=96)
+    arrays = [weight.detach().numpy().copy() for weight in model.parameters()]
+    kept = [array.copy() for array in arrays]
+    for weight, array in zip(model.parameters(), arrays, strict=True):
+        weight.data = torch.from_numpy(array)
+    take(model)
+    assert not any(model.model.layers[0].mlp.up_proj.weight.stride())  # released
+    assert all(np.array_equal(array, want) for array, want in zip(arrays, kept, strict=True))

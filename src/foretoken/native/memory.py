@@ -12,10 +12,13 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
+
+from foretoken.machine import return_free_memory
 
 HUGE = 2**21
 """Bytes of a huge page."""
@@ -83,18 +86,48 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=first).view(shape)
 
 
-def leave(tensor: torch.Tensor) -> None:
-    """Tell the system that nobody reads again what a tensor that is mapped from a file holds.
+def leave(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell the system that nobody reads again what tensors hold, as far as that is mapped from a file.
 
-    Its pages count as memory of the process for as long as anything of the file is mapped.
+    Its pages count as memory of the process for as long as anything of the file is mapped. Memory of another kind is
+    left alone: its pages would be zeros for whoever still has a view of it.
     """
+    spans = [span for span in map(_pages_of, tensors) if span is not None]
+    if _LIBC is None or not spans:
+        return
+    mapped = _mapped_from_files()
+    left = [(begin, end) for begin, end in spans if any(first <= begin and end <= last for first, last in mapped)]
+    for begin, end in left:
+        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+    if left:
+        return_free_memory()  # what packing has freed
+
+
+def _pages_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Addresses of the whole pages of a tensor that torch did not allocate itself; None where there is none."""
+    if tensor.device.type != "cpu" or tensor.untyped_storage().resizable() or not tensor.is_contiguous():
+        return None
     first, page = tensor.data_ptr(), mmap.PAGESIZE
     begin, end = -(-first // page) * page, (first + tensor.nbytes) // page * page
-    if begin < end and tensor.is_contiguous() and _LIBC is not None:
-        _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-        trim = getattr(_LIBC, "malloc_trim", None)  # of glibc: what packing has freed goes back, too
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+    return (begin, end) if begin < end else None
+
+
+def _mapped_from_files() -> list[tuple[int, int]]:
+    """Addresses of this process behind which there is a file; none on a system that does not tell."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:  # 7f12a000-7f12b000 r--p 00000000 08:01 1234 /home/model.safetensors
+        span, _, _, _, inode, *_ = line.split(maxsplit=5)
+        if inode == "0":
+            continue
+        first, last = (int(address, 16) for address in span.split("-"))
+        if found and found[-1][1] == first:  # parts of one mapping that differ in what may be done
+            first = found.pop()[0]
+        found.append((first, last))
+    return found
 
 
 class _Scratch(threading.local):

@@ -207,10 +207,10 @@ class PackedProduct:
         Args:
           shared: addresses of weights that stay.
         """
-        for weight in self._weights():
-            if weight.data_ptr() not in shared:
-                release(weight, self._dtype)
-                self._is_released = True
+        freed = [weight for weight in self._weights() if weight.data_ptr() not in shared]
+        if freed:
+            release(freed, self._dtype)
+            self._is_released = True
 
     def settle(self) -> None:
         """Take tensors that the library itself has converted for those that were packed."""
@@ -373,11 +373,13 @@ def embedding_rows(embedding: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return forward(ids) if isinstance(forward, PackedRows) else F.embedding(ids, embedding.weight)  # type: ignore[arg-type]
 
 
-def release(weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """Free the memory of a weight: a NaN of its shape stays."""
-    given, weight.data = weight.data, torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
-    if not given.untyped_storage().resizable():
-        memory.leave(given)
+def release(weights: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Free the memory of weights: a NaN of its shape stays of each."""
+    given = []
+    for weight in weights:
+        given.append(weight.data)
+        weight.data = torch.full((), torch.nan, dtype=dtype).expand(weight.shape)
+    memory.leave(given)
 
 
 def packed_products(model: nn.Module) -> list[PackedProduct]:

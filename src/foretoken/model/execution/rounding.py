@@ -156,7 +156,7 @@ def take_codes(model: PreTrainedModel, stored: Mapping[nn.Module, StoredCodes], 
     _convert(model, dtype)
     if tied is None and _has_rows_of_output(model):
         tied = model.get_input_embeddings()
-        release(tied.weight, dtype)
+        release([tied.weight], dtype)
     if tied is not None:
         _read_rows(model, tied)
     for product in made:
