@@ -218,3 +218,46 @@ def test_a_trace_is_kept_and_greedy_is_the_default() -> None:
     trace = last_trace()
     assert trace.num_drafted > 0
     assert GreedyProcessor().sample(torch.tensor([[0.1, 0.9]])).tolist() == [[1]]
+
+
+class Called:
+    """No module: it has a place and a configuration, and is called."""
+
+    device = torch.device("cpu")
+    config = SimpleNamespace(vocab_size=16, max_position_embeddings=12)
+
+    def __call__(self, input_ids: Tensor, past_key_values: Any, use_cache: bool) -> Any:
+        return recurrent()(input_ids)
+
+
+class Unhashable(Called):
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Named(Recurrent):
+    """Takes ids by name alone, as the listings give them."""
+
+    def forward(self, *, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False) -> Any:
+        return super().forward(input_ids)
+
+
+class Second(Recurrent):
+    """Has something else in the first place, and returns a tuple."""
+
+    def forward(self, inputs_embeds: Any = None, input_ids: Any = None, **kwargs: Any) -> Any:
+        assert inputs_embeds is None
+        return super().forward(input_ids).logits, None
+
+
+@pytest.mark.filterwarnings("ignore:the model is a")
+@pytest.mark.parametrize(
+    "model", [Called(), Unhashable(), Named().eval(), Second().eval(), lambda input_ids: recurrent()(input_ids)]
+)
+def test_what_is_called_otherwise_is_decoded_as_by_hand(model: Any) -> None:
+    """Drafted for by itself; a context that its configuration names ends the output."""
+    expected = naive(recurrent(), [3, 1, 4, 1, 5], 7)
+    length = 7 if isinstance(model, Called) else 9
+    outputs = all_four(model, model, [3, 1, 4, 1, 5])
+    assert [output[:7] for output in outputs] == [expected] * 4
+    assert {len(output) for output in outputs} == {length}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from foretoken.classic.modules import PlainModule, plain_module
+from foretoken.classic.modules import Model, PlainModule, plain_module
 from foretoken.errors import UnsupportedModelError, UnsupportedStateError
 from foretoken.loading.adapters import ADAPTERS, Adapter
 from foretoken.model.wrappers import check_unwrapped, unwrapped
@@ -26,7 +26,7 @@ def adapter_of(model: nn.Module) -> Adapter:
     return ADAPTERS.of(check_unwrapped(opened(model)))
 
 
-def ready(model: nn.Module) -> Adapter | PlainModule:
+def ready(model: Model) -> Adapter | PlainModule:
     """The adapter of a model, or the module itself where there is none: it reads every text from its beginning.
 
     Wrappers are taken off where that is exact, see `opened`.
@@ -34,6 +34,8 @@ def ready(model: nn.Module) -> Adapter | PlainModule:
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
     """
     if not isinstance(model, nn.Module):
+        if callable(model) and not isinstance(model, type):
+            return plain_module(model)
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}; give a loaded transformers model (AutoModelForCausalLM), or a "
             "torch.nn.Module that returns logits for token ids"

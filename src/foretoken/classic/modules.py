@@ -1,11 +1,12 @@
-"""Models that are any `torch.nn.Module`: called with token ids, from the beginning of the text every time."""
+"""Models that are anything to call with token ids: read from the beginning of the text every time."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch import Tensor, nn
 
 from foretoken.errors import ShapeError, UnsupportedModelError
 
+Model = Callable[..., Any]
+"""A `torch.nn.Module`, or any other object that is called with token ids."""
+
 _LIMITS = ("max_position_embeddings", "max_context_length")
+_NAMED_ONLY = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _TOLERANCE = 32  # roundings of the dtype by the largest logit, between forwards of two lengths
 
 
@@ -22,25 +27,27 @@ class PlainModule:
     """A module that gives logits for token ids, without a cache, and what a call learns of it.
 
     Args:
-      module: called as ``module(ids)`` with int64 (B, T); returns logits (B, T, V), or an object with ``.logits``.
+      module: called with int64 (B, T), by the name ``input_ids`` where that is not the first argument; returns logits
+        (B, T, V), an object with ``.logits``, or a tuple with the logits first.
 
     Attributes:
       name: of its class.
       vocab_size: V of its logits.
       context_length: of its config, or an attribute of its own (``max_position_embeddings``, ``max_context_length``);
         None where neither is there.
-      device: of its first parameter or buffer, else the CPU.
+      device: of its first parameter or buffer, else its own ``device``, else the CPU.
 
     Raises: UnsupportedModelError where the call fails, gives no logits for every token, or logits that depend on later
       tokens or change from call to call.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: Model) -> None:
+        self._module = _reference(module)
         self._lock = threading.RLock()
         self._was_said = False
+        self._keyword, self._others = _arguments(module)
         self.name = type(module).__name__
-        self.device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        self.device = _device(module)
         self.context_length = _context_length(module)
         self.vocab_size = self._checked()
 
@@ -74,9 +81,10 @@ class PlainModule:
     def _logits(self, ids: Tensor) -> Tensor:
         module = self._module()
         assert module is not None, "the caller holds it"
+        given = ([], {self._keyword: ids}) if self._keyword else ([ids], {})
         with self._lock, torch.no_grad(), _evaluating(module):
-            output = module(ids)
-        logits = getattr(output, "logits", output)
+            output = module(*given[0], **given[1], **self._others)
+        logits = output[0] if type(output) is tuple and output else getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
             raise UnsupportedModelError(f"it returns {kind} and no logits")
@@ -115,30 +123,66 @@ class PlainModule:
 
 
 _lock = threading.Lock()
-_known: weakref.WeakKeyDictionary[nn.Module, PlainModule] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Model, PlainModule] = weakref.WeakKeyDictionary()
 
 
-def plain_module(module: nn.Module) -> PlainModule:
+def plain_module(module: Model) -> PlainModule:
     """The one of a module, checked once, as long as it lives. May be asked from several threads.
 
     Raises: UnsupportedModelError.
     """
     with _lock:
-        if module not in _known:
-            _known[module] = PlainModule(module)
-        return _known[module]
+        try:
+            known = _known.get(module)
+        except TypeError:  # an object without a hash, or one that nothing may refer to weakly
+            return PlainModule(module)
+        if known is None:
+            known = _known[module] = PlainModule(module)
+        return known
 
 
-def _context_length(module: nn.Module) -> int | None:
+def _reference(module: Model) -> Callable[[], Model | None]:
+    try:
+        return weakref.ref(module)
+    except TypeError:
+        return lambda: module
+
+
+def _arguments(module: Model) -> tuple[str, dict[str, Any]]:
+    """The name that token ids are given by, "" for their place; and arguments of a cached call that have no default."""
+    try:
+        found = inspect.signature(module.forward if isinstance(module, nn.Module) else module).parameters
+    except (TypeError, ValueError):  # a signature that Python does not know
+        return "", {}
+    by_place = [name for name, one in found.items() if one.kind not in _NAMED_ONLY]
+    is_named = not by_place or ("input_ids" in found and by_place[0] != "input_ids")
+    others = {
+        name: value
+        for name, value in (("past_key_values", None), ("use_cache", False))
+        if name in found and found[name].default is inspect.Parameter.empty
+    }
+    return "input_ids" if is_named else "", others
+
+
+def _device(module: Model) -> torch.device:
+    if isinstance(module, nn.Module):
+        tensor = next((tensor for tensor in (*module.parameters(), *module.buffers())), None)
+        if tensor is not None:
+            return tensor.device
+    named = getattr(module, "device", None)
+    return torch.device(named) if isinstance(named, (str, torch.device)) else torch.device("cpu")
+
+
+def _context_length(module: Model) -> int | None:
     places: tuple[Any, ...] = (getattr(module, "config", None), module)
     found = (getattr(place, name, None) for place in places for name in _LIMITS)
     return next((limit for limit in found if isinstance(limit, int)), None)
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: Model) -> Iterator[None]:
     """Dropout and the like switched off meanwhile."""
-    training = [part for part in module.modules() if part.training]
+    training = [part for part in module.modules() if part.training] if isinstance(module, nn.Module) else []
     for part in training:
         part.training = False
     try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.beginnings import shared_length
 from foretoken.classic.adapters import ready
-from foretoken.classic.modules import PlainModule
+from foretoken.classic.modules import Model, PlainModule
 from foretoken.config.engine import EngineConfig
 from foretoken.loading.adapters import Adapter
 from foretoken.model.cache.ragged import KVCache
@@ -18,7 +18,7 @@ Readable = CausalLM | PlainModule
 """Has a name, a vocabulary, a context length and a device."""
 
 
-def reader_of(model: nn.Module, *, keeps_cache: bool) -> TextReader:
+def reader_of(model: Model, *, keeps_cache: bool) -> TextReader:
     """A reader of any model; where a cache is asked for and the model's is not known, that is said.
 
     Raises: UnsupportedModelError, UnsupportedStateError, ProbeError.
