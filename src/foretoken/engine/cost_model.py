@@ -27,6 +27,10 @@ RATE = 0.05
 RESOLUTION = 16
 """Numbers of nodes that are told apart one by one, about: above it those alike within 6 % count as one."""
 
+SHARE = 0.01
+"""Of the time of steps that may go into each of: deciding, drafts that only show whether they would pay, and drafters
+that are attended to once more. Together with what drifts in between, 3 % at most (issue 26)."""
+
 MEMORY = 128
 """Outcomes and steps that count; what was not seen for so long is looked at again. About one answer."""
 

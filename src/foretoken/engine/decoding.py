@@ -11,6 +11,7 @@ from foretoken.engine.joining import with_forced
 from foretoken.engine.outputs import RowOutput, logprobs_of
 from foretoken.law import sampling
 from foretoken.law.faults import is_fatal, told
+from foretoken.tree import DraftTree
 
 if TYPE_CHECKING:
     from foretoken.accept.rules import Verdict
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.stopping import Finish, StopChecker
     from foretoken.model.nodes import Logits
-    from foretoken.tree import DraftTree
 
 # -- propose -------------------------------------------------------------------------------------------------------
 
@@ -51,6 +51,12 @@ def propose(
             row.stats.cuts.count(limit, budget, draft, tree, has_failed=bool(row.stats.drafter_error))
         found.append(verified)
     return found
+
+
+def undrafted(row: Sequence) -> DraftTree:
+    """The draft of a row that goes without the drafter: none."""
+    row.stats.cuts.record("governor", 0)
+    return DraftTree.root(row.pending)
 
 
 # -- emit ----------------------------------------------------------------------------------------------------------

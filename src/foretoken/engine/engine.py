@@ -14,7 +14,7 @@ import torch
 from foretoken.config.engine import EngineConfig
 from foretoken.engine.accepting import accept_rows, choose_all
 from foretoken.engine.admission import Admission
-from foretoken.engine.decoding import emit, observe, propose
+from foretoken.engine.decoding import emit, observe, propose, undrafted
 from foretoken.engine.drafter import Drafter, PromptChunk
 from foretoken.engine.exclusive_use import ExclusiveUse
 from foretoken.engine.features import RowFeatures
@@ -194,7 +194,7 @@ class Engine:
             if self._scheduler.ended:
                 return [RowOutput(row, (), 0) for row in self._scheduler.take_ended()]
             self._forwards.begin_step()
-            self._scheduler.admit(self.profile)
+            self._scheduler.admit(self.profile, self._governing.welcomes)
             if reading := self._scheduler.to_read(one_by_one=self._forwards.has_one_shape):
                 self._read(reading)
                 return []
@@ -211,9 +211,10 @@ class Engine:
         start = perf_counter()
         chunks = [self._scheduler.next_chunk(row) for row in rows]
         first_slot = self._scheduler.slot_of(rows[0])
-        output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs)
+        shows = self.drafter.requires.reads_prompts and any(row.has_drafter for row in rows)
+        output = self._forwards.read(chunks, first_slot, keeps_logits=rows[0].learns_logprobs, shows=shows)
         self.cache.commit([range(len(chunk)) for chunk in chunks], first_slot)
-        if self.drafter.requires.reads_prompts:
+        if shows:
             shown = [
                 PromptChunk(row.num_prefilled, len(chunk), RowFeatures(output, i))
                 for i, (row, chunk) in enumerate(zip(rows, chunks, strict=True))
@@ -230,13 +231,15 @@ class Engine:
     def _decode(self, rows: list[Sequence]) -> list[RowOutput]:
         """One round over the rows that decode."""
         clock = Clock(self.profile)
-        trees = propose(rows, self._drafting, self._forwards, self._governing, self._scheduler.max_nodes)
+        is_plain = all(row.is_plain and not row.drafts_itself for row in rows)
+        limits = self._forwards, self._governing, self._scheduler.max_nodes
+        trees = [undrafted(row) for row in rows] if is_plain else propose(rows, self._drafting, *limits)
         self._erase_doubtful(rows)
         clock.lap("propose_seconds")
-        output = self._forwards.verify(trees)
+        output = self._forwards.verify(trees, shows=not is_plain)
         logits = output.logits
         clock.lap("verify_seconds")
-        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices else None
+        choices = choose_all(rows, trees, logits) if self.drafter.requires.choices and not is_plain else None
         verdicts = accept_rows(self.config.acceptance, rows, trees, logits, choices, self.config.typical)
         clock.lap("accept_seconds")
         outputs = emit(rows, trees, verdicts, logits, self.config)
@@ -245,16 +248,22 @@ class Engine:
         self.cache.commit(paths)
         self._erase_doubtful(rows)
         clock.lap("commit_seconds")
-        if self.drafter.observes:
+        if self.drafter.observes and not is_plain:
             features = [RowFeatures(output, i, choices) for i in range(len(rows))]
             observe(self._drafting, trees, paths, outputs, features)
+        clock.lap("observe_seconds")
         for row in rows:
             if row.is_finished:
                 self.profile.ended.add(row.stats)
                 self._scheduler.retire(row)
-        clock.lap("observe_seconds")
+        clock.lap("emit_seconds")
         self.profile.num_steps += 1
-        self._governing.learn(trees, outputs, clock)
+        if is_plain:
+            self._governing.rested()
+        else:
+            self._governing.learn(trees, outputs, clock)
+            if self._governing.leaves(self._scheduler.running):
+                self._scheduler.leave_drafter()
         return outputs
 
     def _erase_doubtful(self, rows: list[Sequence]) -> None:

@@ -104,14 +104,18 @@ class Forwards:
             return None
         return self._max_model_len + max(self._config.prefill_chunk_size, self._config.strict_width)
 
-    def read(self, chunks: Seq[Seq[int]], first_row: int, *, keeps_logits: bool = False) -> Output:
-        """Run the next tokens of prompts in neighbouring rows. Logits only where they or the drafter want them."""
+    def read(self, chunks: Seq[Seq[int]], first_row: int, *, keeps_logits: bool = False, shows: bool = True) -> Output:
+        """Run the next tokens of prompts in neighbouring rows. Logits only where they or the drafter want them.
+
+        Args:
+          shows: whether the drafter is shown what was read.
+        """
         return self._target.forward_with(
-            self._wanted,
+            self._wanted if shows else Wanted(),
             Nodes.from_chains(chunks, self._config.prefill_chunk_size if self.has_one_shape else None),
             self._cache,
             first_row=first_row,
-            keep=None if keeps_logits or self._keeps_prompt_logits else slice(0, 0),
+            keep=None if keeps_logits or (shows and self._keeps_prompt_logits) else slice(0, 0),
             view_length=self._view_length,
         )
 
@@ -119,11 +123,12 @@ class Forwards:
         """Number of nodes that a forward over drafts of these sizes runs, padding included."""
         return self._config.max_num_seqs * self._config.strict_width if self.has_one_shape else sum(sizes)
 
-    def verify(self, trees: Seq[DraftTree]) -> Output:
-        """Run drafts, one for each of the first rows; logits of every node."""
+    def verify(self, trees: Seq[DraftTree], *, shows: bool = True) -> Output:
+        """Run drafts, one for each of the first rows; logits of every node, and what the drafter wants if `shows`."""
+        wanted = self._wanted if shows else Wanted()
         with self._helpers.watched() if self._helpers is not None else nullcontext():
             if not self.has_one_shape:
-                return self._target.forward_with(self._wanted, Nodes.from_trees(trees), self._cache, listed=True)
+                return self._target.forward_with(wanted, Nodes.from_trees(trees), self._cache, listed=True)
             padding = [DraftTree.root(trees[0].tokens[0])] * (self._config.max_num_seqs - len(trees))
             nodes = Nodes.from_trees([*trees, *padding], self._config.strict_width)
-            return self._target.forward_with(self._wanted, nodes, self._cache, view_length=self._view_length)
+            return self._target.forward_with(wanted, nodes, self._cache, view_length=self._view_length)

@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from foretoken.engine.acceptance_model import KINDS
-from foretoken.engine.cost_model import FEW, MEMORY, Average, CostModel
+from foretoken.engine.cost_model import FEW, MEMORY, SHARE, Average, CostModel
 from foretoken.engine.costs import cost_curve, facts_of, forget_curve
-from foretoken.engine.governor import SHARE, Governor
+from foretoken.engine.governor import Governor
 from foretoken.engine.method_bandit import MethodBandit
 from foretoken.engine.stats import Steps
 
@@ -66,6 +66,24 @@ class Governing:
         """Whether the step that runs, or ran last, is one that the governor decides in."""
         return self._attention.is_deciding
 
+    def welcomes(self) -> bool:
+        """Whether a row that comes in now has the drafter."""
+        return self._governor is None or self._governor.patience.welcomes()
+
+    def leaves(self, rows: Seq[Sequence]) -> bool:
+        """Whether these rows, all that run, are to go on without the drafter; it knows no more of them then."""
+        if self._governor is None or not self._governor.patience.ends():
+            return False
+        self._hand_over()
+        self._governor.leave(rows)
+        logger.debug("%d rows go on without the drafter, which costs more than it brings", len(rows))
+        return True
+
+    def rested(self) -> None:
+        """A step has run without the drafter."""
+        if self._governor is not None:
+            self._governor.patience.rested()
+
     def budgets(self, rows: Seq[Sequence], budgets: list[Budget]) -> list[Budget]:
         """What may be drafted for every row."""
         if self._governor is None:
@@ -107,12 +125,17 @@ class Governing:
         start = perf_counter()
         drafting = max(clock.laps["propose_seconds"] - self._own_seconds, 0.0)
         step = sum(clock.laps.values()) - self._own_seconds
+        drafts = any(len(tree) > 1 for tree in trees)
         if self._attention.is_deciding:
             num_nodes = self._forwards.num_nodes
             self._governor.learn(trees, outputs, num_nodes, drafting_seconds=drafting, other_seconds=step - drafting)
         else:
             self._follow(trees, outputs, drafting, step - drafting)
-        self._attention.end(self._own_seconds + perf_counter() - start, step)
+        own = self._own_seconds + perf_counter() - start
+        self._attention.end(own, step)
+        upkeep = drafting + clock.laps["observe_seconds"]
+        num_tokens = sum([len(output.token_ids) for output in outputs])
+        self._governor.patience.attended(len(outputs), num_tokens, own + upkeep, step - upkeep, drafts=drafts)
 
     def _follow(self, trees: Seq[DraftTree], outputs: Seq[RowOutput], drafting: float, other: float) -> None:
         """Count a step in which nothing was decided."""

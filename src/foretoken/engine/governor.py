@@ -7,8 +7,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from foretoken.engine.acceptance_model import LITTLE, ROW_MEMORY, AcceptanceModel
-from foretoken.engine.cost_model import FEW, MEMORY
+from foretoken.engine.cost_model import FEW, MEMORY, SHARE
 from foretoken.engine.cutting import Chances, Habit, NumNodes, Worth, best_counts, weights_of
+from foretoken.engine.patience import Patience
 from foretoken.engine.stats import Pace, Steps
 from foretoken.tree import DraftTree
 
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from foretoken.engine.cost_model import CostModel
     from foretoken.engine.outputs import RowOutput
     from foretoken.engine.sequence import Sequence
-
-SHARE = 0.01
-"""Of the time of steps that may go into each of: deciding, and drafts that only show whether they would pay. Together
-with what drifts in between, 2 % at most (issue 26: never slower by more than 3 %)."""
 
 PROBE_DEPTH = 2
 """Levels of a draft that is made to see what it costs and brings: the fewest that show what one more level takes."""
@@ -54,6 +51,7 @@ class Governor:
         self.pace = Pace()
         self.totals = self.pace.totals
         self.habit = Habit()
+        self.patience = Patience()
         self._credit = float(FEW)  # plain steps that may go into drafts which are not expected to pay
         self._is_probing = False
         self._since_plain = 0
@@ -310,6 +308,12 @@ class Governor:
                 self.acceptance.forget(row.id)
                 self._begun.discard(row.id)
 
+    def leave(self, rows: Seq[Sequence]) -> None:
+        """Drop what is known of rows alone, which go on without the drafter."""
+        for row in rows:
+            self.acceptance.forget(row.id)
+            self._begun.discard(row.id)
+
     @property
     def has_open_drafts(self) -> bool:
         """Whether the fate of a draft is not known yet."""
@@ -321,6 +325,8 @@ class Governor:
         """What is decided at present, and why; None before the first step."""
         if self._last is None:
             return None
+        if not self.patience.is_attending:
+            return self.patience.describe()
         num_rows, num_nodes = self._last
         plain = self._plain(num_rows, num_nodes)
         drafts = self.pace.share >= LITTLE

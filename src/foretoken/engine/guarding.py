@@ -55,7 +55,7 @@ class GuardedDrafter(WrappingDrafter):
         super().bind(target, cache)
 
     def recall(self, row: Sequence, memory: object, num_tokens: int) -> int:
-        if row.stats.drafter_error:
+        if not row.has_drafter:
             return num_tokens
         return self._try([row], partial(self._recalled, row, memory, num_tokens), num_tokens)
 
@@ -68,6 +68,9 @@ class GuardedDrafter(WrappingDrafter):
     def fork(self, row: Sequence, copies: Seq[Sequence]) -> None:
         if row.stats.drafter_error:
             self._give_up(copies, row.stats.drafter_error)
+        elif row.is_plain:
+            for copy in copies:
+                copy.is_plain = True
         else:
             self._try([row, *copies], partial(self._drafter.fork, row, copies), None)
 
@@ -90,7 +93,7 @@ class GuardedDrafter(WrappingDrafter):
         self._tell(self._drafter.observe, rows, results)
 
     def keep(self, row: Sequence) -> object:
-        return None if row.stats.drafter_error else self._try([row], partial(self._drafter.keep, row), None)
+        return self._try([row], partial(self._drafter.keep, row), None) if row.has_drafter else None
 
     def forget(self, rows: Seq[Sequence]) -> None:
         self._tell(super().forget, rows)
@@ -98,8 +101,8 @@ class GuardedDrafter(WrappingDrafter):
     # -- faults ------------------------------------------------------------------------------------------------
 
     def _with_drafts(self, rows: Seq[Sequence]) -> list[int]:
-        """Places of the rows for which no fault has ended drafting, which it does for good."""
-        return [i for i, row in enumerate(rows) if not row.stats.drafter_error]
+        """Places of the rows that the drafter is told of."""
+        return [i for i, row in enumerate(rows) if row.has_drafter]
 
     def _tell(self, verb: Callable[..., None], rows: Seq[Sequence], *others: Seq[Any]) -> None:
         """Call a verb for the rows that have drafts, with their entries of other lists."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from foretoken.engine.governor import SHARE, Governor
+from foretoken.engine.cost_model import SHARE
+from foretoken.engine.governor import Governor
+from foretoken.engine.patience import Patience
 from foretoken.engine.stats import Totals
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class MethodBandit:
         self._drafter = drafter
         self._arms = [Governor(costs.beside(), title=title) for title in drafter.arms]
         self._steps = [0] * len(self._arms)
+        self.patience = Patience(len(self._arms))
         self._credits = [0.0] * len(self._arms)
         self._active = 0
         self._left = 2 * TURN
@@ -112,6 +115,11 @@ class MethodBandit:
         for governor in self._arms:
             governor.follow(outputs)
 
+    def leave(self, rows: Seq[Sequence]) -> None:
+        """Drop what is known of rows alone, see `Governor.leave`."""
+        for governor in self._arms:
+            governor.leave(rows)
+
     @property
     def has_open_drafts(self) -> bool:
         """Whether the fate of a draft is not known yet."""
@@ -136,6 +144,8 @@ class MethodBandit:
 
     def describe(self) -> str | None:
         """What is decided at present, and why; None before the first step."""
+        if not self.patience.is_attending:
+            return self.patience.describe()
         best = max(range(len(self._arms)), key=lambda arm: (self._steps[arm] >= 2 * TURN, self._arms[arm].pace.gain))
         said = self._arms[best].describe()
         others = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate, islice, takewhile
@@ -111,10 +112,13 @@ class Scheduler:
 
     # -- coming in ---------------------------------------------------------------------------------------------
 
-    def admit(self, profile: StepProfile) -> None:
+    def admit(self, profile: StepProfile, welcomes: Callable[[], bool]) -> None:
         """Give waiting rows slots, as far as there is room, and what earlier rows left of their prompts.
 
         Where rows have grown too long together, the last ones leave first. Short prompts come before longer ones.
+
+        Args:
+          welcomes: whether a row that comes in now has the drafter.
         """
         while (row := self._too_many()) is not None:
             self._send_back(row)
@@ -130,6 +134,7 @@ class Scheduler:
         for row in admitted:
             self._cache.add_rows()
             self.waiting.remove(row)
+            row.is_plain = row.is_plain or not welcomes()
             self._rows.append(row)
         for row in admitted:
             profile.num_cached_tokens += self._recall(row)
@@ -288,11 +293,17 @@ class Scheduler:
 
     def to_decode(self) -> list[Sequence]:
         """Rows that decode, those without drafts last: drafters that draft in their cache draft for the first ones."""
-        last = [row for row in self.decoding if row.stats.drafter_error]
+        last = [row for row in self.decoding if not row.has_drafter]
         if len(last) < self.num_decoding:
             for place, row in enumerate(reversed(last), 1):
                 self._swap(self.slot_of(row), self.num_decoding - place)
         return self.decoding
+
+    def leave_drafter(self) -> None:
+        """Let all rows in the cache go on without the drafter."""
+        self._drafter.forget(self._rows)
+        for row in self._rows:
+            row.is_plain = True
 
     # -- leaving -----------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class Sequence:
       num_replayed: length of its output when it last had to leave the cache, to be read again.
       is_in_doubt: whether its last step gave no token, and a draft may be to blame: the next one goes without.
       num_changes: of the target, when the row came into the cache.
+      is_plain: whether it goes without the drafter, which costs more than it brings (`Patience`).
       prediction: of its output, where the user gives one.
       prompt_logprobs: of the tokens of the prompt that follow those that were read, where they are wanted.
     """
@@ -74,6 +75,7 @@ class Sequence:
     num_replayed: int = 0
     is_in_doubt: bool = False
     num_changes: int = 0
+    is_plain: bool = False
     prediction: Prediction | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -98,6 +100,16 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Number of tokens that the budget and the context still allow."""
         return self.max_length - len(self.token_ids)
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether the drafter is told of it, unless a fault or its cost has ended that for good."""
+        return not self.is_plain and not self.stats.drafter_error
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Whether it may have a draft whatever the drafter does: of a prediction, or of what its grammar forces."""
+        return self.prediction is not None or self.law.matching is not None
 
     @property
     def is_finished(self) -> bool:

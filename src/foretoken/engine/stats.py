@@ -272,6 +272,7 @@ class Clock:
 
     def lap(self, name: str) -> None:
         now = perf_counter()
-        self.laps[name] = taken = now - self._last
+        taken = now - self._last
+        self.laps[name] = self.laps.get(name, 0.0) + taken
         self._profile.__dict__[name] += taken
         self._last = now

@@ -1,0 +1,80 @@
+"""Whether a drafter is attended to at all: beside short steps being told of them takes more than drafts bring."""
+
+from __future__ import annotations
+
+import math
+
+from foretoken.engine.cost_model import RATE, SHARE, Average
+
+TO_LOSE = 16.0
+"""Plain steps whose time may be lost by each way of drafting before it is judged: an eighth of an answer, in which a
+drafter that loses a tenth of every step is watched for 160 of them."""
+
+BEARABLE = 0.03
+"""Of a step that drafts nothing: what a drafter may take of it without being left (issue 26: never slower by more)."""
+
+WORST = 4.0
+"""Plain steps that one step can lose, at most: pauses of the machine are not the drafter's."""
+
+
+class Patience:
+    """An account, in steps of plain decoding, of what attending to a drafter loses.
+
+    What is drafted is decided by a governor. A drafter works in steps without a draft, too: features are gathered for
+    it, and it takes in the text. Beside a step of 9 ms that is nothing, beside one of half a millisecond up to half of
+    it. So what every step loses is taken from the account and what drafts bring is added, and `SHARE` of each step.
+    When nothing is left, the rows that run go on without the drafter for good, and rows that come have none either,
+    until the account is full again.
+
+    Args:
+      num_arms: ways of drafting that a governor has to try.
+    """
+
+    def __init__(self, num_arms: int = 1) -> None:
+        self._most = TO_LOSE * max(num_arms, 1)
+        self._left = self._most
+        self._taken = 0.0  # share of steps without a draft
+        self._bare: dict[int, Average] = {}  # logarithms of their seconds without the drafter, by magnitude of rows
+        self.is_attending = True
+
+    def welcomes(self) -> bool:
+        """Whether a row that comes in now has the drafter."""
+        self.is_attending = self.is_attending or self._left >= self._most
+        return self.is_attending
+
+    def attended(self, num_rows: int, num_tokens: int, drafter_seconds: float, seconds: float, *, drafts: bool) -> None:
+        """A step has run.
+
+        Args:
+          num_tokens: that it brought, of all rows.
+          drafter_seconds: of drafter and governor; ``seconds`` of all the rest.
+          drafts: whether a draft was verified.
+        """
+        bare = self._bare.setdefault(num_rows.bit_length(), Average())
+        if drafts:
+            plain = math.exp(bare.value) if bare.count else seconds
+            lost = (drafter_seconds + seconds) / plain - num_tokens / num_rows
+        else:
+            bare.add(math.log(seconds))
+            lost = drafter_seconds / seconds
+            self._taken += max(RATE, 1.0 / bare.count) * (min(lost, 1.0) - self._taken)
+        self._left = min(self._left + SHARE - min(lost, WORST), self._most)
+
+    def rested(self) -> None:
+        """A step has run without the drafter."""
+        self._left = min(self._left + SHARE, self._most)
+
+    def describe(self) -> str:
+        """Why nothing is drafted."""
+        return (
+            f"not drafting: rows go on without the drafter, which takes {self._taken:.0%} of a step beside drafts and "
+            "brings less"
+        )
+
+    def ends(self) -> bool:
+        """Whether the rows that run are to go on without the drafter."""
+        if self.is_attending and self._left < 0.0 and self._taken > BEARABLE:
+            self.is_attending, self._left = False, 0.0
+            return True
+        self._left = max(self._left, 0.0)
+        return False

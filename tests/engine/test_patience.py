@@ -1,0 +1,203 @@
+"""Drafters that cost more than they bring are left: beside short steps, and there alone; rows come back to them."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import toy_heads
+from foretoken.config.engine import EngineConfig
+from foretoken.config.sampling import SamplingParams
+from foretoken.config.speculative import SpeculativeConfig
+from foretoken.drafters.context import DrafterContext, make_drafter
+from foretoken.drafters.heads.medusa_hydra import MultiHeadDrafter
+from foretoken.drafters.none import EmptyDrafter
+from foretoken.drafters.parts.rank_tree import RankTree
+from foretoken.engine.cost_model import SHARE, CostModel
+from foretoken.engine.drafter import Drafter, Requirements
+from foretoken.engine.engine import Engine
+from foretoken.engine.governor import Governor
+from foretoken.engine.patience import TO_LOSE, Patience
+from foretoken.engine.sequence import Sequence
+from foretoken.model.capture import Wanted
+from foretoken.model.lm import CausalLM
+from foretoken.testing import GREEDY, SAMPLED, perturbed, toy_model
+from foretoken.tree import DraftTree
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [9, 8, 7, 6, 5, 9, 8], [4, 4, 4, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+CURVE = {1: 0.001, 512: 0.00101}
+
+
+def steps_to_the_end(patience: Patience, taken: float, most: int = 5000) -> int:
+    """Steps without drafts, of which a drafter takes a share, until it is left; ``most`` where it is not."""
+    for step in range(most):
+        patience.attended(1, 1, taken * 0.001, 0.001, drafts=False)
+        if patience.ends():
+            return step + 1
+    return most
+
+
+@pytest.mark.parametrize(("taken", "num_arms"), [(0.05, 1), (0.1, 1), (0.5, 1), (0.5, 3)])
+def test_what_a_drafter_may_lose_is_limited(taken: float, num_arms: int) -> None:
+    patience = Patience(num_arms)
+    lost = steps_to_the_end(patience, taken) * (taken - SHARE)
+    assert TO_LOSE * num_arms <= lost <= TO_LOSE * num_arms + taken
+    assert not patience.welcomes()
+    for _ in range(int(TO_LOSE * num_arms / SHARE) - 1):
+        patience.rested()
+        assert not patience.welcomes()
+    for _ in range(2):
+        patience.rested()
+    assert patience.welcomes()
+
+
+def test_what_is_small_beside_a_step_is_borne() -> None:
+    assert steps_to_the_end(Patience(), 0.02) == 5000
+
+
+def test_what_brings_more_than_it_takes_is_kept() -> None:
+    patience = Patience()
+    for _ in range(1000):  # a fifth of every step is lost, and every second one brings half a token more than it costs
+        patience.attended(2, 2, 0.0002, 0.001, drafts=False)
+        patience.attended(2, 4, 0.0002, 0.0013, drafts=True)
+        assert not patience.ends()
+    assert patience.welcomes()
+
+
+def test_pauses_of_the_machine_are_not_the_drafters() -> None:
+    patience = Patience()
+    for step in range(1000):
+        patience.attended(1, 1, 0.00005, 0.001 if step % 200 else 1.0, drafts=False)
+        patience.attended(1, 2, 0.00005, 0.0011 if step % 150 else 1.0, drafts=True)
+        assert not patience.ends()
+
+
+class Dawdling(Drafter):
+    """Drafts nothing, wants features, and takes its time over every step."""
+
+    name = "dawdling"
+    requires = Requirements(last_hidden=True, choices=True)
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.observed: list[int] = []
+        self.forgotten: list[int] = []
+
+    def start(self, rows: Any) -> None:
+        self.started += [row.id for row in rows]
+
+    def propose(self, rows: Any, budgets: Any) -> list[DraftTree]:
+        return [DraftTree.root(row.pending) for row in rows]
+
+    def observe(self, rows: Any, results: Any) -> None:
+        assert all(result.features.last_hidden([0]).isfinite().all() for result in results)
+        self.observed += [row.id for row in rows]
+        time.sleep(0.05)
+
+    def forget(self, rows: Any) -> None:
+        self.forgotten += [row.id for row in rows]
+
+
+def test_rows_go_on_without_a_drafter_that_takes_longer_than_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = CausalLM(toy_model(64), execution="eager")
+    wanted: list[Wanted] = []
+    forward = CausalLM.forward_with
+
+    def watched(self: CausalLM, what: Wanted, *args: Any, **keys: Any) -> Any:
+        wanted.append(what)
+        return forward(self, what, *args, **keys)
+
+    monkeypatch.setattr(CausalLM, "forward_with", watched)
+    drafter = Dawdling()
+    governor = Governor(CostModel(CURVE))
+    engine = Engine(lm, drafter, EngineConfig(max_num_seqs=2), governor=governor)
+    params = replace(SAMPLED, max_tokens=60)
+    first = [engine.add_request(prompt, params)[0] for prompt in PROMPTS[:2]]
+    list(engine.run())
+    assert all(row.is_plain for row in first)
+    assert 0 < len(drafter.observed) < 60, "it was told of some steps and then left"
+    assert sorted(drafter.forgotten) == sorted(row.id for row in first)
+    assert wanted[0].last_hidden, "features were wanted at first,"
+    assert not wanted[-1].last_hidden, "and not in the end"
+    assert first[0].stats.cuts.steps["governor"] >= 20
+    assert "without the drafter" in (governor.describe() or "")
+    later = engine.add_request(PROMPTS[2], params)[0]
+    num_seen = len(wanted)
+    list(engine.run())
+    assert later.id not in drafter.started
+    assert later.id not in drafter.observed
+    assert not any(each.last_hidden for each in wanted[num_seen:])
+    plain = Engine(lm, EmptyDrafter(), EngineConfig(max_num_seqs=2))
+    rows = [plain.add_request(prompt, params)[0] for prompt in PROMPTS[:3]]
+    list(plain.run())
+    assert [row.output_ids for row in (*first, later)] == [row.output_ids for row in rows]
+
+
+class Moody(Patience):
+    """Ends and welcomes at random: what is left in the middle of anything must change no token."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+
+    def welcomes(self) -> bool:
+        return self._rng.random() < 0.6
+
+    def ends(self) -> bool:
+        return self._rng.random() < 0.03
+
+
+class Willing(Governor):
+    """Lets every draft pass, so that what is drafted does not hang on measured times."""
+
+    def __init__(self, patience: Patience) -> None:
+        super().__init__(CostModel(CURVE))
+        self.patience = patience
+        self.habit.depth = sys.maxsize
+
+    def budgets(self, rows: Any, budgets: Any, *args: Any, **keys: Any) -> Any:
+        return budgets
+
+    def trimmed(self, rows: Any, trees: Any, *args: Any) -> Any:
+        return trees
+
+    def cut(self, trees: Any, *args: Any) -> Any:
+        return trees
+
+
+def drafter_of(method: str, lm: CausalLM) -> Drafter:
+    if method == "medusa":
+        heads = copy.deepcopy(toy_heads.medusa_heads()).to(torch.float64)
+        return MultiHeadDrafter(
+            heads, 2, target_vocab_size=64, max_depth=3, tree=RankTree.published("zephyr_stage2").first(16)
+        )
+    small = CausalLM(perturbed(toy_model(64, dtype=torch.float64), 0.05), execution="eager")
+    keys: dict[str, Any] = {"exit_layer": 1} if method == "layer_skip" else {}
+    return make_drafter(SpeculativeConfig(method, **keys), DrafterContext(lm, small))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["ngram", "token_recycling", "draft_model", "layer_skip", "medusa"])
+def test_leaving_at_any_time_changes_no_token(method: str, params: SamplingParams) -> None:
+    lm = CausalLM(toy_model(64, dtype=torch.float64), execution="eager")
+    params, config = replace(params, max_tokens=30), EngineConfig(max_num_seqs=3, prefill_chunk_size=4)
+    plain = Engine(lm, EmptyDrafter(), config)
+    wanted = [row for prompt in PROMPTS for row in plain.add_request(prompt, params)]
+    list(plain.run())
+    rows: list[Sequence] = []
+    for seed in range(3):
+        engine = Engine(lm, drafter_of(method, lm), config, governor=Willing(Moody(seed)))
+        these = [row for prompt in PROMPTS for row in engine.add_request(prompt, params)]
+        list(engine.run())
+        assert [row.output_ids for row in these] == [row.output_ids for row in wanted]
+        rows += these
+    assert {row.is_plain for row in rows} == {True, False}
+    assert sum(row.stats.num_accepted_draft_tokens for row in rows) > 0
+    assert not any(row.stats.drafter_error for row in rows)
